@@ -1,0 +1,29 @@
+"""Exact attention in Triton, and what it is compared with.
+
+Layout: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with a ``Packing``. The package imports
+torch and triton and nothing else of this project, so that it can be lifted out and used alone.
+"""
+
+from flash_train.attention.backends import BACKENDS, flash_unavailable, resolve_backend
+from flash_train.attention.dropout import RngState, keep_mask
+from flash_train.attention.flops import attended_pairs, attention_flops
+from flash_train.attention.functional import attention
+from flash_train.attention.masks import Causal, Full, Mask
+from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.varlen import Packing
+
+__all__ = [
+    "BACKENDS",
+    "AttentionSpec",
+    "Causal",
+    "Full",
+    "Mask",
+    "Packing",
+    "RngState",
+    "attended_pairs",
+    "attention",
+    "attention_flops",
+    "flash_unavailable",
+    "keep_mask",
+    "resolve_backend",
+]

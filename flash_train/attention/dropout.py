@@ -1,0 +1,128 @@
+"""Attention dropout: the generator state and the map from (state, entry, head, query, key) to one random byte.
+
+The mask is a pure function of its coordinates, so it is the same under every tile size, backend and packing, in the
+forward and in the backward. One call of Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC'11) serves 16 elements, a byte each.
+
+**Stream.** The 64-bit seed and offset become one 64-bit key: the first two words of
+``philox(counter=(offset_lo, offset_hi, 0x666C6173, 0x68747261), key=(seed_lo, seed_hi))``.
+
+**Counter.** The element (query, key) of a head of an entry reads the call
+
+    counter = (4 * (query // 16) + query % 8 // 2,  4 * (key // 16) + key % 8 // 2,  head,  entry)
+
+    word    = 2 * (query % 2) + key % 2
+    byte    = 2 * (query // 8 % 2) + key // 8 % 2        (byte 0 is the least significant)
+
+so that a call covers rows {r, r + 1, r + 8, r + 9} and the same columns of a 16 x 16 tile. The map is symmetric in
+queries and keys: a thread that holds a matrix-unit fragment of S (rows l / 4 + {0, 8}, columns 2 (l % 4) + {0, 1} + 8 j)
+finds two whole words of each of its calls, and so does one that holds Sᵀ in the backward; its neighbour four lanes away
+needs the other two.
+
+The element is kept where its byte is below ``k``, which has probability ``k / 256`` exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PHILOX_ROUNDS = 7
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK32 = 0xFFFFFFFF
+STREAM_DOMAIN = (0x666C6173, 0x68747261)
+
+
+@dataclass(frozen=True)
+class RngState:
+    """The generator state of one attention call: 64-bit ``seed`` and ``offset``, ints or int64 device scalars."""
+
+    seed: int | torch.Tensor
+    offset: int | torch.Tensor = 0
+
+    def as_tensor(self, device: torch.device) -> torch.Tensor:
+        """The state as int64 (2,) on the device, without a host synchronisation."""
+
+        def word(value: int | torch.Tensor) -> torch.Tensor:
+            if isinstance(value, torch.Tensor):
+                return value.to(device=device, dtype=torch.int64).reshape(1)
+            return torch.full((1,), _signed64(value), dtype=torch.int64, device=device)
+
+        return torch.cat([word(self.seed), word(self.offset)])
+
+
+def draw_state(device: torch.device) -> torch.Tensor:
+    """A fresh state, int64 (2,), from PyTorch's generator of the device.
+
+    It therefore follows ``torch.manual_seed``, is restored by activation checkpointing, and differs at each replay of a
+    CUDA graph.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def keep_mask(
+    state: torch.Tensor, entry: int, head: int, queries: torch.Tensor, keys: torch.Tensor, threshold: int
+) -> torch.Tensor:
+    """The mask of one head of one entry, in plain PyTorch: the definition that every kernel is held to.
+
+    Args:
+        state: int64 (2,): seed and offset.
+        entry: batch row, or cu_seqlens entry of a packed call.
+        head: query head.
+        queries, keys: int64 (m,), (n,): positions within the entry.
+        threshold: ``k`` in 1..256; the probability of keeping is ``k / 256``.
+
+    Returns:
+        bool (m, n), True where the weight is kept.
+    """
+    queries, keys = queries.to(state.device)[:, None], keys.to(state.device)[None, :]
+    shape = torch.broadcast_shapes(queries.shape, keys.shape)
+    words = philox(
+        (
+            (4 * (queries // 16) + queries % 8 // 2).expand(shape),
+            (4 * (keys // 16) + keys % 8 // 2).expand(shape),
+            torch.full(shape, head, dtype=torch.int64, device=state.device),
+            torch.full(shape, entry, dtype=torch.int64, device=state.device),
+        ),
+        stream_key(state),
+    )
+    word = torch.stack(words, -1).gather(-1, (2 * (queries % 2) + keys % 2)[..., None])[..., 0]
+    byte = (word >> (8 * (2 * (queries // 8 % 2) + keys // 8 % 2))) & 0xFF
+    return byte < threshold
+
+
+def stream_key(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 64-bit Philox key of (seed, offset), as two int64 scalars below 2**32."""
+    seed, offset = state[0], state[1]
+    domain = [torch.full_like(seed, word) for word in STREAM_DOMAIN]
+    counter = (offset & _MASK32, (offset >> 32) & _MASK32, domain[0], domain[1])
+    return philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))[:2]
+
+
+def philox(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    key: tuple[torch.Tensor, torch.Tensor],
+    rounds: int = PHILOX_ROUNDS,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox4x32 on int64 tensors that hold 32-bit words; returns four words of the same kind."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        high0, low0 = _multiply(c0, _M0)
+        high1, low1 = _multiply(c2, _M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low words of the 64-bit product of two 32-bit words, without leaving int64."""
+    upper, lower = (a >> 16) * b, (a & 0xFFFF) * b
+    return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK32
+
+
+def _signed64(value: int) -> int:
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - 2**64 if value >= 2**63 else value

@@ -1,0 +1,79 @@
+"""Dropout on the device: the counter map of ``flash_train.attention.dropout``, drawn a tile at a time."""
+
+import triton
+import triton.language as tl
+
+ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def stream_key(state_ptr):
+    """The 64-bit Philox key of the call's (seed, offset), as two uint32 scalars."""
+    seed = tl.load(state_ptr).to(tl.uint64, bitcast=True)
+    offset = tl.load(state_ptr + 1).to(tl.uint64, bitcast=True)
+    zero = tl.zeros([1], tl.uint32)
+    domain0 = tl.zeros_like(seed).to(tl.uint32) + 0x666C6173
+    domain1 = tl.zeros_like(seed).to(tl.uint32) + 0x68747261
+    k0, k1, _, _ = tl.philox_impl(
+        offset.to(tl.uint32), (offset >> 32).to(tl.uint32), domain0, domain1, seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
+    )
+    return k0, k1
+
+
+@triton.jit
+def keep_tile(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The mask of a tile of S, bool [BLOCK_M, BLOCK_N]; starts and sizes are multiples of 16."""
+    w0, w1, w2, w3 = _draw(
+        k0, k1, entry, head, _groups(start_m, BLOCK_M)[:, None], _groups(start_n, BLOCK_N)[None, :], BLOCK_M, BLOCK_N
+    )
+    # words are indexed by (query parity, key parity), bytes by (query + 8, key + 8)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return _spread(words, 0, 8, 16, 24, threshold, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def keep_tile_transposed(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The mask of a tile of S transposed, bool [BLOCK_N, BLOCK_M]."""
+    w0, w1, w2, w3 = _draw(
+        k0, k1, entry, head, _groups(start_m, BLOCK_M)[None, :], _groups(start_n, BLOCK_N)[:, None], BLOCK_N, BLOCK_M
+    )
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    return _spread(words, 0, 16, 8, 24, threshold, BLOCK_N, BLOCK_M)
+
+
+@triton.jit
+def _groups(start, BLOCK: tl.constexpr):
+    """The counters 4 * (i // 16) + i % 8 // 2 of the BLOCK positions from ``start``, each once."""
+    return start // 4 + tl.arange(0, BLOCK // 4)
+
+
+@triton.jit
+def _draw(k0, k1, entry, head, query_group, key_group, ROWS: tl.constexpr, COLS: tl.constexpr):
+    zero = tl.zeros([ROWS // 4, COLS // 4], tl.uint32)
+    return tl.philox_impl(
+        zero + query_group.to(tl.uint32),
+        zero + key_group.to(tl.uint32),
+        zero + head.to(tl.uint32),
+        zero + entry.to(tl.uint32),
+        k0,
+        k1,
+        ROUNDS,
+    )
+
+
+@triton.jit
+def _spread(
+    words, B00: tl.constexpr, B01: tl.constexpr, B10: tl.constexpr, B11: tl.constexpr, threshold,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Words [ROWS / 4, COLS / 4, row parity, column parity] to the mask [ROWS, COLS].
+
+    A row is 16 a + 8 b + 2 c + d, a column 16 A + 8 B + 2 C + D: the call has index (4 a + c, 4 A + C), its word (d, D), the
+    byte in it (b, B), whose shifts are B00 to B11.
+    """
+    low = tl.join(((words >> B00) & 0xFF) < threshold, ((words >> B10) & 0xFF) < threshold)
+    high = tl.join(((words >> B01) & 0xFF) < threshold, ((words >> B11) & 0xFF) < threshold)
+    keep = tl.join(low, high)  # [4 a + c, 4 A + C, d, D, b, B]
+    keep = tl.reshape(keep, [ROWS // 16, 4, COLS // 16, 4, 2, 2, 2, 2])
+    keep = tl.permute(keep, [0, 6, 1, 4, 2, 7, 3, 5])  # [a, b, c, d, A, B, C, D]
+    return tl.reshape(keep, [ROWS, COLS])

@@ -1,0 +1,49 @@
+"""What is computed: the specification every backend reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from flash_train.attention.masks import Full, Mask
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention: ``out = dropout(softmax(scale * q @ k.T + mask)) @ v``.
+
+    Attributes:
+        mask: which keys a query may attend to: ``Full()`` or ``Causal()``.
+        scale: factor on the scores, positive; ``None`` means ``1 / sqrt(head_dim)``.
+        dropout: probability in [0, 1) of dropping an attention weight. It is rounded to ``1 - k / 256`` with
+            ``k = round(256 * (1 - dropout))``; survivors are scaled by ``256 / k``, so the output stays unbiased.
+
+    Raises:
+        ValueError: for a scale that is not positive, or a dropout that is outside [0, 1) or rounds to 0 or 1.
+    """
+
+    mask: Mask = field(default_factory=Full)
+    scale: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"mask={self.mask!r}: must be a mask such as Full() or Causal()")
+        if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(f"scale={self.scale}: must be a positive number, or None for 1/sqrt(head_dim)")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout}: must be in [0, 1)")
+        if self.dropout > 0.0 and not 1 <= self.keep_threshold <= 255:
+            raise ValueError(
+                f"dropout={self.dropout}: attention dropout comes in steps of 1/256 and this rounds to "
+                f"{1 - self.keep_threshold / 256:g}; use 0 or a value in [1/512, 511/512)"
+            )
+
+    @property
+    def keep_threshold(self) -> int:
+        """``k`` of the dropout probability ``1 - k / 256``: a weight is kept where its random byte is below ``k``."""
+        return 256 if self.dropout == 0.0 else math.floor(256 * (1.0 - self.dropout) + 0.5)
+
+    def scale_for(self, head_dim: int) -> float:
+        """The scale in force for this head dimension."""
+        return head_dim**-0.5 if self.scale is None else self.scale

@@ -1,0 +1,159 @@
+"""The public call on any machine: backends against each other, validation, and what it reports."""
+
+import pytest
+import torch
+
+from flash_train.attention import (
+    AttentionSpec,
+    Causal,
+    Full,
+    Packing,
+    RngState,
+    attended_pairs,
+    attention,
+    attention_flops,
+    resolve_backend,
+)
+
+CAUSAL = AttentionSpec(Causal())
+
+
+def qkv(*shape, kv_heads=None, dtype=torch.float64):
+    kv = (*shape[:-2], kv_heads or shape[-2], shape[-1])
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in (shape, kv, kv)]
+
+
+def cu(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def pack(*lengths, padded_to=0):
+    bounds = torch.cat([cu(*lengths), cu(*lengths)[-1:].expand(padded_to)])
+    return Packing(bounds, bounds, lengths=lengths)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "standard"])
+@pytest.mark.parametrize("spec", [CAUSAL, AttentionSpec(Full(), scale=0.3)], ids=["causal", "full-scale"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_baselines_equal_the_reference(backend, spec, packed):
+    torch.manual_seed(0)
+    tensors = qkv(60, 4, 16, kv_heads=2) if packed else qkv(2, 30, 4, 16, kv_heads=2)
+    packing = pack(11, 1, 48, padded_to=3) if packed else None
+    out = attention(*tensors, spec, packing=packing, backend=backend)
+    ref = attention(*tensors, spec, packing=packing, backend="reference")
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(out, ref)
+    for ours, theirs in zip(*(torch.autograd.grad(x, tensors, grad) for x in (out, ref)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "standard", "reference"])
+@pytest.mark.parametrize("lengths", [(5, 9), (9, 5)])
+def test_causal_is_aligned_at_the_ends(backend, lengths):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, lengths[0], 1, 8), torch.randn(1, lengths[1], 1, 8), torch.randn(1, lengths[1], 1, 8)
+    out = attention(q, k, v, CAUSAL, backend=backend)
+    torch.testing.assert_close(out[0, -1], attention(q[:, -1:], k, v, backend="reference")[0, -1])
+    unseeing = max(lengths[0] - lengths[1], 0)
+    assert (out[0, :unseeing] == 0).all()
+    assert (out[0, unseeing:] != 0).any(-1).all()
+
+
+def test_worked_example():
+    """One query over two blocks of four keys, worked by hand in base e; rounded to three digits."""
+    q = torch.tensor([1.0, 0, 2, 1]).view(1, 1, 1, 4)
+    k = torch.tensor([[1.0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]])
+    v = torch.tensor([[2.0, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0], [1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3]])
+    spec = AttentionSpec(scale=1.0)
+    out, lse = attention(q, k.view(1, 8, 1, 4), v.view(1, 8, 1, 4), spec, backend="reference", return_lse=True)
+    weights = torch.exp(torch.tensor([1.0, 2, 4, 2, 5, 1, 3, 1]))
+    torch.testing.assert_close(out.flatten(), weights @ v / weights.sum())
+    torch.testing.assert_close(lse.flatten(), weights.sum().log()[None])
+    torch.testing.assert_close(out.flatten(), torch.tensor([0.920, 2.306, 1.540, 0.452]), atol=0.03, rtol=0)
+
+
+def test_documents_do_not_see_each_other():
+    torch.manual_seed(0)
+    q, k, v = (x.detach() for x in qkv(50, 2, 8))
+    packing = pack(20, 7, 23)
+    before = attention(q, k, v, CAUSAL, packing=packing, backend="sdpa")
+    for x in (q, k, v):
+        x[20:27] = torch.randn(7, 2, 8, dtype=x.dtype)
+    after = attention(q, k, v, CAUSAL, packing=packing, backend="sdpa")
+    assert torch.equal(before[:20], after[:20])
+    assert torch.equal(before[27:], after[27:])
+    assert not torch.equal(before[20:27], after[20:27])
+
+
+def test_masks_count_what_they_show():
+    for mask in (Causal(), Full()):
+        for len_q in range(6):
+            for len_k in range(6):
+                assert mask.pairs(len_q, len_k) == mask.dense(len_q, len_k).sum()
+    assert attended_pairs([3, 5]) == Causal().pairs(3, 3) + Causal().pairs(5, 5)
+    assert attended_pairs([3, 5], causal=False) == 34
+    assert attention_flops(10, 4, 16) == 2 * 2 * 10 * 4 * 16
+
+
+def test_dropout_needs_no_state_and_takes_one():
+    torch.manual_seed(0)
+    q, k, v = (x.detach() for x in qkv(1, 40, 2, 8))
+    spec = AttentionSpec(Causal(), dropout=0.5)
+    rng = RngState(torch.tensor(5), 6)
+    first, again = (attention(q, k, v, spec, rng=rng, backend="reference") for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, attention(q, k, v, spec, backend="reference"))
+    torch.manual_seed(1)
+    one = attention(q, k, v, spec, backend="reference")
+    torch.manual_seed(1)
+    assert torch.equal(one, attention(q, k, v, spec, backend="reference"))
+
+
+def test_auto_says_what_it_chose():
+    name, why = resolve_backend("auto", device="cpu", dtype=torch.float32, head_dim=64)
+    assert name == "sdpa"
+    assert "no NVIDIA GPU" in why
+
+
+BAD_SPECS = [
+    ({"dropout": 1.5}, "dropout=1.5"),
+    ({"dropout": 1.0}, "dropout=1.0"),
+    ({"dropout": -0.1}, "dropout=-0.1"),
+    ({"dropout": 0.001}, "steps of 1/256"),
+    ({"dropout": 0.9999}, "steps of 1/256"),
+    ({"scale": 0.0}, "scale=0.0"),
+    ({"scale": float("inf")}, "scale=inf"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_SPECS, ids=[m for _, m in BAD_SPECS])
+def test_bad_specs(fields, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionSpec(**fields)
+    with pytest.raises(TypeError, match="mask="):
+        AttentionSpec(mask="causal")
+
+
+X = torch.randn(1, 8, 4, 16)
+P = torch.randn(8, 4, 16)
+BAD_CALLS = [
+    ((P, P, P), {}, ValueError, "must be .batch, seqlen, heads, head_dim.; packed tensors need packing"),
+    ((X, X, X), {"packing": pack(8)}, ValueError, "must be .total, heads, head_dim. where packing is given"),
+    ((X, X.half(), X), {}, TypeError, "k is torch.float16"),
+    ((X, X[:, :, :3], X[:, :, :3]), {}, ValueError, "q has 4 heads and k 3"),
+    ((X, X, X[:, :4]), {}, ValueError, "k has shape"),
+    ((X, X[..., :8], X[..., :8]), {}, ValueError, "head_dim 16 and k 8"),
+    ((X, X.expand(2, -1, -1, -1), X.expand(2, -1, -1, -1)), {}, ValueError, "q has batch 1 and k 2"),
+    ((P, P, P), {"packing": Packing(cu(8).long(), cu(8).long())}, ValueError, "cu_seqlens_q is torch.int64"),
+    ((P, P, P), {"packing": Packing(cu(8), cu(4, 4))}, ValueError, "1 entries and cu_seqlens_k 2"),
+    ((X, X, X), {"backend": "fastest"}, ValueError, "must be one of auto, flash"),
+    ((X, X, X), {"backend": "flash"}, ValueError, "attention=flash cannot run here: there is no NVIDIA GPU"),
+    ((X, X, X), {"backend": "sdpa", "return_lse": True}, ValueError, "return_lse was given with backend=sdpa"),
+    ((X, X, X), {"backend": "standard", "rng": RngState(1)}, ValueError, "rng was given with backend=standard"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "options", "error", "message"), BAD_CALLS, ids=[m for *_, m in BAD_CALLS])
+def test_bad_calls(tensors, options, error, message):
+    with pytest.raises(error, match=message):
+        attention(*tensors, **options)
