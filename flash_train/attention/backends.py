@@ -10,9 +10,9 @@ BACKENDS = ("auto", "flash", "sdpa", "standard", "reference")
 MAX_HEAD_DIM = 256
 
 
-def flash_unavailable(*, device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str | None:
+@torch.compiler.assume_constant_result
+def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why this project's kernels cannot run here, or None where they can."""
-    device = torch.device(device)
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it exists for Linux only)"
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -33,9 +33,7 @@ def flash_unavailable(*, device: torch.device | str, dtype: torch.dtype, head_di
     return f"there is no NVIDIA GPU: the tensors are on {device.type}"
 
 
-def resolve_backend(
-    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int
-) -> tuple[str, str]:
+def resolve_backend(name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """The backend that runs and why, in words.
 
     Args:
@@ -46,16 +44,18 @@ def resolve_backend(
     """
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: must be one of {', '.join(BACKENDS)}")
-    reason = flash_unavailable(device=device, dtype=dtype, head_dim=head_dim)
+    reason = flash_unavailable(torch.device(device), dtype, head_dim)
     if name == "auto":
-        return ("flash", "this project's kernels run here") if reason is None else ("sdpa", f"flash cannot run: {reason}")
+        return (
+            ("flash", "this project's kernels run here") if reason is None else ("sdpa", f"flash cannot run: {reason}")
+        )
     if name == "flash" and reason is not None:
         raise ValueError(f"attention=flash cannot run here: {reason}; use attention=sdpa or attention=auto")
     return name, "as asked"
 
 
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU (``TRITON_INTERPRET=1``, set before it is imported)."""
+    """Whether Triton interprets kernels on the CPU: ``TRITON_INTERPRET=1``, set before it is imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -29,7 +29,7 @@ def sdpa_attention(
 def standard_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing | None = None
 ) -> torch.Tensor:
-    """Scores, softmax, dropout and product as separate PyTorch operations, each (heads, seqlen_q, seqlen_k) in memory."""
+    """Scores, softmax, dropout and product as separate operations, each (heads, seqlen_q, seqlen_k) in memory."""
     return _by_entry(_standard, q, k, v, spec, packing)
 
 
@@ -94,9 +94,7 @@ def _varlen_applies(q: torch.Tensor, spec: AttentionSpec, packing: Packing) -> b
     )
 
 
-def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing
-) -> torch.Tensor:
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k

@@ -14,10 +14,10 @@ forward and in the backward. One call of Philox4x32 with 7 rounds (Salmon et al.
     word    = 2 * (query % 2) + key % 2
     byte    = 2 * (query // 8 % 2) + key // 8 % 2        (byte 0 is the least significant)
 
-so that a call covers rows {r, r + 1, r + 8, r + 9} and the same columns of a 16 x 16 tile. The map is symmetric in
-queries and keys: a thread that holds a matrix-unit fragment of S (rows l / 4 + {0, 8}, columns 2 (l % 4) + {0, 1} + 8 j)
-finds two whole words of each of its calls, and so does one that holds Sᵀ in the backward; its neighbour four lanes away
-needs the other two.
+so that a call covers rows {r, r + 1, r + 8, r + 9} and the same columns of a 16 x 16 tile. The map is symmetric
+in queries and keys: a thread that holds a matrix-unit fragment of S (rows l / 4 + {0, 8}, columns 2 (l % 4) + {0, 1}
++ 8 j) finds two whole words of each of its calls, and so does one that holds Sᵀ in the backward; its neighbour four
+lanes away needs the other two.
 
 The element is kept where its byte is below ``k``, which has probability ``k / 256`` exactly.
 """

@@ -36,7 +36,7 @@ def attention(
         rng: dropout state. Without it one is drawn from PyTorch's generator of the device.
         backend: ``flash`` (this project's kernels), ``sdpa``, ``standard``, ``reference``, or ``auto``.
         return_lse: also return the natural log-sum-exp of the scaled scores, fp32, (batch, heads, seqlen_q), packed
-            (heads, total_q); -inf for queries that see nothing. Its gradient is right. ``flash`` and ``reference`` have it.
+            (heads, total_q); -inf for queries that see nothing; differentiable. ``flash`` and ``reference`` have it.
 
     Returns:
         out like q, and the log-sum-exp where asked for. Queries that see no key give exactly 0.

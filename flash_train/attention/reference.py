@@ -1,4 +1,4 @@
-"""The dense oracle: any specification in any dtype up to fp64, in plain PyTorch, one sequence and head at a time in mind.
+"""The dense oracle: any specification in any dtype up to fp64, in plain PyTorch.
 
 Memory is quadratic in length. Every other backend is held to this one.
 """

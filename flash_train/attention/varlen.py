@@ -11,9 +11,9 @@ import torch
 class Packing:
     """Where the entries of a packed tensor begin and end.
 
-    Entry ``e`` holds the rows ``cu_seqlens[e]`` to ``cu_seqlens[e + 1]``. Boundaries may repeat: such entries are empty, so
-    that a fixed number of entries serves batches with any number of documents. Rows past the last boundary belong to
-    no entry: their output and gradients are exactly 0.
+    Entry ``e`` holds the rows ``cu_seqlens[e]`` to ``cu_seqlens[e + 1]``. Boundaries may repeat: such entries are
+    empty, so that a fixed number of entries serves batches with any number of documents. Rows past the last boundary
+    belong to no entry: their output and gradients are exactly 0.
 
     Attributes:
         cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing.

@@ -1,7 +1,7 @@
 """Compiles the kernels for GPUs that are absent: prints registers, stack and shared memory, a JSON line per kernel.
 
-A stand-in driver names the target, so that Triton stops after the binary. It is fixed for a process; so is this script's
-use of it. ``python -m tests.attention.compiled`` compiles what the tests assert.
+A stand-in driver names the target, so that Triton stops after the binary. It is fixed for a process; so is this
+script's use of it. ``python -m tests.attention.compiled`` compiles what the tests assert.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIANTS = [
     *product([(9, 0)], [64, 128, 256], [torch.bfloat16], [False, True]),
     *product([(8, 9)], [64, 128, 256], [torch.bfloat16], [True]),
     ((8, 0), 128, torch.float16, False),
-    ((8, 9), 128, torch.float32, True),
+    *product([(8, 9)], [128, 256], [torch.float32], [True]),
 ]
 
 
@@ -62,8 +62,11 @@ def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dty
     def constants(tile):  # noqa: ANN001, ANN202
         return launch._constants(q, k, cu, True, threshold, tile) | {"PRECISION": "tf32x3", "grid": (1,)}
 
-    yield "forward", attention_forward.warmup(
-        q, k, k, q, stat, cu, cu, rng, *qs, *ks, *ks, *qs, *ls, *lengths, 0.1, threshold, **constants(tiles.forward)
+    yield (
+        "forward",
+        attention_forward.warmup(
+            q, k, k, q, stat, cu, cu, rng, *qs, *ks, *ks, *qs, *ls, *lengths, 0.1, threshold, **constants(tiles.forward)
+        ),
     )
     yield "dkdv", attention_backward_dkdv.warmup(
         q, k, k, q, stat, stat, k, k, cu, cu, rng, *qs, *ks, *ks, *qs, *ks, *ks, *ls, *lengths, 0.1, 0.1, threshold,
@@ -92,7 +95,13 @@ def main() -> None:
     for capability, head_dim, dtype, dropout in VARIANTS:
         driver.capability = capability
         for name, kernel in compile_kernels(capability, head_dim, dtype, dropout):
-            row = {"capability": capability, "head_dim": head_dim, "dtype": str(dtype), "dropout": dropout, "kernel": name}
+            row = {
+                "capability": capability,
+                "head_dim": head_dim,
+                "dtype": str(dtype),
+                "dropout": dropout,
+                "kernel": name,
+            }
             print(json.dumps(row | resources(kernel)), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Every shipped kind of tile compiles for GPUs that are absent, within their shared memory and without heavy spilling."""
+"""Every shipped kind of tile compiles for GPUs that are absent, within their shared memory and little spilling."""
 
 import json
 import subprocess

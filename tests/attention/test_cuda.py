@@ -70,7 +70,9 @@ def test_more_than_2_to_the_31_elements():
     cu = torch.arange(0, n + 1, 512, dtype=torch.int32, device="cuda")
     out = attention(q, q, q, AttentionSpec(Causal()), packing=Packing(cu, cu), backend="flash")
     last = q[-512:, -2:]
-    ref = attention(last[None].float(), last[None].float(), last[None].float(), AttentionSpec(Causal()), backend="reference")
+    ref = attention(
+        last[None].float(), last[None].float(), last[None].float(), AttentionSpec(Causal()), backend="reference"
+    )
     assert (out[-512:, -2:].float() - ref[0]).abs().max() < 0.03
 
 

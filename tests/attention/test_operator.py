@@ -62,8 +62,30 @@ def test_causal_is_aligned_at_the_ends(backend, lengths):
 def test_worked_example():
     """One query over two blocks of four keys, worked by hand in base e; rounded to three digits."""
     q = torch.tensor([1.0, 0, 2, 1]).view(1, 1, 1, 4)
-    k = torch.tensor([[1.0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]])
-    v = torch.tensor([[2.0, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0], [1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3]])
+    k = torch.tensor(
+        [
+            [1.0, 1, 0, 0],
+            [0, 1, 1, 0],
+            [1, 0, 1, 1],
+            [0, 0, 1, 0],
+            [2, 1, 1, 1],
+            [0, 1, 0, 1],
+            [1, 1, 1, 0],
+            [0, 0, 0, 1],
+        ]
+    )
+    v = torch.tensor(
+        [
+            [2.0, 1, 0, 3],
+            [1, 0, 1, 2],
+            [0, 2, 1, 1],
+            [3, 1, 0, 0],
+            [1, 3, 2, 0],
+            [0, 1, 0, 2],
+            [2, 0, 1, 1],
+            [1, 0, 0, 3],
+        ]
+    )
     spec = AttentionSpec(scale=1.0)
     out, lse = attention(q, k.view(1, 8, 1, 4), v.view(1, 8, 1, 4), spec, backend="reference", return_lse=True)
     weights = torch.exp(torch.tensor([1.0, 2, 4, 2, 5, 1, 3, 1]))

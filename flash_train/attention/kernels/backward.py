@@ -208,8 +208,12 @@ def attention_backward_dq(
     kv_head = head // GROUP
     rows = tl.arange(0, BLOCK_M)
     left = seq.len_q - start_m
-    q_ptrs = row_pointers(q_ptr + batch * stride_qb + head * stride_qh, seq.q_row + start_m, stride_qm, BLOCK_M, BLOCK_D)
-    d_ptrs = row_pointers(dout_ptr + batch * stride_db + head * stride_dh, seq.q_row + start_m, stride_dm, BLOCK_M, BLOCK_D)
+    q_ptrs = row_pointers(
+        q_ptr + batch * stride_qb + head * stride_qh, seq.q_row + start_m, stride_qm, BLOCK_M, BLOCK_D
+    )
+    d_ptrs = row_pointers(
+        dout_ptr + batch * stride_db + head * stride_dh, seq.q_row + start_m, stride_dm, BLOCK_M, BLOCK_D
+    )
     q = load_tile(q_ptrs, left, True, BLOCK_M, BLOCK_D, HEAD_DIM)
     dout = load_tile(d_ptrs, left, True, BLOCK_M, BLOCK_D, HEAD_DIM)
     stats = batch * stride_lb + head.to(tl.int64) * stride_lh + seq.q_row + start_m + rows
@@ -233,14 +237,14 @@ def attention_backward_dq(
         whole = len_k // BLOCK_N * BLOCK_N
     for start_n in range(0, whole, BLOCK_N):
         dq = _dq_step(
-            dq, q, dout, lse2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
-            key0, key1, scale_log2, keep_threshold,
+            dq, q, dout, lse2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n,
+            seq.index, head, shift, len_k, key0, key1, scale_log2, keep_threshold,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, DROPOUT, PRECISION, MASKED=False,
         )  # fmt: skip
     for start_n in range(whole, stop, BLOCK_N):
         dq = _dq_step(
-            dq, q, dout, lse2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
-            key0, key1, scale_log2, keep_threshold,
+            dq, q, dout, lse2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n,
+            seq.index, head, shift, len_k, key0, key1, scale_log2, keep_threshold,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, DROPOUT, PRECISION, MASKED=True,
         )  # fmt: skip
     dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh

@@ -22,7 +22,7 @@ def attention_forward(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles of all entries, query heads); lse is natural, fp32, (batch, heads, seqlen_q) or (heads, total)."""
+    """Grid (query tiles of all entries, query heads); lse is natural and fp32."""
     head = tl.program_id(1)
     entry, tile = find_tile(tl.program_id(0), cu_q_ptr, n_entries, seqlen_q, BLOCK_M, PACKED)
     seq = load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, PACKED)
@@ -49,8 +49,8 @@ def attention_forward(
     if DROPOUT:
         key0, key1 = stream_key(rng_ptr)
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log2
-    l = tl.zeros([BLOCK_M], tl.float32)  # running sum of exponentials
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log2
+    l_i = tl.zeros([BLOCK_M], tl.float32)  # running sum of exponentials
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     shift = len_k - seq.len_q  # causal: query i sees keys up to i + shift
@@ -61,21 +61,21 @@ def attention_forward(
         stop = len_k
         whole = len_k // BLOCK_N * BLOCK_N
     for start_n in range(0, whole, BLOCK_N):
-        acc, l, m = _step(
-            acc, l, m, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
+        acc, l_i, m_i = _step(
+            acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
             key0, key1, scale_log2, keep_threshold,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, DROPOUT, PRECISION, MASKED=False,
         )  # fmt: skip
     for start_n in range(whole, stop, BLOCK_N):
-        acc, l, m = _step(
-            acc, l, m, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
+        acc, l_i, m_i = _step(
+            acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
             key0, key1, scale_log2, keep_threshold,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, DROPOUT, PRECISION, MASKED=True,
         )  # fmt: skip
 
-    seen = l > 0.0
-    lse = tl.where(seen, (m + tl.log2(l)) * LN_2, float("-inf"))
-    norm = tl.where(seen, l, 1.0)
+    seen = l_i > 0.0
+    lse = tl.where(seen, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
+    norm = tl.where(seen, l_i, 1.0)
     if DROPOUT:
         norm *= keep_threshold * (1.0 / 256.0)
     acc = acc / norm[:, None]
@@ -91,7 +91,7 @@ def attention_forward(
 
 @triton.jit
 def _step(
-    acc, l, m, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, entry, head, shift, len_k,
+    acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, entry, head, shift, len_k,
     key0, key1, scale_log2, keep_threshold,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -106,18 +106,18 @@ def _step(
         if CAUSAL:
             visible = visible & (offs_n <= start_m + tl.arange(0, BLOCK_M)[:, None] + shift)
         s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         reference = m_new
-    alpha = tl.exp2(m - reference)
+    alpha = tl.exp2(m_i - reference)
     p = tl.exp2(s * scale_log2 - reference[:, None])
-    l = l * alpha + tl.sum(p, 1)
+    l_i = l_i * alpha + tl.sum(p, 1)
     if DROPOUT:
         keep = keep_tile(key0, key1, entry, head, start_m, start_n, keep_threshold, BLOCK_M, BLOCK_N)
         p = tl.where(keep, p, 0.0)
     acc = acc * alpha[:, None]
     v = load_tile(v_ptrs + start_n64 * stride_vn, len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, l, m_new
+    return acc, l_i, m_new

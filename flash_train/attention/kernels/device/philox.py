@@ -11,11 +11,16 @@ def stream_key(state_ptr):
     """The 64-bit Philox key of the call's (seed, offset), as two uint32 scalars."""
     seed = tl.load(state_ptr).to(tl.uint64, bitcast=True)
     offset = tl.load(state_ptr + 1).to(tl.uint64, bitcast=True)
-    zero = tl.zeros([1], tl.uint32)
     domain0 = tl.zeros_like(seed).to(tl.uint32) + 0x666C6173
     domain1 = tl.zeros_like(seed).to(tl.uint32) + 0x68747261
     k0, k1, _, _ = tl.philox_impl(
-        offset.to(tl.uint32), (offset >> 32).to(tl.uint32), domain0, domain1, seed.to(tl.uint32), (seed >> 32).to(tl.uint32), ROUNDS
+        offset.to(tl.uint32),
+        (offset >> 32).to(tl.uint32),
+        domain0,
+        domain1,
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+        ROUNDS,
     )
     return k0, k1
 
@@ -32,7 +37,9 @@ def keep_tile(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.cons
 
 
 @triton.jit
-def keep_tile_transposed(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def keep_tile_transposed(
+    k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """The mask of a tile of S transposed, bool [BLOCK_N, BLOCK_M]."""
     w0, w1, w2, w3 = _draw(
         k0, k1, entry, head, _groups(start_m, BLOCK_M)[None, :], _groups(start_n, BLOCK_N)[:, None], BLOCK_N, BLOCK_M
@@ -68,8 +75,8 @@ def _spread(
 ):  # fmt: skip
     """Words [ROWS / 4, COLS / 4, row parity, column parity] to the mask [ROWS, COLS].
 
-    A row is 16 a + 8 b + 2 c + d, a column 16 A + 8 B + 2 C + D: the call has index (4 a + c, 4 A + C), its word (d, D), the
-    byte in it (b, B), whose shifts are B00 to B11.
+    A row is 16 a + 8 b + 2 c + d, a column 16 A + 8 B + 2 C + D: the call has index (4 a + c, 4 A + C), its word
+    (d, D), the byte in it (b, B), whose shifts are B00 to B11.
     """
     low = tl.join(((words >> B00) & 0xFF) < threshold, ((words >> B10) & 0xFF) < threshold)
     high = tl.join(((words >> B01) & 0xFF) < threshold, ((words >> B11) & 0xFF) < threshold)

@@ -24,10 +24,10 @@ class Entry(NamedTuple):
 def find_tile(slot, cu_ptr, n_entries, seqlen, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """(entry, tile within it) of a program; a tile past the entry's end means that there is nothing to do.
 
-    Packed, entry e owns the slots from ``cu[e] // BLOCK + e``: at least ``ceil(n / BLOCK)`` of them for its n rows, since
-    ``(a + n) // B - a // B + 1 >= ceil(n / B)``. So ``total // BLOCK + n_entries + 1`` programs serve every packing of that many
-    rows into that many entries, and no schedule has to be computed, or read back, beforehand. The last slots belong
-    to the tail: the rows past the last boundary, which form an entry of their own.
+    Packed, entry e owns the slots from ``cu[e] // BLOCK + e``: enough for its n rows, since
+    ``(a + n) // B - a // B + 1 >= ceil(n / B)``. So ``total // BLOCK + n_entries + 1`` programs serve every packing
+    of that many rows into that many entries, and no schedule has to be computed, or read back, beforehand. The last
+    slots belong to the tail: the rows past the last boundary, which form an entry of their own.
     """
     if PACKED:
         entry = -1
