@@ -26,4 +26,5 @@ def test_all_variants_compile(rows):
     assert len(rows) == 3 * len(VARIANTS)
     for row in rows:
         assert row["shared"] <= SHARED_LIMIT[tuple(row["capability"])], row
-        assert row["stack"] <= (768 if row["dtype"] == "torch.float32" else 256), row
+        allowed = 768 if row["dtype"] == "torch.float32" else 512 if row["head_dim"] == 256 else 256  # bytes a thread
+        assert row["stack"] <= allowed, row

@@ -90,9 +90,12 @@ def test_graph_replay_draws_a_new_mask():
 
 
 def test_compiles_fullgraph_with_dropout():
-    q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    spec, rng = AttentionSpec(Causal(), dropout=0.2), RngState(4)
-    call = lambda x: attention(x, x, x, spec, rng=rng, backend="flash").float().square().sum()  # noqa: E731
-    eager = torch.autograd.grad(call(q), q)[0]
-    compiled = torch.autograd.grad(torch.compile(call, fullgraph=True)(q), q)[0]
-    assert torch.equal(eager, compiled)
+    q, k, v = (torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    spec, rng, dout = AttentionSpec(Causal(), dropout=0.2), RngState(4), torch.randn_like(q)
+
+    def call(q, k, v):
+        return attention(q, k, v, spec, rng=rng, backend="flash")
+
+    eager = torch.autograd.grad(call(q, k, v), (q, k, v), dout)
+    compiled = torch.autograd.grad(torch.compile(call, fullgraph=True)(q, k, v), (q, k, v), dout)
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))

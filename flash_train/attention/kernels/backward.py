@@ -19,10 +19,10 @@ def attention_backward_rows(
     stride_ob, stride_om, stride_oh,
     stride_db, stride_dm, stride_dh,
     stride_lb, stride_lh,
-    n_rows,
+    n_rows, keep_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """Per query row: delta = sum(out * dout) - dlse, and the log-sum-exp in base 2.
+    """Per query row: delta = keep_rate * (sum(out * dout) - dlse), and the log-sum-exp in base 2.
 
     Rows that see no key get +inf, so that ``exp2(s - lse)`` is 0 for them without a test in the inner loops.
     Grid (row tiles, heads, batch).
@@ -45,7 +45,7 @@ def attention_backward_rows(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + offs, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + offs, mask=inside, other=0.0)
-    tl.store(delta_ptr + offs, delta, mask=inside)
+    tl.store(delta_ptr + offs, delta * keep_rate, mask=inside)
     tl.store(lse2_ptr + offs, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), mask=inside)
 
 
@@ -59,13 +59,14 @@ def attention_backward_dkdv(
     stride_dkb, stride_dkn, stride_dkh,
     stride_dvb, stride_dvn, stride_dvh,
     stride_lb, stride_lh,
-    n_entries, seqlen_q, seqlen_k, scale, scale_log2, keep_threshold,
+    n_entries, seqlen_q, seqlen_k, grad_scale, scale_log2, keep_threshold,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles of all entries, key heads): dK and dV of one tile, over every query of every head of the group.
 
-    Works on Sᵀ, [BLOCK_N, BLOCK_M], so that Pᵀ and dSᵀ enter their products from registers.
+    Works on Sᵀ, [BLOCK_N, BLOCK_M], so that Pᵀ and dSᵀ enter their products from registers. ``grad_scale`` is the scale
+    over the rate of keeping: what survives dropout is scaled once, here, and not per weight.
     """
     kv_head = tl.program_id(1)
     entry, tile = find_tile(tl.program_id(0), cu_k_ptr, n_entries, seqlen_k, BLOCK_N, PACKED)
@@ -134,7 +135,7 @@ def attention_backward_dkdv(
     dv_ptrs = row_pointers(
         dv_ptr + batch * stride_dvb + kv_head * stride_dvh, seq.k_row + start_n, stride_dvn, BLOCK_N, BLOCK_D
     )
-    store_tile(dk_ptrs, dk * scale, seq.len_k - start_n, BLOCK_N, BLOCK_D, HEAD_DIM)
+    store_tile(dk_ptrs, dk * grad_scale, seq.len_k - start_n, BLOCK_N, BLOCK_D, HEAD_DIM)
     store_tile(dv_ptrs, dv, seq.len_k - start_n, BLOCK_N, BLOCK_D, HEAD_DIM)
 
 
@@ -171,7 +172,7 @@ def _dkdv_step(
     if DROPOUT:
         keep = keep_tile_transposed(key0, key1, entry, head, start_m, start_n, keep_threshold, BLOCK_M, BLOCK_N)
         kept = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp * (256.0 / keep_threshold), 0.0)
+        dp = tl.where(keep, dp, 0.0)
     else:
         kept = p
     dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -189,11 +190,11 @@ def attention_backward_dq(
     stride_db, stride_dm, stride_dh,
     stride_dqb, stride_dqm, stride_dqh,
     stride_lb, stride_lh,
-    n_entries, seqlen_q, seqlen_k, scale, scale_log2, keep_threshold,
+    n_entries, seqlen_q, seqlen_k, grad_scale, scale_log2, keep_threshold,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles of all entries, query heads): dQ of one tile over all its keys."""
+    """Grid (query tiles of all entries, query heads): dQ of one tile over all its keys; ``grad_scale`` as for dK."""
     head = tl.program_id(1)
     entry, tile = find_tile(tl.program_id(0), cu_q_ptr, n_entries, seqlen_q, BLOCK_M, PACKED)
     seq = load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, PACKED)
@@ -250,7 +251,7 @@ def attention_backward_dq(
     dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh
     store_tile(
         row_pointers(dq_base, seq.q_row + start_m, stride_dqm, BLOCK_M, BLOCK_D),
-        dq * scale, left, BLOCK_M, BLOCK_D, HEAD_DIM,
+        dq * grad_scale, left, BLOCK_M, BLOCK_D, HEAD_DIM,
     )  # fmt: skip
 
 
@@ -276,6 +277,6 @@ def _dq_step(
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         keep = keep_tile(key0, key1, entry, head, start_m, start_n, keep_threshold, BLOCK_M, BLOCK_N)
-        dp = tl.where(keep, dp * (256.0 / keep_threshold), 0.0)
+        dp = tl.where(keep, dp, 0.0)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)

@@ -78,11 +78,12 @@ def backward(
     block = 32
     constants = {"HEAD_DIM": q.shape[-1], "BLOCK_D": block_d(q.shape[-1]), "BLOCK_M": block}
     shared = _pointers(q, cu_seqlens_q, cu_seqlens_k, rng)
-    numbers = (*_lengths(q, k, cu_seqlens_q), scale, scale * LOG2_E, keep_threshold)
+    keep_rate = keep_threshold / 256
+    numbers = (*_lengths(q, k, cu_seqlens_q), scale / keep_rate, scale * LOG2_E, keep_threshold)
     with _on_device(q):
         attention_backward_rows[(triton.cdiv(rows, block), q.shape[-2], batch)](
             out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse2,
-            *_strides(out), *_strides(dout), *_lse_strides(lse), rows, **constants, HAS_DLSE=dlse is not None,
+            *_strides(out), *_strides(dout), *_lse_strides(lse), rows, keep_rate, **constants, HAS_DLSE=dlse is not None,
         )  # fmt: skip
         attention_backward_dkdv[(_slots(k, cu_seqlens_k, tiles.dkdv.block_n), k.shape[-2])](
             q, k, v, dout, lse2, delta, dk, dv, *shared,
