@@ -1,0 +1,281 @@
+"""A composed configuration → the objects of a run. Everything that can be wrong with what the user gave fails here."""
+
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import lightning
+import torch
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from flash_train.attention import resolve_backend
+from flash_train.cli.errors import UsageError, blame
+from flash_train.cli.loggers import build_logger
+from flash_train.cli.paths import CHECKPOINTS, holds_run
+from flash_train.cli.schema import DataSchema
+from flash_train.data import (
+    ByteTokenizer,
+    Corpus,
+    JsonTokenizer,
+    PackedDataModule,
+    RecallCorpus,
+    Tokenizer,
+    load_corpus,
+)
+from flash_train.model import ModelConfig, generate, load_pretrained
+from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer, newest_checkpoint
+
+VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
+BASE_LR, BASE_WIDTH = 6e-4, 768
+COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
+COMPUTE_DTYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}  # the others compute in bfloat16
+# What the weights' shapes follow from.
+SHAPE = (
+    *("vocab_size", "n_layers", "width", "n_heads", "n_kv_heads"),
+    *("head_dim", "mlp_width", "qk_norm", "tied_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run needs: `checkpoint` is what it resumes from, `attention` the backend that runs, and why."""
+
+    trainer: lightning.Trainer
+    module: CausalLMModule
+    data: PackedDataModule
+    logger: Logger | None
+    checkpoint: Path | None
+    attention: tuple[str, str]
+
+
+def build(config: DictConfig, run_dir: Path) -> Run:
+    """Build the objects of a run.
+
+    Raises:
+        UsageError: one line that names the key at fault.
+    """
+    device = device_of(config.trainer.accelerator)
+    checkpoint = find_checkpoint(config, run_dir)
+    pretrained = load_init(config.init_from)
+    data = build_data(config)
+    model_config = build_model_config(config, data.vocab_size, pretrained[0] if pretrained else None)
+    backend, reason = choose_attention(config, device, model_config.head_dim)
+    trainer = build_run_trainer(config, run_dir, data)
+    lightning.seed_everything(config.seed, verbose=False)
+    with blame("model"), trainer.init_module():
+        module = build_module(config, model_config, backend, data)
+    if pretrained:
+        module.model.load_state_dict(pretrained[1])
+    if checkpoint:
+        step = check_checkpoint(checkpoint, module)
+        if step >= config.max_steps and not config.validate_only:
+            raise UsageError(f"max_steps={config.max_steps}: {checkpoint} is at step {step}; allowed: more than that")
+    # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.
+    logger = build_logger(config.logger, run_dir, plain(config))
+    trainer.logger = logger
+    return Run(trainer, module, data, logger, checkpoint, (backend, reason))
+
+
+def plain(node: DictConfig) -> dict[str, Any]:
+    """A part of the configuration as a dictionary."""
+    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+
+
+def device_of(accelerator: str) -> torch.device:
+    """The kind of device that training will use."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if accelerator == "auto":
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
+    if not available[accelerator]:
+        usable = ", ".join(["auto", *(kind for kind, there in available.items() if there)])
+        raise UsageError(f"trainer.accelerator={accelerator}: PyTorch finds no such device here; allowed: {usable}")
+    return torch.device(accelerator)
+
+
+def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
+    """What `resume` points at; without it, refuse a directory whose run would be overwritten."""
+    if config.resume is None:
+        if holds_run(run_dir) and not config.validate_only:
+            raise UsageError(
+                f"run_dir={run_dir}: holds a run; allowed: resume=last to go on with it, or another folder"
+            )
+        return None
+    if config.resume == "last":
+        with blame(f"resume=last: run_dir={run_dir}"):
+            return newest_checkpoint(run_dir / CHECKPOINTS)
+    path = Path(config.resume)
+    if path.is_dir():
+        raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
+    if not path.is_file():
+        raise UsageError(f"resume={path}: no such file; allowed: a checkpoint, or last with run_dir=FOLDER")
+    return path
+
+
+def load_init(folder: str | None) -> tuple[ModelConfig, dict[str, torch.Tensor]] | None:
+    """Shape and weights of the model in `init_from`."""
+    if folder is None:
+        return None
+    with blame(f"init_from={folder}"):
+        return load_pretrained(folder)
+
+
+def build_data(config: DictConfig) -> PackedDataModule:
+    """The data module, its corpus read, tokenised and packed."""
+    with blame("data"):
+        data = PackedDataModule(
+            build_corpus(config.data),
+            build_tokenizer(config),
+            seq_len=config.seq_len,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            packing=config.data.packing,
+            val_fraction=config.data.val_fraction,
+            val_batches=config.data.val_batches,
+            num_workers=config.data.num_workers,
+            cache_dir=config.data.cache_dir,
+        )
+        data.setup()
+    return data
+
+
+def build_corpus(settings: DictConfig) -> Corpus | RecallCorpus:
+    """The corpus that `data` names, with the options that are its own."""
+    options = {key: value for key, value in plain(settings).items() if key not in COMMON_DATA_KEYS}
+    if settings.corpus == "text":
+        options["errors"] = settings.errors
+    return load_corpus(settings.corpus, **options)
+
+
+def build_tokenizer(config: DictConfig) -> Tokenizer:
+    """`data.tokenizer`; where it isn't given, the one in `init_from`, or bytes."""
+    name = config.data.tokenizer
+    if name is None and config.init_from and (Path(config.init_from) / "tokenizer.json").is_file():
+        name = str(Path(config.init_from) / "tokenizer.json")
+    if name in (None, "bytes"):
+        return ByteTokenizer()
+    with blame(f"data.tokenizer={name}"):
+        return JsonTokenizer(name, errors=config.data.errors)
+
+
+def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig | None) -> ModelConfig:
+    """The model's shape: that of `init_from` where it is given, replaced by what `model` says.
+
+    Args:
+        tokens: ids that the tokenizer makes.
+    """
+    given = {key: value for key, value in plain(config.model).items() if value is not None}
+    scaling = {key: value for key, value in given.pop("rope_scaling").items() if value is not None}
+    rounded = math.ceil(tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    base: dict[str, Any] = pretrained.to_dict() if pretrained else {"vocab_size": rounded}
+    values = {**base, **given, "attention_dropout": config.attention.dropout}
+    if scaling:
+        values["rope_scaling"] = scaling
+    with blame("model"):
+        built = ModelConfig.from_dict(values)
+    if built.vocab_size < tokens:
+        raise UsageError(f"model.vocab_size={built.vocab_size}: allowed: {tokens} or more, the tokenizer's ids")
+    for name in SHAPE if pretrained else ():
+        ours, theirs = getattr(built, name), getattr(pretrained, name)
+        if ours != theirs:
+            raise UsageError(f"model.{name}={ours}: the model in init_from has {theirs}; allowed: model=pretrained")
+    return built
+
+
+def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
+    """The backend that runs, and why."""
+    dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
+    with blame(f"attention={config.attention.backend}"):
+        return resolve_backend(config.attention.backend, device=device, dtype=dtype, head_dim=head_dim)
+
+
+def build_module(config: DictConfig, model: ModelConfig, backend: str, data: PackedDataModule) -> CausalLMModule:
+    chance = data.corpus.chance if isinstance(data.corpus, RecallCorpus) else None
+    return CausalLMModule(
+        model,
+        build_optimizer(config, model.width),
+        attention=backend,
+        memory=config.memory.mode,
+        compile=config.compile,
+        val_bytes_per_token=data.bytes_per_token,
+        answer_accuracy=chance is not None,
+        chance_level=chance,
+    )
+
+
+def build_optimizer(config: DictConfig, width: int) -> OptimizerConfig:
+    """The optimizer's settings; a rate or a warm-up that isn't given follows from the model's width and the steps."""
+    values = plain(config.optimizer)
+    if values["lr"] is None:
+        values["lr"] = BASE_LR * BASE_WIDTH / width
+    if values["warmup_steps"] is None:
+        values["warmup_steps"] = min(200, config.max_steps // 10)
+    return OptimizerConfig.from_dict(values)
+
+
+def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule) -> lightning.Trainer:
+    settings = config.trainer
+    with blame("trainer"):
+        return build_trainer(
+            run_dir=run_dir,
+            max_steps=config.max_steps,
+            stop_after=config.stop_after,
+            seed=config.seed,
+            accumulate=config.accumulate,
+            precision=config.precision,
+            accelerator=settings.accelerator,
+            devices=settings.devices,
+            num_nodes=settings.num_nodes,
+            strategy=settings.strategy,
+            log_every=config.log_every,
+            val_every=config.val_every,
+            checkpoint_every=settings.checkpoint_every,
+            keep_checkpoints=settings.keep_checkpoints,
+            deterministic=settings.deterministic,
+            inference_mode=not config.compile,
+            progress=settings.progress_bar,
+            generate=None if isinstance(data.corpus, RecallCorpus) else Sample(data.tokenizer, config.seed),
+            summary={"data": data.info},
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Makes up a text, from the module."""
+
+    tokenizer: Tokenizer
+    seed: int
+
+    def __call__(self, module: CausalLMModule) -> str:
+        start = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
+        ids = generate(
+            module.model,
+            [start],
+            max_new_tokens=SAMPLE_TOKENS,
+            temperature=SAMPLE_TEMPERATURE,
+            generator=torch.Generator(module.device).manual_seed(self.seed),
+            vocab_limit=self.tokenizer.vocab_size,
+        )
+        return self.tokenizer.decode(ids)
+
+
+def check_checkpoint(path: Path, module: CausalLMModule) -> int:
+    """Refuse a file that isn't a checkpoint of this model; the step it was written at."""
+    with blame(f"resume={path}"):
+        checkpoint = read_checkpoint(path)
+        module.on_load_checkpoint(checkpoint)
+    return checkpoint["global_step"]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What a run saved, its tensors mapped from the file. Raises ValueError for a file that is something else."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this program") from error
+    if not isinstance(checkpoint, dict) or "global_step" not in checkpoint:
+        raise ValueError(f"{path} is not a checkpoint of this program")
+    return checkpoint

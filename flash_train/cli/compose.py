@@ -1,0 +1,97 @@
+"""Overrides → the composed, typed configuration. What Hydra has to say about a mistake becomes one line."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from flash_train.cli.errors import UsageError, did_you_mean
+from flash_train.cli.overrides import CommandLine, parse
+from flash_train.cli.paths import conf_dir
+from flash_train.cli.schema import DATA_SCHEMAS, register_schema
+
+CONFIG_NAME = "train"
+TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "String": "text"}
+
+
+def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
+    """The configuration that `flash-train *overrides` would run with; every interpolation resolved.
+
+    Raises:
+        UsageError: a key, a value or a choice that doesn't exist, or a value that is missing.
+    """
+    register_schema()
+    extra = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        try:
+            config = compose(CONFIG_NAME, overrides=[*overrides, *extra])
+            missing = OmegaConf.missing_keys(config)
+            OmegaConf.resolve(config)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UsageError(_explain(error, [*overrides, *extra])) from error
+    if missing:
+        raise UsageError(f"{min(missing)}: not given, and this choice needs it; add {min(missing)}=…")
+    return config
+
+
+def jobs(command_line: CommandLine) -> Iterator[tuple[str, ...]]:
+    """The overrides of each run: one, or with `-m` every combination of the swept values."""
+    parsed = [parse(text) for text in command_line.overrides]
+    if not command_line.multirun:
+        yield command_line.overrides
+        return
+    (batches,) = BasicSweeper.split_arguments([o for o in parsed if not o.is_hydra_override()], None)
+    yield from map(tuple, batches)
+
+
+def groups() -> list[str]:
+    """Names of the configuration groups."""
+    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir())
+
+
+def is_choice(text: str) -> bool:
+    """Whether `model=350m` (a choice of a group) rather than `seq_len=512` (a value)."""
+    return text.partition("=")[0] in groups()
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line: the key, what was given, what is allowed."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        guess, allowed = did_you_mean(choice, error.options), ", ".join(error.options)
+        return f"{group}={choice}: no such choice{guess}; allowed: {allowed}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    override = re.search(r"Could not override '([^']+)'|Error merging override (.+)", str(error))
+    if override and override[1]:
+        return _unknown_key(override[1], overrides)
+    wanted = re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(cause))
+    if override and wanted:
+        return f"{override[2]}: needs {TYPES[wanted[1] or wanted[2]]}"
+    where = f"{override[2]}: " if override else ""
+    return where + str(cause).splitlines()[0]
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> str:
+    choices = [text for text in overrides if is_choice(text) or text.startswith("hydra.searchpath")]
+    tree = OmegaConf.to_container(compose(CONFIG_NAME, overrides=choices), resolve=False)
+    assert isinstance(tree, dict)
+    known = [*_dotted_names(tree), *groups()]
+    parent, _, name = key.rpartition(".")
+    if owners := [schema.corpus for schema in DATA_SCHEMAS if parent == "data" and name in schema.__dataclass_fields__]:
+        return f"{key}: belongs to another corpus; choose it with data={'|'.join(owners)}"
+    siblings = [name.rpartition(".")[2] for name in known if parent and name.rpartition(".")[0] == parent]
+    listed = f"; {parent} has: {', '.join(siblings)}" if siblings else "; flash-train --help lists all"
+    return f"{key}: no such key{did_you_mean(key, known)}{listed}"
+
+
+def _dotted_names(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    for name, child in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(child, dict):
+            yield from _dotted_names(child, f"{prefix}{name}.")

@@ -1,0 +1,47 @@
+"""A user's mistake ends in one line: the key, what was given, what is allowed. A bug keeps its traceback."""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must …", "seq_len=3: …"
+
+
+class UsageError(Exception):
+    """A mistake in the command line or in what it points at; its text is the one line that the user sees."""
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """` (did you mean …?)`, or nothing when no allowed name is close."""
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+@contextmanager
+def blame(key: str) -> Iterator[None]:
+    """Errors that the library raises on bad input become a `UsageError` that names a configuration key."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        text = " ".join(str(error).split())
+        raise UsageError(text if NAMES_A_KEY.match(text) else f"{key}: {text}") from error
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print a `UsageError` as one line on stderr and exit with status 1; HYDRA_FULL_ERROR=1 lets it through."""
+    try:
+        yield
+    except UsageError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        fail(error)
+
+
+def fail(error: UsageError) -> NoReturn:
+    print(f"flash-train: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(1)

@@ -1,0 +1,109 @@
+"""Loggers by name. W&B works with no account and no network: it is offline there, and says how to sync."""
+
+import netrc
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from flash_train.cli.errors import blame
+from flash_train.profiling import write_text
+
+CONNECT_SECONDS = 3.0
+PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+
+
+def build_logger(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Logger | None:
+    """The logger that `settings.name` asks for; its files lie in `run_dir`.
+
+    Args:
+        config: plain values that the logger keeps beside the metrics.
+    """
+    if settings.name == "none":
+        return None
+    if settings.name == "csv":
+        return CSVLogger(save_dir=run_dir, name="csv", version="")
+    return WandbLogger(experiment=_wandb_run(settings, run_dir, config))
+
+
+def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Any | None:
+    """W&B's run, begun or gone on with; None on ranks other than the first, which log nothing."""
+    if rank_zero_only.rank != 0:
+        return None
+    import wandb
+
+    mode = wandb_mode(settings.mode, os.environ)
+    with blame("logger=wandb"):
+        try:
+            run = wandb.init(
+                project=settings.project,
+                name=settings.run_name or run_dir.name,
+                dir=run_dir,
+                id=_wandb_id(run_dir),
+                config=dict(config),
+                mode=mode,
+                resume="allow" if mode == "online" else None,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            raise ValueError(f"{error}; logger.mode=offline needs no server") from error
+    run.define_metric("trainer/global_step")  # under which Lightning logs the step
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return run
+
+
+def wandb_mode(wanted: str, environ: Mapping[str, str]) -> str | None:
+    """`online` or `offline`; None leaves it to WANDB_MODE. `auto` is online where there is a login and a connection."""
+    if wanted != "auto":
+        return wanted
+    if environ.get("WANDB_MODE"):
+        return None
+    host = urlparse(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    return "online" if has_login(host, environ) and reachable(host, environ) else "offline"
+
+
+def has_login(host: str, environ: Mapping[str, str]) -> bool:
+    """Whether W&B would find credentials for `host` without asking for them."""
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    given = environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if netrc.netrc(path).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def reachable(host: str, environ: Mapping[str, str]) -> bool:
+    """Whether a connection to `host` opens within a few seconds; behind a proxy that can't be told, and is assumed."""
+    if any(environ.get(name) for name in PROXY_VARIABLES):
+        return True
+    try:
+        with socket.create_connection((host, 443), timeout=CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def sync_hint(logger: Logger | None, run_dir: Path) -> str | None:
+    """How to upload what an offline W&B run has kept; None where there is nothing to upload."""
+    if isinstance(logger, WandbLogger) and logger.experiment.offline:
+        return f"W&B is offline; upload with: wandb sync {run_dir}/wandb/offline-run-*"
+    return None
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The run's id at W&B, kept in its directory: a resumed run goes on under the same one."""
+    path = run_dir / "wandb" / "run_id"
+    if not path.is_file():
+        write_text(path, uuid.uuid4().hex[:8] + "\n")
+    return path.read_text(encoding="utf-8").strip()

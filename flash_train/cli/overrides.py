@@ -1,0 +1,103 @@
+"""The arguments as Hydra will read them: paths quoted, a mistake in the grammar told in one line."""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from flash_train.cli.errors import UsageError
+
+PATH_KEYS = ("resume", "init_from", "run_dir", "data.path", "data.name", "data.tokenizer", "data.cache_dir")
+
+LIST_KEY = "data.path"  # may also be a list of paths, [a,b]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """`flags` are Hydra's own (`--cfg job`, `-m`); `overrides` are `key=value` in Hydra's grammar."""
+
+    flags: tuple[str, ...]
+    overrides: tuple[str, ...]
+    config_dir: str | None = None  # --config-dir: a folder of further choices
+    multirun: bool = False
+    shows: bool = False  # --cfg: the configuration is composed and shown, nothing runs
+    composes: bool = True  # False for --help and the like, or where something else is composed
+
+    def given(self, key: str) -> str | None:
+        """The last value given for a key, as text without quotes; None where it isn't given."""
+        values = [override.value() for override in map(parse, self.overrides) if override.key_or_group == key]
+        return str(values[-1]) if values and values[-1] is not None else None
+
+    def with_override(self, key: str, value: str) -> "CommandLine":
+        """The same with one more `key=value`, quoted where it has to be; it wins over an earlier one."""
+        return replace(self, overrides=(*self.overrides, quote(key, value)))
+
+    def arguments(self) -> list[str]:
+        return [*self.flags, *self.overrides]
+
+
+def read(arguments: list[str]) -> CommandLine:
+    """Split the arguments into Hydra's flags and overrides, and quote the paths among the overrides."""
+    args = get_args_parser().parse_intermixed_args(arguments)  # flags may stand anywhere
+    waiting = list(args.overrides)
+    flags = []
+    for argument in arguments:  # the overrides appear in order, between flags
+        if waiting and argument == waiting[0]:
+            waiting.pop(0)
+        else:
+            flags.append(argument)
+    elsewhere = (args.config_name, args.config_path, args.experimental_rerun, args.info)
+    helps = args.help or args.hydra_help or args.shell_completion
+    return CommandLine(
+        flags=tuple(flags),
+        overrides=tuple(_with_quoted_path(text, sweeps=args.multirun) for text in args.overrides),
+        config_dir=args.config_dir,
+        multirun=args.multirun,
+        shows=args.cfg is not None,
+        composes=not helps and all(value is None for value in elsewhere),
+    )
+
+
+def parse(text: str) -> Override:
+    """One override in Hydra's grammar; a mistake names the argument and the way out."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"{text}: arguments are written key=value, for example seq_len=16384") from error
+        raise UsageError(
+            f"{key}: {value} has characters that mean something in the grammar of the command line "
+            f"(= ~ , quotes, spaces, brackets); quote the value for it as well as for the shell: \"{key}='…'\""
+        ) from error
+
+
+def quote(key: str, value: str) -> str:
+    """`key=value` that Hydra reads as exactly this text, quoted only where it has to be."""
+    if _value_of(f"{key}={value}") == value:
+        return f"{key}={value}"
+    # Hydra's grammar: a quote is escaped by \, and so is each \ directly before a quote, the closing one included.
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)
+    return f"{key}='{escaped}'"
+
+
+def _with_quoted_path(text: str, sweeps: bool) -> str:
+    """Paths may be written plainly: `~` is expanded, and what Hydra's grammar would take apart is quoted."""
+    key, equals, value = text.partition("=")
+    if key not in PATH_KEYS or not equals or value in ("", "null") or value[0] in "'\"" or (sweeps and "," in value):
+        return text
+    return text if key == LIST_KEY and isinstance(_value_of(text), list) else quote(key, os.path.expanduser(value))
+
+
+def _value_of(text: str) -> Any:
+    """The value that Hydra reads in `key=value`; None where its grammar refuses it."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+    return None if override.is_sweep_override() else override.value()

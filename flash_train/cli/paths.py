@@ -1,0 +1,35 @@
+"""Where things are: the configuration folder, and what lies in a run directory."""
+
+import os
+from pathlib import Path
+
+import flash_train
+
+CHECKPOINTS = "checkpoints"
+
+
+def conf_dir() -> Path:
+    """Folder of the configuration files: `flash_train/conf` in a wheel, `conf` beside the package in a checkout."""
+    package = Path(flash_train.__file__).resolve().parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"no configuration found at {package / 'conf'} or {package.parent / 'conf'}")
+
+
+def run_dir_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in; None for one that was moved elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
+
+
+def unusable(run_dir: Path) -> str | None:
+    """Why no file can be written in a run directory, which need not exist yet; None where one can."""
+    there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        return f"{there} is a file"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run has saved a checkpoint there."""
+    return any((run_dir / CHECKPOINTS).glob("*.ckpt"))

@@ -1,0 +1,51 @@
+"""What a run says in words: what was chosen and why before it, where everything lies after it."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from flash_train.cli.loggers import sync_hint
+from flash_train.cli.paths import CHECKPOINTS
+
+FILES = ("config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png")
+
+
+@rank_zero_only
+def announce(attention: tuple[str, str], data: dict[str, Any]) -> None:
+    """The attention that runs and why, and what there is to train on."""
+    backend, reason = attention
+    print(f"attention: {backend} ({reason})")
+    print(f"data: {describe_data(data)}", flush=True)
+
+
+def finish(logger: Logger | None) -> None:
+    """Close W&B's run, or the next one of `-m` would go on in it."""
+    if isinstance(logger, WandbLogger):
+        logger.experiment.finish()
+
+
+def describe_data(info: dict[str, Any]) -> str:
+    """One line on `PackedDataModule.info`."""
+    train = info.get("train")
+    if train is None:  # made up as it is needed
+        return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
+    return (
+        f"{info['corpus']}, {train['documents']:,} documents, {train['tokens'] / 1e6:.1f}M tokens "
+        f"in {train['rows']:,} rows of {info['seq_len']:,} ({train['packing_efficiency']:.2%} used), "
+        f"hash {info['corpus_hash'][:12]}"
+    )
+
+
+@rank_zero_only
+def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
+    """Where the run's files are, and how to go on."""
+    there = [name for name in FILES if (run_dir / name).is_file()]
+    there += sorted(f"{CHECKPOINTS}/{path.name}" for path in (run_dir / CHECKPOINTS).glob("*.ckpt"))
+    print(f"{run_dir}: {', '.join(there)}")
+    if trainer.state.fn == "fit":
+        print(f"go on with the same options and run_dir={run_dir} resume=last")
+    if hint := sync_hint(logger, run_dir):
+        print(hint)

@@ -1,0 +1,130 @@
+"""`flash-train`: compose → build → run."""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from flash_train.cli import hardware
+from flash_train.cli.compose import CONFIG_NAME, compose_config, jobs
+from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.cli.overrides import CommandLine, read
+from flash_train.cli.paths import conf_dir, run_dir_of, unusable
+from flash_train.cli.schema import register_schema
+from flash_train.cli.validate import validate
+
+
+def main() -> None:
+    """The console script. Mistakes end here, in one line, before anything is imported that takes long."""
+    register_schema()
+    with one_line_errors():
+        sys.argv[1:] = prepare(sys.argv[1:])
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(run)()
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """The arguments for Hydra: checked, paths quoted, `hardware=auto` and the directory of a resumed run filled in."""
+    line = read(arguments)
+    if not line.composes:
+        return line.arguments()
+    line = with_run_dir(with_pretrained_shape(line))
+    configs = check(line)
+    if line.given("hardware") in (None, "auto"):
+        choice, reason = hardware.choose(hardware.detect())
+        line = line.with_override("hardware", choice)
+        configs = check(line)
+        if not line.shows:
+            chosen = "; ".join(dict.fromkeys(f"{c.model.name}, {c.precision}, {c.max_steps} steps" for c in configs))
+            print(f"hardware: {choice} ({reason}): {chosen}", flush=True)
+    return line.arguments()
+
+
+def check(line: CommandLine) -> list[DictConfig]:
+    """Compose and check every run that the arguments ask for."""
+    configs = [compose_config(overrides, line.config_dir) for overrides in jobs(line)]
+    for config in configs:
+        validate(config)
+        if not line.shows and (reason := unusable(Path(config.run_dir))):
+            raise UsageError(f"run_dir={config.run_dir}: {reason}; allowed: a folder to write in, new or not")
+    return configs
+
+
+def with_pretrained_shape(line: CommandLine) -> CommandLine:
+    """`init_from` brings the model's shape with it, unless another was chosen."""
+    if line.given("init_from") and not line.given("model") and not line.given("experiment"):
+        return line.with_override("model", "pretrained")
+    return line
+
+
+def with_run_dir(line: CommandLine) -> CommandLine:
+    """A run that resumes from a checkpoint goes on in that checkpoint's directory, unless another is given."""
+    resume = line.given("resume")
+    if resume is None or line.given("run_dir"):
+        return line
+    if resume == "last":
+        raise UsageError("resume=last: which run? give its directory too: run_dir=runs/… resume=last")
+    run_dir = run_dir_of(Path(resume))
+    return line.with_override("run_dir", str(run_dir)) if run_dir else line
+
+
+def run(config: DictConfig) -> None:
+    """One run, in a process that Hydra has prepared."""
+    run_dir = run_dir_of_job(config)
+    with one_line_errors():
+        try:
+            train(config, run_dir)
+        except UsageError:
+            discard_if_empty(run_dir)
+            raise
+
+
+def train(config: DictConfig, run_dir: Path) -> None:
+    """Build what the configuration says, run it, and say where everything lies."""
+    # PyTorch and Lightning take seconds to import: --help and most mistakes need not wait for them.
+    from flash_train.cli.build import build
+    from flash_train.cli.failures import known_failures
+    from flash_train.cli.report import announce, finish, say_where
+    from flash_train.profiling import write_text
+
+    quieten()
+    parts = build(config, run_dir)
+    announce(parts.attention, parts.data.info)
+    if parts.trainer.is_global_zero:
+        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+    with known_failures(config):
+        if config.validate_only:
+            parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
+        else:
+            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint)
+    say_where(parts.trainer, parts.logger, run_dir)
+    finish(parts.logger)
+
+
+def run_dir_of_job(config: DictConfig) -> Path:
+    """The directory that Hydra made for this run: `run_dir`, or with `-m` one below it."""
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN:
+        config.run_dir = hydra_config.runtime.output_dir
+        print(f"run {hydra_config.job.num}: {hydra_config.job.override_dirname}", flush=True)
+    else:  # the timestamp in it may be that of the process that launched this one
+        config.run_dir = hydra_config.run.dir
+    return Path(config.run_dir)
+
+
+def discard_if_empty(run_dir: Path) -> None:
+    """Leave nothing behind of a run that never began."""
+    if run_dir.is_dir() and not any(run_dir.iterdir()):
+        run_dir.rmdir()
+
+
+def quieten() -> None:
+    """Leave out Lightning's remarks on the machine and its tips; its warnings stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Of Lightning's own code under newer versions of PyTorch.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")

@@ -1,0 +1,37 @@
+"""Corpora → tokens → packed rows → batches. Knows nothing of models and training."""
+
+from flash_train.data.corpus import Corpus, Document, StdlibCorpus
+from flash_train.data.datamodule import PackedDataModule
+from flash_train.data.dataset import IGNORE
+from flash_train.data.hub import HubCorpus
+from flash_train.data.packing import PackedIndex, pack
+from flash_train.data.recall import RecallCorpus, recall_accuracy
+from flash_train.data.text import TextCorpus
+from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+
+__all__ = [
+    "IGNORE",
+    "ByteTokenizer",
+    "Corpus",
+    "Document",
+    "HubCorpus",
+    "JsonTokenizer",
+    "PackedDataModule",
+    "PackedIndex",
+    "RecallCorpus",
+    "StdlibCorpus",
+    "TextCorpus",
+    "Tokenizer",
+    "load_corpus",
+    "pack",
+    "recall_accuracy",
+]
+
+_CORPORA = {"stdlib": StdlibCorpus, "text": TextCorpus, "hub": HubCorpus, "recall": RecallCorpus}
+
+
+def load_corpus(kind: str, **options) -> Corpus | RecallCorpus:
+    """The corpus called "stdlib", "text", "hub" or "recall", made with `options`. Raises ValueError for another name."""
+    if kind not in _CORPORA:
+        raise ValueError(f"data={kind}: allowed are {', '.join(_CORPORA)}")
+    return _CORPORA[kind](**options)

@@ -1,0 +1,85 @@
+"""Where text comes from. A corpus yields documents in a fixed order and knows a fingerprint of its content."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: `key` is its identity (which decides its part, train or validation), `source` its name in errors."""
+
+    key: str
+    source: str
+    text: bytes
+
+
+class Corpus(Protocol):
+    """A source of documents."""
+
+    name: str
+
+    def fingerprint(self) -> str:
+        """Hash of the content, in hexadecimal. Finding it reads the corpus once at most; nothing is kept in memory."""
+
+    def documents(self) -> Iterator[Document]:
+        """The documents, always in the same order, one in memory at a time."""
+
+
+class StdlibCorpus:
+    """The ``.py`` files of the running interpreter's standard library, one document each.
+
+    Real, uneven text of tens of megabytes on every machine. Installed packages are left out, and so is what a
+    distribution left out of the library itself (some ship no tests). Raises FileNotFoundError if `root` has no such file.
+    """
+
+    name = "stdlib"
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        self.root = Path(root or sysconfig.get_path("stdlib"))
+        self.files = python_files(self.root)
+        if not self.files:
+            raise FileNotFoundError(f"data=stdlib: no .py files under {self.root}; use data=text data.path=…")
+
+    def fingerprint(self) -> str:
+        """Hash of every file's relative path and content."""
+        return hash_files((file, self.root / file) for file in self.files)
+
+    def documents(self) -> Iterator[Document]:
+        """One document per file, in the order of their paths."""
+        for file in self.files:
+            yield Document(key=file, source=str(self.root / file), text=(self.root / file).read_bytes())
+
+
+def python_files(root: Path) -> list[str]:
+    """Relative POSIX paths of the ``.py`` files under `root`, sorted; installed packages are left out."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        found += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
+def hash_files(files: Iterable[tuple[str, Path]]) -> str:
+    """Hash of the (name, content) of files, read a block at a time."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, path in files:
+        with open(path, "rb") as file:
+            content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+        whole.update(hash_strings([name]).encode() + content)
+    return whole.hexdigest()
+
+
+def hash_strings(strings: Sequence[str]) -> str:
+    """Hash of a sequence of strings; ["ab", "c"] and ["a", "bc"] differ."""
+    digest = hashlib.blake2b(digest_size=16)
+    for string in strings:
+        data = string.encode("utf-8", errors="surrogateescape")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

@@ -1,0 +1,252 @@
+"""The LightningDataModule: corpus → token cache → packed rows → batches, resumable at any optimizer step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.utilities import rank_zero_warn
+
+from flash_train.data.cache import TokenCache, tokenize
+from flash_train.data.corpus import Corpus
+from flash_train.data.dataset import PackedRows
+from flash_train.data.loading import BatchStream
+from flash_train.data.packing import PackedIndex, PackingName, check_packing, pack
+from flash_train.data.recall import RecallCorpus, RecallRows
+from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
+from flash_train.data.split import Part, split
+from flash_train.data.tokenizer import ByteTokenizer, Tokenizer
+
+VAL_ORDER_SEED = 0  # validation rows are the same whatever the run's seed, so that runs can be compared
+
+
+@dataclass(frozen=True)
+class _Anchor:
+    """Where a training stream began: at batch `start`, when `trainer` had processed `processed` batches."""
+
+    trainer: lightning.Trainer | None
+    processed: int
+    start: int
+
+
+class PackedDataModule(lightning.LightningDataModule):
+    """Batches of packed rows from a corpus, for any Lightning Trainer.
+
+    Training is an endless stream: batch i of a rank is a pure function of (seed, i, rank, world size). Validation is
+    finite and always the same best-fit packed rows, whatever `packing` and `seed`, so that losses can be compared.
+    Batches are as `flash_train.data.dataset.collate` describes. Checkpoints carry the count of consumed batches, those
+    whose optimizer step is done, and a resumed run goes on with the next one.
+
+    Args:
+        corpus: StdlibCorpus, TextCorpus, HubCorpus, RecallCorpus, or another `Corpus`.
+        tokenizer: ByteTokenizer (the default) or JsonTokenizer. RecallCorpus makes tokens itself and ignores it, but for
+            the size of the vocabulary.
+        seq_len: tokens in a row.
+        batch_size: rows in a batch, of each rank.
+        seed: of the order of training rows; and of the rows themselves for RecallCorpus.
+        packing: "best_fit", or "concat" for one causal stream per row.
+        val_fraction: share of the documents held out for validation.
+        val_batches: at most so many validation batches per rank; None for all.
+        num_workers: processes that load batches; 0 loads in the training process. Batches are the same.
+        cache_dir: where tokenised text is kept; None for ~/.cache/flash_train.
+
+    Raises ValueError for values that cannot be; errors of the corpus show up in `prepare_data` and `setup`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus | RecallCorpus,
+        tokenizer: Tokenizer | None = None,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int = 0,
+        packing: PackingName = "best_fit",
+        val_fraction: float = 0.05,
+        val_batches: int | None = None,
+        num_workers: int = 0,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        at_least = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "seed": (seed, 0)}
+        at_least["data.val_batches"] = (1 if val_batches is None else val_batches, 1)
+        at_least["data.num_workers"] = (num_workers, 0)
+        for key, (value, least) in at_least.items():
+            if value < least:
+                raise ValueError(f"{key}={value}: allowed is {least} or more")
+        check_packing(packing)
+        self.corpus, self.tokenizer = corpus, tokenizer or ByteTokenizer()
+        self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
+        self.val_fraction, self.val_batches = val_fraction, val_batches
+        self.num_workers, self.cache_dir = num_workers, cache_dir
+        self._cache: TokenCache | None = None
+        self._train: PackedRows | RecallRows | None = None
+        self._val: PackedRows | RecallRows | None = None
+        self._info: dict[str, Any] = {}
+        self._resume_at = 0
+        self._anchor: _Anchor | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; known before `setup`."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the data are, in plain values to be logged.
+
+        corpus, corpus_hash, tokenizer, seq_len, packing, capacity; under "train" and "val" each: documents, tokens,
+        bytes, rows, packing_efficiency, capacity. For RecallCorpus only corpus, corpus_hash, seq_len, capacity, chance.
+        """
+        self.setup()
+        return self._info
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per predicted token of the validation part; None for RecallCorpus, which has no text.
+
+        Bits per byte is loss / ln 2 / bytes_per_token, `loss` being the mean over labels in nats.
+        """
+        self.setup()
+        if isinstance(self._val, RecallRows):
+            return None
+        part = self._val.part
+        return part.bytes / int(part.lengths.sum() - len(part))  # a document's first token is not predicted
+
+    def prepare_data(self) -> None:
+        """Tokenises the corpus into the cache, unless it is there. Lightning calls this on one rank of each node."""
+        if not isinstance(self.corpus, RecallCorpus) and self._cache is None:
+            self._cache = tokenize(self.corpus, self.tokenizer, self.cache_dir)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Splits and packs. Does nothing the second time."""
+        if self._train is not None:
+            return
+        if isinstance(self.corpus, RecallCorpus):
+            self._setup_recall(self.corpus)
+        else:
+            self.prepare_data()
+            self._setup_text(self._cache)
+
+    def train_dataloader(self) -> BatchStream:
+        """Endless batches, from the first one not consumed yet."""
+        self.setup()
+        self._anchor = _Anchor(self.trainer, self._processed(), self.consumed_batches)
+        self._resume_at = 0
+        return BatchStream(self._train, self._train_sampler, self.num_workers)
+
+    def val_dataloader(self) -> BatchStream:
+        """The validation rows, or `val_batches` batches of them, dealt to the ranks without repetition."""
+        self.setup()
+        return BatchStream(self._val, self._val_sampler, self.num_workers)
+
+    @property
+    def consumed_batches(self) -> int:
+        """Batches of this rank, since the run's beginning, whose optimizer step is done.
+
+        Batches of an accumulation still under way don't count: their gradients are in no checkpoint.
+        """
+        anchor = self._anchor
+        if anchor is None or anchor.trainer is not self.trainer:
+            return self._resume_at
+        if self.trainer is None:
+            return anchor.start
+        processed = self._processed() - anchor.processed
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.processed >= self.trainer.num_training_batches:
+            pending = 0  # the optimizer steps at the end of an epoch of Lightning, however many are accumulated
+        else:
+            pending = min(progress.current.processed % self.trainer.accumulate_grad_batches, processed)
+        return anchor.start + processed - pending
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the batches consumed, and what they were batches of."""
+        return {"consumed_batches": self.consumed_batches, "rows_per_batch": self._rows_per_batch, **self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after the consumed batches; with another batch size or world size, at the nearest batch before.
+
+        Warns of each way in which the data differ from those of the checkpoint, since the run then isn't the same.
+        """
+        for name, value in self._identity().items():
+            if state_dict[name] != value:
+                rank_zero_warn(f"resuming on other data: {name} was {state_dict[name]} and is {value}")
+        self._resume_at = state_dict["consumed_batches"] * state_dict["rows_per_batch"] // self._rows_per_batch
+        self._anchor = None
+
+    @property
+    def _ranks(self) -> dict[str, int]:
+        if self.trainer is None:
+            return {"rank": 0, "world_size": 1}
+        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+
+    @property
+    def _rows_per_batch(self) -> int:
+        return self.batch_size * self._ranks["world_size"]
+
+    def _processed(self) -> int:
+        """Batches the trainer has processed, in all its epochs and before it was resumed."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed if self.trainer else 0
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the rows and their order."""
+        names = ("corpus_hash", "tokenizer", "seq_len", "packing")
+        described = {name: self.info[name] for name in names if name in self.info}
+        return {**described, "seed": self.seed, "val_fraction": self.val_fraction}
+
+    def _train_sampler(self) -> EndlessBatchSampler:
+        return EndlessBatchSampler(
+            len(self._train),
+            self.batch_size,
+            seed=self.seed,
+            start_batch=self.consumed_batches,
+            shuffle=isinstance(self._train, PackedRows),
+            **self._ranks,
+        )
+
+    def _val_sampler(self) -> ShardedBatchSampler:
+        # In an order of its own, so that the first few batches are a fair sample: packing sorts by length.
+        rows = epoch_order(len(self._val), VAL_ORDER_SEED, 0).tolist()
+        if self.val_batches is not None:
+            rows = rows[: self.val_batches * self._rows_per_batch]
+        return ShardedBatchSampler(rows, self.batch_size, **self._ranks)
+
+    def _setup_recall(self, corpus: RecallCorpus) -> None:
+        self._train = RecallRows(corpus, self.seq_len, self.seed, "train")
+        self._val = RecallRows(corpus, self.seq_len, self.seed, "val")
+        self._info = {
+            "corpus": corpus.name,
+            "corpus_hash": corpus.fingerprint(),
+            "seq_len": self.seq_len,
+            "capacity": self._train.capacity,
+            "chance": corpus.chance,
+        }
+
+    def _setup_text(self, cache: TokenCache) -> None:
+        train, val = split(cache, self.val_fraction)
+        train_index = pack(train.lengths, self.seq_len, self.packing)
+        val_index = pack(val.lengths, self.seq_len, "best_fit")
+        capacity = max(train_index.capacity, val_index.capacity)  # one for both: shapes never change
+        self._train = PackedRows(train, train_index, self.tokenizer.pad, capacity)
+        self._val = PackedRows(val, val_index, self.tokenizer.pad, capacity)
+        self._info = {
+            "corpus": self.corpus.name,
+            "corpus_hash": cache.corpus_hash,
+            "tokenizer": self.tokenizer.fingerprint,
+            "seq_len": self.seq_len,
+            "packing": self.packing,
+            "capacity": capacity,
+            "train": _describe(train, train_index),
+            "val": _describe(val, val_index),
+        }
+
+
+def _describe(part: Part, index: PackedIndex) -> dict[str, int | float]:
+    return {
+        "documents": len(part),
+        "tokens": int(part.lengths.sum()),
+        "bytes": part.bytes,
+        "rows": len(index),
+        "packing_efficiency": index.efficiency,
+        "capacity": index.capacity,
+    }

@@ -1,0 +1,96 @@
+"""Packed rows as tensors, and rows as batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from flash_train.data.packing import PackedIndex
+from flash_train.data.split import Part
+
+IGNORE = -100  # the label of a position that has none
+PADDING_ROW = -1  # the index of a row of nothing but padding
+
+Row = dict[str, Any]
+Batch = dict[str, Any]
+
+
+class PackedRows(Dataset):
+    """Map-style rows of exactly `seq_len` tokens, read from the token cache.
+
+    A row is a dict:
+        tokens      int64 (seq_len,)       `pad` in the unused tail
+        labels      int64 (seq_len,)       the next token of the same document, also across pieces; -100 where there is
+                                           none. With packing "concat" the whole part is one stream, as one document
+        positions   int64 (seq_len,)       position within the entry
+        cu_seqlens  int32 (capacity + 1,)  where entries begin and end; the last value is repeated up to `capacity`
+        lengths     tuple[int, ...]        lengths of the entries, the unused tail's among them; they sum to seq_len
+
+    Index -1 (PADDING_ROW) is a row of padding without labels, which fills up the last batch of a finite epoch.
+    """
+
+    def __init__(self, part: Part, index: PackedIndex, pad: int, capacity: int) -> None:
+        self.part, self.index, self.pad, self.capacity = part, index, pad, capacity
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, row: int) -> Row:
+        segments = [] if row == PADDING_ROW else self.index.row(row)
+        tokens = np.full(self.index.seq_len, self.pad, dtype=np.int64)
+        labels = np.full(self.index.seq_len, IGNORE, dtype=np.int64)
+        end = 0
+        for document, start, length in segments:
+            begin, end = end, end + length
+            known = min(length + 1, int(self.part.lengths[document]) - start)  # with the next piece's first token
+            text = self.part.tokens(document, start, known)
+            tokens[begin:end] = text[:length]
+            labels[begin : begin + known - 1] = text[1:]
+        if self.index.one_stream and segments:
+            self._join(row, tokens, labels, segments)
+        lengths = [self.index.seq_len] if self.index.one_stream else [length for _, _, length in segments]
+        if sum(lengths) < self.index.seq_len:
+            lengths.append(self.index.seq_len - sum(lengths))
+        return as_row(tokens, labels, lengths, self.capacity)
+
+    def _join(self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: list[tuple[int, int, int]]) -> None:
+        """Makes documents of one stream predict each other: a document's end is followed by the next one's beginning."""
+        ends = np.cumsum([length for _, _, length in segments])
+        labels[ends[:-1] - 1] = tokens[ends[:-1]]
+        if row + 1 < len(self.index):
+            document, start, _ = self.index.row(row + 1)[0]
+            labels[ends[-1] - 1] = self.part.tokens(document, start, 1)[0]
+
+
+def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capacity: int) -> Row:
+    """A row as `PackedRows` describes it, from its tokens, labels (int64, (seq_len,)) and the lengths of its entries."""
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "positions": torch.from_numpy(positions),
+        "cu_seqlens": _boundaries(lengths, capacity),
+        "lengths": tuple(lengths),
+    }
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """Rows → a batch, whose packed stream is the rows after one another.
+
+    tokens, labels, positions: int64 (batch_size, seq_len); cu_seqlens: int32 (batch_size * capacity + 1,) from 0 to
+    batch_size * seq_len, the last value repeated; lengths: the entries' lengths in order, Python ints.
+    """
+    capacity = len(rows[0]["cu_seqlens"]) - 1
+    lengths = tuple(length for row in rows for length in row["lengths"])
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels", "positions")}
+    return {**stacked, "cu_seqlens": _boundaries(lengths, len(rows) * capacity), "lengths": lengths}
+
+
+def _boundaries(lengths: Sequence[int], capacity: int) -> torch.Tensor:
+    """0 and the cumulated lengths, the last repeated: int32 (capacity + 1,)."""
+    boundaries = np.full(capacity + 1, sum(lengths), dtype=np.int32)
+    boundaries[0] = 0
+    boundaries[1 : len(lengths) + 1] = np.cumsum(lengths)
+    return torch.from_numpy(boundaries)

@@ -1,0 +1,62 @@
+"""The parts of a corpus, train and validation, by a hash of each document's identity.
+
+A document therefore keeps its part when others are added to the corpus or taken away from it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flash_train.data.cache import TokenCache
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents of one part, as ranges of a cache's tokens. `begins`, `lengths`: (documents,) int64; `bytes`: of text."""
+
+    cache: TokenCache
+    begins: np.ndarray
+    lengths: np.ndarray
+    bytes: int
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def tokens(self, document: int, start: int, length: int) -> np.ndarray:
+        """Tokens ``start : start + length`` of a document, a view of the cache."""
+        begin = self.begins[document] + start
+        return self.cache.tokens[begin : begin + length]
+
+
+def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
+    """The (train, validation) parts; about `val_fraction` of the documents are for validation.
+
+    Neither part is empty: of two documents or more, one at least goes to each. Of a single document the last
+    `val_fraction` of its tokens is held out. Raises ValueError if `val_fraction` isn't between 0 and 1 (both excluded),
+    or if the only document has fewer than four tokens.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"data.val_fraction={val_fraction}: allowed is a number between 0 and 1, both excluded")
+    if len(cache.keys) == 1:
+        return _split_tail(cache, val_fraction)
+    is_val = cache.keys < np.uint64(val_fraction * 2**64)
+    # Tiny corpora: the keys nearest to the border change sides, so that the choice is still by hash alone.
+    by_key = np.argsort(cache.keys, kind="stable")
+    is_val[by_key[0]], is_val[by_key[-1]] = True, False
+    return _part(cache, ~is_val), _part(cache, is_val)
+
+
+def _part(cache: TokenCache, chosen: np.ndarray) -> Part:
+    begins = cache.offsets[:-1]
+    return Part(cache, begins[chosen], np.diff(cache.offsets)[chosen], int(cache.sizes[chosen].sum()))
+
+
+def _split_tail(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
+    total, size = int(cache.offsets[1]), int(cache.sizes[0])
+    if total < 4:
+        raise ValueError(f"the corpus is one document of {total} tokens: too little to train and to validate on")
+    held_out = min(max(2, round(total * val_fraction)), total - 2)
+    val_bytes = round(size * held_out / total)
+    head = Part(cache, np.array([0]), np.array([total - held_out]), size - val_bytes)
+    tail = Part(cache, np.array([total - held_out]), np.array([held_out]), val_bytes)
+    return head, tail

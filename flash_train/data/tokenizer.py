@@ -1,0 +1,148 @@
+"""Text to token ids and back.
+
+A document becomes ``[bos] tokens [eos]``; ``bos`` is left out where the tokenizer has none. ``eos`` is always there: it
+is what the model learns to end with, and what keeps packed documents apart for a reader of the tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+Errors = Literal["strict", "replace", "skip"]
+ERRORS: tuple[str, ...] = ("strict", "replace", "skip")
+
+BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
+EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]", "[SEP]")
+PAD_NAMES = ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]")
+
+
+def check_errors(errors: str) -> None:
+    """Raises ValueError unless `errors` is one of strict, replace, skip."""
+    if errors not in ERRORS:
+        raise ValueError(f"data.errors={errors!r}: allowed are {', '.join(ERRORS)}")
+
+
+class Tokenizer(Protocol):
+    """What the data layer asks of a tokenizer."""
+
+    vocab_size: int
+    bos: int | None
+    eos: int
+    pad: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same text may give other tokens; part of the key of the token cache."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest of uint16 and uint32 that holds every id."""
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Token ids of `text`, without bos and eos: (n,)."""
+
+    def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
+        """``[bos] tokens [eos]`` of each text; None for one to be left out. `sources` name the texts in errors."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`; special tokens are left out."""
+
+
+class ByteTokenizer:
+    """Bytes as tokens: 0–255 are the bytes, 256 bos, 257 eos, 258 pad. Any bytes are valid."""
+
+    bos, eos, pad, vocab_size = 256, 257, 258, 259
+    fingerprint = "bytes-259"
+    dtype = np.dtype(np.uint16)
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Token ids of `text` (a str is taken as UTF-8), without bos and eos: (n,) uint16."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, dtype=np.uint8).astype(self.dtype)
+
+    def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
+        """``bos bytes eos`` of each text."""
+        return [_document(self, np.frombuffer(text, dtype=np.uint8)) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`; special tokens are left out, and what is not UTF-8 shows as U+FFFD."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer in the JSON format of the `tokenizers` library.
+
+    Documents begin with the vocabulary's bos if it has one by a usual name (``<s>``, ``<|begin_of_text|>``, …) and end
+    with its eos (``</s>``, ``<|endoftext|>``, …). Padding is its pad token, or eos where it has none. Text that looks
+    like a special token is encoded as ordinary text. `errors` says what to do with a document that is not UTF-8:
+    "strict" raises ValueError naming it, "replace" puts U+FFFD for the invalid bytes, "skip" leaves the document out.
+
+    Raises FileNotFoundError for a missing file; ValueError for one that is no tokenizer or has no end-of-document token.
+    """
+
+    def __init__(self, path: str | Path, errors: Errors = "strict") -> None:
+        from tokenizers import Tokenizer as HubTokenizer  # here, not above: bytes need no such import
+
+        check_errors(errors)
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"data.tokenizer={path}: no such file; give a tokenizer.json of `tokenizers`")
+        content = path.read_bytes()
+        self.path, self.errors = path, errors
+        try:
+            self._tokenizer = HubTokenizer.from_buffer(content)
+        except ValueError as error:
+            raise ValueError(f"data.tokenizer={path}: not a `tokenizers` JSON file ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        eos = self._find(EOS_NAMES)
+        if eos is None:
+            raise ValueError(
+                f"data.tokenizer={path}: no end-of-document token; one of {', '.join(EOS_NAMES)} is needed"
+            )
+        pad = self._find(PAD_NAMES)
+        self.bos, self.eos, self.pad = self._find(BOS_NAMES), eos, eos if pad is None else pad
+        # The largest id and not the count: added tokens may leave gaps, and every id needs its embedding.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        self.fingerprint = f"json-{hashlib.blake2b(content, digest_size=16).hexdigest()}-{errors}"
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Token ids of `text`, without bos and eos: (n,). Raises ValueError for bytes that are not UTF-8."""
+        text = text if isinstance(text, str) else self._decode_bytes(text, "the text", "strict")
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+
+    def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
+        """``[bos] tokens [eos]`` of each text, encoded in parallel; None for one skipped as not UTF-8."""
+        decoded = [self._decode_bytes(text, source, self.errors) for text, source in zip(texts, sources, strict=True)]
+        kept = [text for text in decoded if text is not None]
+        encoded = iter(self._tokenizer.encode_batch_fast(kept, add_special_tokens=False))
+        return [None if text is None else _document(self, next(encoded).ids) for text in decoded]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`; special tokens are left out."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def _find(self, names: Sequence[str]) -> int | None:
+        return next((i for name in names if (i := self._tokenizer.token_to_id(name)) is not None), None)
+
+    def _decode_bytes(self, text: bytes, source: str, errors: str) -> str | None:
+        try:
+            return text.decode("utf-8", errors="replace" if errors == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            if errors == "skip":
+                return None
+            raise ValueError(
+                f"{source} is not UTF-8 (byte {error.start}); convert it, or set data.errors=replace or skip"
+            ) from None
+
+
+def _document(tokenizer: ByteTokenizer | JsonTokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """``[bos] ids [eos]`` in the tokenizer's dtype."""
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    return np.concatenate([bos, ids, [tokenizer.eos]], dtype=tokenizer.dtype, casting="unsafe")

@@ -1,0 +1,17 @@
+"""The decoder-only Transformer: configuration, model, generation, and weights in the Llama layout."""
+
+from flash_train.model.config import ModelConfig, RopeScaling
+from flash_train.model.generate import generate
+from flash_train.model.memory import MEMORY_MODES
+from flash_train.model.pretrained import load_pretrained, save_pretrained
+from flash_train.model.transformer import Transformer
+
+__all__ = [
+    "MEMORY_MODES",
+    "ModelConfig",
+    "RopeScaling",
+    "Transformer",
+    "generate",
+    "load_pretrained",
+    "save_pretrained",
+]

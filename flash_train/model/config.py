@@ -1,0 +1,177 @@
+"""What a model is: its shape and its rotary scaling, as frozen plain values."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+RopeKind = Literal["linear", "ntk", "yarn", "llama3"]
+
+# Parameters each rule takes beside `factor`; anything else given is a mistake worth naming.
+_RULE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "ntk": (),
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to reach a longer context.
+
+    `linear`: positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
+    `ntk`: theta multiplied by factor^(d/(d-2)), "NTK-aware" (bloc97 2023); fixed, it does not change with the length.
+    `yarn`: interpolation by wavelength and an attention factor (Peng et al. 2023, arXiv:2309.00071).
+    `llama3`: the rule of Llama 3.1 (arXiv:2407.21783).
+    Field names are those of `transformers`' `rope_scaling`.
+    """
+
+    kind: RopeKind
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise ValueError(
+                f"model.rope_scaling.kind={self.kind!r} is not known; use {', '.join(get_args(RopeKind))}, "
+                "or rope_scaling=null for none"
+            )
+        if not self.factor >= 1.0:
+            raise ValueError(f"model.rope_scaling.factor must be at least 1.0; got {self.factor}")
+        needs_length = "original_max_position_embeddings" in _RULE_FIELDS[self.kind]
+        if needs_length and not (self.original_max_position_embeddings or 0) > 0:
+            raise ValueError(
+                f"model.rope_scaling.original_max_position_embeddings is needed by {self.kind}: the length that the "
+                f"model was trained at, in tokens; got {self.original_max_position_embeddings}"
+            )
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "model.rope_scaling.low_freq_factor must lie between 0 and high_freq_factor; "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                "model.rope_scaling.beta_slow must lie between 0 and beta_fast; "
+                f"got {self.beta_slow} and {self.beta_fast}"
+            )
+
+    @classmethod
+    def from_hf(cls, parameters: dict[str, Any] | None) -> "RopeScaling | None":
+        """From the `rope_scaling` (transformers 4) or `rope_parameters` (5) of a config.json; None for plain rotary.
+
+        `rope_theta` in it is the caller's to read. Raises ValueError for a rule or a parameter that is not known here.
+        """
+        given = {k: v for k, v in (parameters or {}).items() if v is not None and k != "rope_theta"}
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        if given.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
+        if kind == "default":
+            return None
+        if kind not in get_args(RopeKind) or kind == "ntk":  # transformers has no rule of that name
+            raise ValueError(
+                f"rope_type {kind!r} is not supported; linear, yarn, llama3 and default are "
+                "(in place of dynamic, choose model.rope_scaling.kind=ntk and a factor)"
+            )
+        unknown = given.keys() - {"factor", *_RULE_FIELDS[kind]}
+        if kind in ("linear", "llama3"):
+            unknown -= {"original_max_position_embeddings"}
+        if unknown:
+            raise ValueError(f"rope_type {kind!r} with {', '.join(sorted(unknown))} is not supported")
+        return cls(kind=kind, **{k: v for k, v in given.items() if k == "factor" or k in _RULE_FIELDS[kind]})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_scaling` dictionary of `transformers`. Raises ValueError for `ntk`: there, a larger theta."""
+        if self.kind == "ntk":
+            raise ValueError("ntk scaling is written as rope_theta: use ntk_theta")
+        fields = {name: getattr(self, name) for name in ("factor", *_RULE_FIELDS[self.kind])}
+        return {"rope_type": self.kind} | {k: v for k, v in fields.items() if v is not None}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder: pre-norm blocks of grouped-query attention and SwiGLU, rotary positions.
+
+    Counts are plain integers. `width` is the size of the residual stream; attention works in `n_heads * head_dim`,
+    which need not equal it. Raises ValueError, naming the key, for a shape that cannot be built.
+    """
+
+    vocab_size: int
+    n_layers: int
+    width: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    name: str = "custom"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tied_embeddings: bool = True
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "n_layers", "width", "n_heads", "n_kv_heads", "head_dim", "mlp_width"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"model.{key} must be a positive integer; got {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"model.n_heads must be a multiple of model.n_kv_heads; got {self.n_heads} and {self.n_kv_heads}"
+            )
+        if self.head_dim % 2 or self.head_dim > 256:
+            raise ValueError(f"model.head_dim must be even and at most 256; got {self.head_dim}")
+        for key in ("attention_dropout", "residual_dropout"):
+            if not 0.0 <= getattr(self, key) < 1.0:
+                raise ValueError(f"model.{key} must lie in [0, 1); got {getattr(self, key)}")
+        for key in ("rope_theta", "norm_eps"):
+            if not (getattr(self, key) > 0 and math.isfinite(getattr(self, key))):
+                raise ValueError(f"model.{key} must be positive and finite; got {getattr(self, key)}")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise TypeError(f"model.rope_scaling must be a RopeScaling or None; got {type(self.rope_scaling).__name__}")
+        if self.rope_scaling and self.rope_scaling.kind == "ntk" and self.head_dim < 4:
+            raise ValueError(f"model.rope_scaling.kind=ntk needs model.head_dim of at least 4; got {self.head_dim}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values (numbers, strings, None, one nested dictionary), fit for a checkpoint or JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """The inverse of `to_dict`. Raises ValueError for a key that is not a field or a field that is missing."""
+        values = dict(values)
+        if isinstance(values.get("rope_scaling"), dict):
+            _check_keys(RopeScaling, values["rope_scaling"], "model.rope_scaling.")
+            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        _check_keys(cls, values, "model.")
+        return cls(**values)
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply every token: projections, MLPs and the output head; not the embedding, not norms."""
+        attention = self.width * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
+        return self.n_layers * (attention + 3 * self.width * self.mlp_width) + self.vocab_size * self.width
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights; tied embeddings are counted once."""
+        norms = self.width * (2 * self.n_layers + 1) + 2 * self.head_dim * self.n_layers * self.qk_norm
+        return self.matmul_parameters + norms + self.vocab_size * self.width * (not self.tied_embeddings)
+
+
+def _check_keys(cls: type, values: dict[str, Any], prefix: str) -> None:
+    fields = dataclasses.fields(cls)
+    if unknown := values.keys() - {f.name for f in fields}:
+        raise ValueError(
+            f"{prefix}{sorted(unknown)[0]} is not known; the fields are {', '.join(f.name for f in fields)}"
+        )
+    if missing := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]:
+        raise ValueError(f"{prefix}{missing[0]} is missing")

@@ -1,0 +1,43 @@
+"""Sampling from a model, without a cache: for a look at what it learnt, not for serving."""
+
+from collections.abc import Sequence
+
+import torch
+
+from flash_train.model.transformer import Transformer
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    vocab_limit: int | None = None,
+) -> list[int]:
+    """Continues `tokens`; returns the `max_new_tokens` new ids alone.
+
+    temperature 0 takes the likeliest id. Ids from `vocab_limit` on (the padding of the vocabulary) are never drawn.
+    `generator` must be on the model's device; None takes PyTorch's own. Each id costs a forward over all before it.
+    """
+    if not len(tokens):
+        raise ValueError("generate needs at least one token to start from; got none")
+    if temperature < 0:
+        raise ValueError(f"temperature must be 0 or more; got {temperature}")
+    stream = torch.as_tensor(tokens, dtype=torch.int64, device=model.head_weight.device).view(1, -1)
+    start, was_training = stream.shape[1], model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            logits = torch.nn.functional.linear(model.hidden(stream)[0, -1], model.head_weight)
+            logits = logits.float()[:vocab_limit]
+            if temperature == 0:
+                token = logits.argmax(keepdim=True)
+            else:
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            stream = torch.cat((stream, token[None]), dim=1)
+    finally:
+        model.train(was_training)
+    return stream[0, start:].tolist()

@@ -1,0 +1,99 @@
+"""The parts of a decoder block. Activations are packed, (tokens, width), save inside unpacked attention."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from flash_train.attention import AttentionSpec, Causal, Packing, attention
+from flash_train.model import ops
+from flash_train.model.config import ModelConfig
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias whose weights are drawn once, by `Transformer.reset_parameters`."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions and, if asked for, normalised queries and keys."""
+
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.dropout, self.backend = config.attention_dropout, backend
+        self.q = Linear(config.width, config.n_heads * config.head_dim)
+        self.k = Linear(config.width, config.n_kv_heads * config.head_dim)
+        self.v = Linear(config.width, config.n_kv_heads * config.head_dim)
+        self.out = Linear(config.n_heads * config.head_dim, config.width)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int) -> Tensor:
+        """x (tokens, width). Without packing the tokens are `batch_size` sequences of equal length."""
+        q = self.q(x).view(-1, self.n_heads, self.head_dim)
+        k = self.k(x).view(-1, self.n_kv_heads, self.head_dim)
+        v = self.v(x).view(-1, self.n_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.apply_rotary(q, k, cos, sin)
+        if packing is None:
+            q, k, v = (t.unflatten(0, (batch_size, -1)) for t in (q, k, v))
+        spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
+        mixed = cast(Tensor, attention(q, k, v, spec, packing=packing, backend=self.backend))
+        return self.out(mixed.reshape(len(x), -1))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.width, config.mlp_width)
+        self.up = Linear(config.width, config.mlp_width)
+        self.down = Linear(config.mlp_width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(ops.swiglu(self.gate(x), self.up(x)))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added."""
+
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        self.residual_dropout = config.residual_dropout
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config, backend)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int) -> Tensor:
+        # Both masks are drawn before the attention: memory=selective does not run it again, so in the recomputation the
+        # generator stands elsewhere after it than it did in the forward.
+        masks = [self._keep_mask(x) for _ in range(2)]
+        x = self._add(x, self.attention(self.attention_norm(x), cos, sin, packing, batch_size), masks[0])
+        return self._add(x, self.mlp(self.mlp_norm(x)), masks[1])
+
+    def _keep_mask(self, x: Tensor) -> Tensor | None:
+        if not self.training or self.residual_dropout == 0.0:
+            return None
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.residual_dropout)
+
+    def _add(self, x: Tensor, update: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return x + update
+        return x + (update * mask) * (1 / (1 - self.residual_dropout))

@@ -1,0 +1,250 @@
+"""Weights in the layout of `transformers`' Llama: a folder with config.json and one or more .safetensors."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flash_train.model.config import ModelConfig, RopeScaling
+from flash_train.model.rope import ntk_theta
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARDS = "model-*-of-*.safetensors"
+
+# Our names to Llama's. Both multiply alike and both rotate half-split, so nothing is transposed or permuted.
+_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_FROM_LLAMA = {theirs: ours for ours, theirs in _NAMES.items()}
+_OURS = re.compile(r"(?:blocks\.(\d+)\.)?([a-z_.]+)\.weight")
+_THEIRS = re.compile(r"(?:model\.layers\.(\d+)\.)?([a-z_.]+)\.weight")
+
+
+def load_pretrained(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
+
+    `path` is a folder as `transformers` saves it; sharded weights are put together. Raises FileNotFoundError where a
+    file is missing and ValueError, in one line, for a model that is no plain Llama.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"init_from={path}: no such folder; give one with config.json and *.safetensors")
+    config = _config_from_llama(_read_json(folder / CONFIG), str(path))
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        for name, tensor in load_file(file).items():
+            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
+                continue  # computed here; a second copy of the embedding
+            state[_to_ours(name, file)] = tensor
+    expected = _expected_shapes(config)
+    if wrong := sorted(expected.keys() ^ state.keys()):
+        state_of = "lacks" if wrong[0] in expected else "has an unexpected"
+        raise ValueError(f"init_from={path}: the model {state_of} {_to_llama(wrong[0])} ({len(wrong)} such tensors)")
+    for name, shape in expected.items():
+        if state[name].shape != shape:
+            raise ValueError(
+                f"init_from={path}: {_to_llama(name)} has shape {tuple(state[name].shape)}, "
+                f"but config.json says {tuple(shape)}"
+            )
+    return config, state
+
+
+def save_pretrained(
+    model: nn.Module | dict[str, Tensor],
+    config: ModelConfig,
+    path: str | Path,
+    *,
+    max_seq_len: int | None = None,
+    token_ids: dict[str, int] | None = None,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Writes config.json and model.safetensors, which `transformers.LlamaForCausalLM.from_pretrained` loads.
+
+    `model` is a Transformer or its state_dict, on any device, written in its own dtype. `max_seq_len` goes into
+    config.json as max_position_embeddings (default: what the rotary scaling reaches, else 2048); `token_ids` may hold
+    bos_token_id, eos_token_id, pad_token_id. With `max_shard_bytes` the weights are cut into several files and an
+    index. Files are written beside their names and moved into place, config.json last. Raises ValueError for a model
+    that Llama cannot express. Returns the folder.
+    """
+    if config.qk_norm:
+        raise ValueError("model.qk_norm=true cannot be exported: the Llama layout has no norm on queries and keys")
+    if config.width % config.n_heads:
+        raise ValueError(
+            "the Llama layout needs model.width to be a multiple of model.n_heads; "
+            f"got {config.width} and {config.n_heads}"
+        )
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    if wrong := sorted(_expected_shapes(config).keys() ^ state.keys()):
+        raise ValueError(f"the weights do not belong to this configuration: {wrong[0]} is missing or not known")
+    tensors = {_to_llama(name): t.detach().to("cpu").contiguous() for name, t in state.items()}
+    folder = Path(path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _shards(tensors, max_shard_bytes)
+    files = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
+    for file, shard in zip(files, shards, strict=True):
+        with _moved_into_place(folder / file) as temporary:
+            save_file(shard, temporary, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.append(INDEX)
+    for stale in {folder / WEIGHTS, folder / INDEX, *folder.glob(SHARDS)} - {folder / file for file in files}:
+        stale.unlink(missing_ok=True)  # weights of an earlier save, which a reader might prefer
+    (dtype,) = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
+    _write_json(folder / CONFIG, _config_to_llama(config, dtype, max_seq_len) | (token_ids or {}))
+    return folder
+
+
+def _config_from_llama(values: dict[str, Any], path: str) -> ModelConfig:
+    if values.get("model_type") != "llama":
+        raise ValueError(
+            f"init_from={path}: model_type is {values.get('model_type')!r}; only the Llama layout ('llama') is read"
+        )
+    for key, plain in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if values.get(key, plain) != plain:
+            raise ValueError(f"init_from={path}: {key}={values[key]!r} is not supported; only {plain!r} is")
+    if values.get("quantization_config"):
+        raise ValueError(f"init_from={path}: the weights are quantized; give a model in bf16, fp16 or fp32")
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    try:
+        n_heads, width = values["num_attention_heads"], values["hidden_size"]
+        return ModelConfig(
+            name=Path(path).name or "llama",
+            vocab_size=values["vocab_size"],
+            n_layers=values["num_hidden_layers"],
+            width=width,
+            n_heads=n_heads,
+            n_kv_heads=values.get("num_key_value_heads") or n_heads,
+            head_dim=values.get("head_dim") or width // n_heads,
+            mlp_width=values["intermediate_size"],
+            rope_theta=rope.get("rope_theta", values.get("rope_theta", 10000.0)),
+            rope_scaling=RopeScaling.from_hf(rope),
+            norm_eps=values.get("rms_norm_eps", 1e-6),
+            tied_embeddings=values.get("tie_word_embeddings", False),
+        )
+    except KeyError as error:
+        raise ValueError(f"init_from={path}: config.json lacks {error.args[0]}") from None
+
+
+def _config_to_llama(config: ModelConfig, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
+    scaling, theta = config.rope_scaling, config.rope_theta
+    if scaling is not None and scaling.kind == "ntk":  # exactly plain rotary with a larger base
+        theta = ntk_theta(theta, scaling.factor, config.head_dim)
+        scaling = None
+    if max_seq_len is None:
+        reach = scaling.original_max_position_embeddings if scaling else None
+        max_seq_len = int(reach * scaling.factor) if scaling and reach else 2048
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_seq_len,
+        "initializer_range": 0.02,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "rope_theta": theta,
+        "rope_scaling": scaling.to_hf() if scaling else None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": config.attention_dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+    }
+
+
+def _expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    from flash_train.model.transformer import Transformer
+
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Transformer(config).state_dict().items()}
+
+
+def _to_llama(name: str) -> str:
+    layer, part = _OURS.fullmatch(name).groups()
+    return f"model.layers.{layer}.{_NAMES[part]}.weight" if layer else f"{_NAMES[part]}.weight"
+
+
+def _to_ours(name: str, file: Path) -> str:
+    match = _THEIRS.fullmatch(name)
+    if match is None or match[2] not in _FROM_LLAMA:
+        raise ValueError(f"init_from={file.parent}: {file.name} holds {name}, which a plain Llama does not have")
+    return f"blocks.{match[1]}.{_FROM_LLAMA[match[2]]}.weight" if match[1] else f"{_FROM_LLAMA[match[2]]}.weight"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():  # the order in which transformers looks
+        files = [folder / WEIGHTS]
+    else:
+        files = [folder / name for name in sorted(set(_read_json(folder / INDEX)["weight_map"].values()))]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"init_from={folder}: {file.name} is missing (only .safetensors weights are read)")
+    return files
+
+
+def _shards(tensors: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if limit is not None and shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise FileNotFoundError(f"init_from={file.parent}: {file.name} is missing")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"init_from={file.parent}: {file.name} is not JSON ({error})") from None
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    with _moved_into_place(file) as temporary:
+        temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _moved_into_place(file: Path) -> Iterator[Path]:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

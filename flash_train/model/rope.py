@@ -1,0 +1,68 @@
+"""Rotary positions: frequencies of each scaling rule, and the cosines and sines of a batch.
+
+The rotation pairs element i with element i + head_dim/2 (the "half-split" convention of `transformers`' Llama).
+Everything is fp32: nothing is kept in a buffer that a cast of the model could round.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flash_train.model.config import ModelConfig, RopeScaling
+
+
+def ntk_theta(theta: float, factor: float, head_dim: int) -> float:
+    """The base that NTK-aware scaling by `factor` amounts to."""
+    return theta * factor ** (head_dim / (head_dim - 2))
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device | str | None = None) -> tuple[Tensor, float]:
+    """Inverse frequencies, fp32 (head_dim / 2,), radians per position; and the factor that scales cosines and sines."""
+    scaling, dim = config.rope_scaling, config.head_dim
+    if scaling is None:
+        return _inverse(config.rope_theta, dim, device), 1.0
+    match scaling.kind:
+        case "linear":
+            return _inverse(config.rope_theta, dim, device) / scaling.factor, 1.0
+        case "ntk":
+            return _inverse(ntk_theta(config.rope_theta, scaling.factor, dim), dim, device), 1.0
+        case "yarn":
+            return _yarn(config.rope_theta, dim, scaling, device)
+        case "llama3":
+            return _llama3(_inverse(config.rope_theta, dim, device), scaling), 1.0
+
+
+def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of integer `positions` (...): two fp32 tensors (..., head_dim / 2)."""
+    frequencies, scale = rope_frequencies(config, positions.device)
+    angles = positions[..., None].float() * frequencies
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def _inverse(theta: float, dim: int, device: torch.device | str | None) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | str | None) -> tuple[Tensor, float]:
+    """Below `beta_slow` turns over the original length: interpolate; above `beta_fast`: keep; between: a ramp."""
+
+    def dimension_that_turns(turns: float) -> float:
+        return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension_that_turns(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension_that_turns(scaling.beta_slow)), dim - 1)
+    span = high - low or 0.001  # the paper's code, and transformers', keep the ramp finite this way
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / span).clamp(0, 1)
+    inverse = _inverse(theta, dim, device)
+    frequencies = inverse / scaling.factor * (1 - keep) + inverse * keep
+    scale = scaling.attention_factor
+    return frequencies, 0.1 * math.log(scaling.factor) + 1.0 if scale is None else scale
+
+
+def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are divided by `factor`, short ones kept, those between blended smoothly."""
+    turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * inverse / scaling.factor + keep * inverse

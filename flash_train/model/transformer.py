@@ -1,0 +1,100 @@
+"""The decoder: tokens to logits, or straight to a loss whose logits are never held all at once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_train.attention import Packing
+from flash_train.model import ops
+from flash_train.model.config import ModelConfig
+from flash_train.model.layers import Block, Linear, RMSNorm
+from flash_train.model.memory import check_memory_mode, run_block
+from flash_train.model.rope import rope_tables
+
+
+class Transformer(nn.Module):
+    """A pre-norm decoder in the Llama layout.
+
+    `attention` names the backend (auto, flash, sdpa, standard, reference); `memory` says what each block keeps for its
+    backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone).
+    In the calls: `tokens` int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
+    documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
+    from each document's start; left out, they are derived.
+    """
+
+    def __init__(self, config: ModelConfig, *, attention: str = "auto", memory: str = "none") -> None:
+        super().__init__()
+        check_memory_mode(memory)
+        self.config, self.memory = config, memory
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = None if config.tied_embeddings else Linear(config.width, config.vocab_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal(0, 1/√width), about the usual 0.02 at width 2048; a fixed 0.02 would keep small models from attending.
+
+        What writes into the residual stream is smaller by √(2·n_layers), as in GPT-2 (Radford et al. 2019, 2.3).
+        """
+        std = self.config.width**-0.5
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                writes_residual = name.endswith(("attention.out", "mlp.down"))
+                nn.init.normal_(module.weight, std=std / (2 * self.config.n_layers) ** 0.5 if writes_residual else std)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(vocab_size, width)."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+        """Normalised hidden states (batch, seq, width), in autocast's dtype where that is on."""
+        if positions is None:
+            positions = _default_positions(tokens, packing)
+        cos, sin = rope_tables(self.config, positions.reshape(-1))  # once for all layers
+        x = self.embedding(tokens.reshape(-1))
+        x = x.to(ops.compute_dtype(x))  # the residual stream, too: half the memory at long context
+        random = self.training and max(self.config.attention_dropout, self.config.residual_dropout) > 0
+        for block in self.blocks:
+            x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=self.memory, random=random)
+        return self.norm(x).view(*tokens.shape, -1)
+
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+        """Logits (batch, seq, vocab_size). For training use `loss`, which needs far less memory."""
+        return F.linear(self.hidden(tokens, positions=positions, packing=packing), self.head_weight)
+
+    def loss(
+        self, tokens: Tensor, labels: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Sum of the cross entropies in nats (fp32 scalar) and how many labels it covers (int64 scalar).
+
+        `labels` int64 (batch, seq) are the next tokens; -100 counts for nothing.
+        """
+        hidden = self.hidden(tokens, positions=positions, packing=packing)
+        labels = labels.reshape(-1)
+        total = ops.linear_cross_entropy(hidden.view(len(labels), -1), self.head_weight, labels)
+        return total, (labels != ops.IGNORE_INDEX).sum()
+
+    def num_parameters(self) -> int:
+        """All weights; tied embeddings are counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def model_flops(self, n_tokens: int, pairs: int) -> int:
+        """FLOPs of one forward and backward over `n_tokens` of which attention pairs up `pairs` (query, key).
+
+        6 per weight and token (embeddings do not multiply, the head does), 12 per pair, head and element of it.
+        Recomputation is not counted: this is the numerator of the model-FLOP utilisation.
+        """
+        c = self.config
+        return 6 * c.matmul_parameters * n_tokens + 12 * c.n_layers * c.n_heads * c.head_dim * pairs
+
+
+def _default_positions(tokens: Tensor, packing: Packing | None) -> Tensor:
+    if packing is None:
+        return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    index = torch.arange(tokens.numel(), device=tokens.device)
+    document = torch.searchsorted(packing.cu_seqlens_q[1:], index.to(packing.cu_seqlens_q.dtype), right=True)
+    return (index - packing.cu_seqlens_q[document]).view(tokens.shape)

@@ -1,0 +1,61 @@
+"""Memory in use: the device's where it reports it, else the process's own."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+
+def memory_use(device: torch.device) -> dict[str, float | None]:
+    """Memory figures in GiB, under names that say what was measured.
+
+    Returns:
+        On CUDA `memory/allocated_gib`, `memory/reserved_gib` and `memory/peak_gib` (most allocated since
+        `reset_peak_memory`); on MPS `memory/allocated_gib` and `memory/reserved_gib`; elsewhere
+        `memory/process_gib` and `memory/process_peak_gib`: the whole process's resident set, its peak since it began.
+        None where the system does not say.
+    """
+    if device.type == "cuda":
+        return {
+            "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "memory/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        }
+    if device.type == "mps":
+        return {
+            "memory/allocated_gib": torch.mps.current_allocated_memory() / GIB,
+            "memory/reserved_gib": torch.mps.driver_allocated_memory() / GIB,
+        }
+    return {"memory/process_gib": _resident_gib(), "memory/process_peak_gib": _peak_resident_gib()}
+
+
+def peak_memory(use: Mapping[str, float | None]) -> float | None:
+    """The peak among the figures of `memory_use`, in GiB; None where there is none."""
+    return use.get("memory/peak_gib", use.get("memory/process_peak_gib"))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new peak. A process's resident peak cannot be reset: on other devices than CUDA this does nothing."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _resident_gib() -> float | None:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return None
+    import resource
+
+    return int(statm.read_text().split()[1]) * resource.getpagesize() / GIB
+
+
+def _peak_resident_gib() -> float | None:
+    if sys.platform == "win32":
+        return None
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -1,0 +1,113 @@
+"""The three plots of a run, from its table of metrics."""
+
+import os
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from flash_train.profiling.records import MetricsTable
+
+# Okabe & Ito (2008): told apart under every common colour blindness.
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+MARKED_POINTS = 40  # more points than this are a line without markers
+SMOOTHED_POINTS = 200  # more points than this also get a moving average
+
+
+def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str = "") -> list[Path]:
+    """Write `loss.png`, `throughput.png` and `memory.png` to `folder`, of what the table holds.
+
+    Returns:
+        The files written: none for a table without a row.
+    """
+    if not table.rows:
+        return []
+    written = []
+    for name, draw in (("loss.png", _loss), ("throughput.png", _throughput), ("memory.png", _memory)):
+        path = Path(folder) / name
+        temporary = path.with_name(f".{name}.tmp.png")
+        draw(table, title).savefig(temporary, dpi=150)
+        os.replace(temporary, path)
+        written.append(path)
+    return written
+
+
+def _figure(title: str, *labels: str) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each label of a vertical axis, over a common axis of steps."""
+    figure = Figure(figsize=(8, 3 + 1.75 * len(labels)), layout="constrained")
+    panels = list(figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0])
+    for panel, label in zip(panels, labels, strict=True):
+        panel.set_ylabel(label)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].set_title(title, fontsize=11, loc="left")
+    panels[-1].set_xlabel("optimizer step")
+    return figure, panels
+
+
+def _line(panel: Axes, table: MetricsTable, name: str, *, scale: float = 1.0, smooth: bool = False, **style) -> None:
+    steps, values = table.column(name)
+    values = [value * scale for value in values]
+    if not steps:
+        return
+    # Few points are shown one by one: a line of one point would be invisible.
+    marker = style.pop("marker", "o")
+    marker = marker if len(steps) <= MARKED_POINTS else None
+    if smooth and len(steps) > SMOOTHED_POINTS:
+        width = len(steps) // 50
+        panel.plot(steps, values, **{**style, "linewidth": 0.6, "alpha": 0.35})
+        means = [sum(values[i - width : i]) / width for i in range(width, len(values) + 1)]
+        panel.plot(steps[width - 1 :], means, **{**style, "label": f"mean of {width} rows"})
+    else:
+        panel.plot(steps, values, marker=marker, markersize=4, **style)
+
+
+def _finish(figure: Figure, table: MetricsTable, *, from_zero: bool = True) -> Figure:
+    """Legends above the panels, where they hide no data; axes that suit a single point as well."""
+    for panel in figure.axes:
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        if from_zero:
+            panel.set_ylim(0, 1.1 * panel.dataLim.ymax or 1)
+    steps = sorted(table.rows)
+    margin = max(1, 0.02 * (steps[-1] - steps[0]))
+    figure.axes[0].set_xlim(steps[0] - margin, steps[-1] + margin)
+    return figure
+
+
+def _loss(table: MetricsTable, title: str) -> Figure:
+    figure, (panel,) = _figure(title, "loss (nats per token)")
+    _line(panel, table, "train/loss", smooth=True, color=BLUE, linewidth=1.5, label="training")
+    _line(panel, table, "val/loss", color=VERMILION, linewidth=1.5, marker="D", label="validation")
+    return _finish(figure, table, from_zero=False)
+
+
+def _throughput(table: MetricsTable, title: str) -> Figure:
+    known = bool(table.column("throughput/mfu")[0])
+    lower = "model FLOP utilisation (%)" if known else "seconds per step"
+    figure, (speed, use) = _figure(title, "tokens per second", lower)
+    _line(speed, table, "throughput/tokens_per_second", color=BLUE, linewidth=1.5)
+    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if known:
+        _line(use, table, "throughput/mfu", scale=100, color=GREEN, linewidth=1.5)
+    else:
+        _line(use, table, "time/step_seconds", color=GREEN, linewidth=1.5, label="whole step")
+        _line(use, table, "time/data_wait_seconds", color=ORANGE, linewidth=1.5, marker="s", label="waiting for data")
+    return _finish(figure, table)
+
+
+def _memory(table: MetricsTable, title: str) -> Figure:
+    of_process = "memory/process_gib" in table.columns
+    figure, (panel,) = _figure(title, "process memory (GiB)" if of_process else "device memory (GiB)")
+    series = {
+        "memory/reserved_gib": ("reserved", ORANGE, "s", "-"),
+        "memory/peak_gib": ("peak allocated", VERMILION, "D", "--"),
+        "memory/allocated_gib": ("allocated at the step's end", BLUE, "o", "-"),
+        "memory/process_peak_gib": ("peak resident", VERMILION, "D", "--"),
+        "memory/process_gib": ("resident at the step's end", BLUE, "o", "-"),
+    }
+    for name, (label, color, marker, line) in series.items():
+        _line(panel, table, name, color=color, linewidth=1.5, marker=marker, linestyle=line, label=label)
+    return _finish(figure, table)

@@ -1,0 +1,104 @@
+"""Files of a run, each always whole: text and JSON replaced in one move, and a CSV table of metrics by step."""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file that is either the old one or the new one, whenever it is read."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON, in one move. Numbers that JSON lacks (nan, inf) become null."""
+    write_text(path, json.dumps(_finite(value), indent=2, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class MetricsTable:
+    """`metrics.csv`: one row per step, one column per metric, floats with all their digits, empty where not measured.
+
+    A row reaches the file as soon as it is written. Metrics of a step that has a row already join it; a new metric
+    becomes a new column.
+
+    Args:
+        path: the file; read if it exists.
+        up_to_step: rows past this step are dropped (a run that goes on from a checkpoint computes them again).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, up_to_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.columns = ["step"]
+        self.rows: dict[int, dict[str, float | None]] = {}
+        if self.path.exists():
+            self._read(up_to_step)
+        self._rewrite()
+
+    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Add `metrics` to the row of `step`."""
+        appends = step not in self.rows and all(name in self.columns for name in metrics)
+        self.rows.setdefault(step, {}).update(metrics)
+        self.columns += [name for name in metrics if name not in self.columns]
+        if appends:
+            with open(self.path, "a", encoding="utf-8", newline="") as file:
+                file.write(self._format([step]))
+                file.flush()
+        else:
+            self._rewrite()
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps at which `name` was measured, and its values there."""
+        values = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
+        return list(values), list(values.values())
+
+    def _read(self, up_to_step: int | None) -> None:
+        with open(self.path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames and reader.fieldnames[0] != "step":
+                raise ValueError(f"{self.path} is not a table of metrics: its first column is not 'step'")
+            self.columns = list(reader.fieldnames or ["step"])
+            for line in reader:
+                # The last line may have been cut by a crash.
+                if None in line.values() or not line["step"].isdigit():
+                    continue
+                step = int(line.pop("step"))
+                if up_to_step is None or step <= up_to_step:
+                    self.rows[step] = {name: float(text) if text else None for name, text in line.items()}
+
+    def _rewrite(self) -> None:
+        header = io.StringIO()
+        csv.writer(header, lineterminator="\n").writerow(self.columns)
+        write_text(self.path, header.getvalue() + self._format(sorted(self.rows)))
+
+    def _format(self, steps: list[int]) -> str:
+        lines = io.StringIO()
+        writer = csv.writer(lines, lineterminator="\n")
+        for step in steps:
+            values = [self.rows[step].get(name) for name in self.columns[1:]]
+            writer.writerow([step, *("" if value is None else repr(value) for value in values)])
+        return lines.getvalue()

@@ -1,0 +1,44 @@
+"""Training with PyTorch Lightning: a module, its optimizer, callbacks, and a `Trainer` that has them all.
+
+    module = CausalLMModule(ModelConfig(...), OptimizerConfig(lr=3e-4))
+    trainer = build_trainer(run_dir="runs/first", max_steps=200)
+    trainer.fit(module, datamodule=PackedDataModule(...))
+
+Any other `Trainer` does as well: `Trainer(max_steps=200, callbacks=[StepSeed(0), Throughput(), RunRecord("runs/a")])`.
+"""
+
+from flash_train.training.callbacks import (
+    AtomicCheckpointIO,
+    ClosingSample,
+    NonFiniteLoss,
+    NonFiniteLossError,
+    RichProgress,
+    RunRecord,
+    SaveOnSignal,
+    StepCheckpoint,
+    StepSeed,
+    StopAfter,
+    Throughput,
+    newest_checkpoint,
+)
+from flash_train.training.module import CausalLMModule
+from flash_train.training.optimizer import OptimizerConfig
+from flash_train.training.trainer import build_trainer
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "CausalLMModule",
+    "ClosingSample",
+    "NonFiniteLoss",
+    "NonFiniteLossError",
+    "OptimizerConfig",
+    "RichProgress",
+    "RunRecord",
+    "SaveOnSignal",
+    "StepCheckpoint",
+    "StepSeed",
+    "StopAfter",
+    "Throughput",
+    "build_trainer",
+    "newest_checkpoint",
+]

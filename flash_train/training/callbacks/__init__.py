@@ -1,0 +1,25 @@
+"""Callbacks, each of use by itself in any `Trainer`; those that log metrics want `Throughput` beside them."""
+
+from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
+from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
+from flash_train.training.callbacks.progress import RichProgress
+from flash_train.training.callbacks.record import RunRecord
+from flash_train.training.callbacks.sample import ClosingSample
+from flash_train.training.callbacks.step_seed import StepSeed
+from flash_train.training.callbacks.stop import SaveOnSignal, StopAfter
+from flash_train.training.callbacks.throughput import Throughput
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "ClosingSample",
+    "NonFiniteLoss",
+    "NonFiniteLossError",
+    "RichProgress",
+    "RunRecord",
+    "SaveOnSignal",
+    "StepCheckpoint",
+    "StepSeed",
+    "StopAfter",
+    "Throughput",
+    "newest_checkpoint",
+]

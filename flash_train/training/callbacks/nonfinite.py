@@ -1,0 +1,64 @@
+"""Stop at the first step that is not a number, without waiting for the device at every step."""
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from flash_train.training.callbacks.base import StepCallback
+
+
+class NonFiniteLossError(RuntimeError):
+    """A training step gave nan or inf; the message names the step."""
+
+
+class NonFiniteLoss(StepCallback):
+    """Raises `NonFiniteLossError` for the first step whose loss or gradient norm is nan or inf.
+
+    A step's two numbers are copied to the host while the next step is being queued, and read when that one ends: the
+    device always has work, the step named is the right one, and no checkpoint is written before its step was read.
+    Under a loss scaler (fp16-mixed) gradients overflow now and then by design, and only the loss is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._read()
+        result = pl_module.last_step
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        norm = torch.zeros_like(result.loss) if scaled else result.gradient_norm.to(result.loss.dtype)
+        values = torch.stack([result.loss, norm])
+        event = None
+        if values.device.type == "cuda":
+            values = torch.empty(2, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending = (result.step, values, event)
+        if event is None:
+            self._read()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
+        self._read()
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._read()
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        step, values, event = self._pending
+        self._pending = None
+        if event is not None:
+            event.synchronize()
+        loss, norm = values.tolist()
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the training loss is {loss} at step {step}: lower optimizer.lr or look at the data"
+            )
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"the gradient norm is {norm} at step {step} (its loss is {loss:.4f}): lower optimizer.lr"
+            )

@@ -1,0 +1,124 @@
+"""The run directory's own record: metrics.csv, summary.json and the plots."""
+
+import os
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from flash_train.profiling import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions, write_json
+from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.stop import SaveOnSignal
+from flash_train.training.callbacks.throughput import Throughput
+
+
+class RunRecord(StepCallback):
+    """Keeps the files of a run up to date in `run_dir`.
+
+    `metrics.csv` gains a row per measurement of `Throughput` (which must be among the trainer's callbacks, before
+    this one) and per validation; a resumed run goes on in it, rows past the checkpoint dropped. `summary.json` says
+    `running`, then `finished`, `interrupted` (a signal) or `failed` (with the error); the plots are drawn at the end.
+
+    Args:
+        run_dir: made if it doesn't exist.
+        extra: more entries for the summary, such as what the data are; plain values.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.extra = dict(extra or {})
+        self.summary: dict[str, Any] = {}
+        self.table: MetricsTable | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        throughput = find_callback(trainer, Throughput, before=self)
+        if throughput is None:
+            raise ValueError("RunRecord needs Throughput before it: Trainer(callbacks=[Throughput(), RunRecord(...)])")
+        self._throughput = throughput
+
+    # -- metrics.csv, on the first rank
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        if trainer.is_global_zero:
+            self.table = MetricsTable(self.run_dir / "metrics.csv", up_to_step=trainer.global_step)
+            self._summarise(trainer, pl_module, "running")
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.table is not None and self._throughput.row_step == trainer.global_step:
+            self.table.write(trainer.global_step, self._throughput.row)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        if self.table is not None and pl_module.validation:
+            self.table.write(trainer.global_step, pl_module.validation)
+        if trainer.state.fn == "validate":
+            self._summarise(trainer, pl_module, "finished")
+
+    # -- summary.json and plots
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        signals = find_callback(trainer, SaveOnSignal)
+        interrupted = signals is not None and signals.received
+        self._close(trainer, pl_module, "interrupted" if interrupted else "finished")
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            self._close(trainer, pl_module, "interrupted")
+        else:
+            message = str(exception).strip() or type(exception).__name__
+            self._close(trainer, pl_module, "failed", error=f"{type(exception).__name__}: {message}")
+
+    def _close(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
+        # A run that fails before it trains must not replace the record of an earlier one.
+        began = self.table is not None or not (self.run_dir / "summary.json").exists()
+        if trainer.is_global_zero and began:
+            self._summarise(trainer, pl_module, status, **entries)
+            if self.table is not None:
+                model, seq_len = self.summary["model"], self.summary["seq_len"]
+                plot_run(self.table, self.run_dir, title=f"{model}, {seq_len:,} tokens" if seq_len else str(model))
+
+    def _summarise(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
+        model = pl_module.model
+        result = pl_module.last_step
+        validating = trainer.state.fn == "validate"
+        self.summary = {
+            "status": status,
+            **entries,
+            "seq_len": pl_module.seq_len,
+            "model": model.config.name,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "attention": pl_module.attention,
+            "device": device_name(pl_module.device),
+            "precision": trainer.precision,
+            "steps": pl_module.loaded_step if validating else trainer.global_step,
+            "max_steps": trainer.max_steps,
+            "train_loss": result.loss.item() if result else None,
+            "val_loss": pl_module.validation.get("val/loss"),
+            **{name.removeprefix("val/"): value for name, value in pl_module.validation.items() if name != "val/loss"},
+            "tokens_per_second": self._median("throughput/tokens_per_second"),
+            "mfu": self._median("throughput/mfu"),
+            "peak_memory_gib": peak_memory(memory_use(pl_module.device)),
+            "peak_memory_of": "device" if pl_module.device.type == "cuda" else "process",
+            "run_dir": str(self.run_dir.resolve()),
+            "wandb_dir": _wandb_dir(trainer),
+            "versions": versions(),
+            **self.extra,
+        }
+        write_json(self.run_dir / "summary.json", self.summary)
+
+    def _median(self, name: str) -> float | None:
+        """Over the table's rows but the first, which holds compilation and warm-up, where there are more."""
+        values = self.table.column(name)[1] if self.table is not None else []
+        return statistics.median(values[1:] or values) if values else None
+
+
+def _wandb_dir(trainer: Trainer) -> str | None:
+    """Folder of W&B's files of this run, where it logs."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+    return str(Path(loggers[0].experiment.dir).parent) if loggers else None

@@ -1,0 +1,86 @@
+"""What closes a run: a short table of its results, and a text that the model makes up."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from flash_train.training.callbacks.base import find_callback
+from flash_train.training.callbacks.progress import short
+from flash_train.training.callbacks.record import RunRecord
+
+
+class ClosingSample(Callback):
+    """Prints the summary of `RunRecord` (which must be there, before it) as a table, and a generated text below.
+
+    Args:
+        generate: from the trained model to a text; called in evaluation mode, under the run's precision, and not at
+            all after an interruption. None: the table alone.
+        console: where to print; None: standard output.
+    """
+
+    def __init__(
+        self, generate: Callable[[LightningModule], str] | None = None, console: Console | None = None
+    ) -> None:
+        self.generate = generate
+        self.console = console or Console()
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        record = find_callback(trainer, RunRecord, before=self)
+        if record is None:
+            raise ValueError(
+                "ClosingSample needs RunRecord before it: Trainer(callbacks=[..., RunRecord(...), ClosingSample()])"
+            )
+        self._record = record
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        summary = self._record.summary
+        self.console.print(summary_table(summary))
+        if self.generate is not None and summary["status"] == "finished":
+            training = pl_module.training
+            pl_module.eval()
+            with trainer.precision_plugin.forward_context():
+                text = self.generate(pl_module)
+            pl_module.train(training)
+            self.console.print(
+                Panel(Text(text), title="sample", title_align="left", box=box.ROUNDED, border_style="dim")
+            )
+
+
+def summary_table(summary: dict) -> Table:
+    """The summary of a run as a table of two columns; what is not known is left out."""
+    formats = {
+        "model": lambda s: f"{s['model']}, {short(s['parameters'])} parameters",
+        "attention": lambda s: s["attention"],
+        "device": lambda s: f"{s['device']}, {s['precision']}",
+        "steps": lambda s: f"{s['steps']:,} of {s['max_steps']:,}" if s["max_steps"] > 0 else f"{s['steps']:,}",
+        "train_loss": lambda s: f"{s['train_loss']:.4f}",
+        "val_loss": lambda s: f"{s['val_loss']:.4f}",
+        "bits_per_byte": lambda s: f"{s['bits_per_byte']:.4f}",
+        "answer_accuracy": lambda s: f"{s['answer_accuracy']:.1%}",
+        "chance_level": lambda s: f"{s['chance_level']:.1%}",
+        "tokens_per_second": lambda s: short(s["tokens_per_second"]),
+        "mfu": lambda s: f"{s['mfu']:.1%}",
+        "peak_memory_gib": lambda s: f"{s['peak_memory_gib']:.2f} GiB ({s['peak_memory_of']})",
+        "run_dir": lambda s: s["run_dir"],
+    }
+    labels = {
+        "tokens_per_second": "tokens/s",
+        "mfu": "MFU",
+        "peak_memory_gib": "peak memory",
+        "run_dir": "run directory",
+    }
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, title=f"run {summary['status']}", title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, format_ in formats.items():
+        if summary.get(name) is not None:
+            table.add_row(labels.get(name, name.replace("_", " ")), Text(format_(summary)))
+    return table

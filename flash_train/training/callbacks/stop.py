@@ -1,0 +1,82 @@
+"""Two ways to end a run early with everything saved: after a number of steps, and on a signal."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from flash_train.training.callbacks.base import StepCallback
+
+
+class StopAfter(StepCallback):
+    """Stops after `steps` optimizer steps of this run, or at `max_steps`, validating what was reached.
+
+    The learning-rate schedule goes by `max_steps` and does not notice.
+
+    Args:
+        steps: of this run, not counting those before the checkpoint it resumed; None: `max_steps` alone.
+    """
+
+    def __init__(self, steps: int | None = None) -> None:
+        if steps is not None and steps < 1:
+            raise ValueError(f"stop_after={steps} is out of range: it must be 1 or greater, or null")
+        self.steps = steps
+        self._first_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._first_step = trainer.global_step
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        enough = self.steps is not None and trainer.global_step - self._first_step >= self.steps
+        # Lightning validates once more when told to stop, and doesn't when it reaches max_steps.
+        if enough or trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True
+
+
+class SaveOnSignal(StepCallback):
+    """On SIGTERM, or a first Ctrl-C, finishes the optimizer step, saves a checkpoint and ends `fit` normally.
+
+    `StepCheckpoint` saves, as it does whenever the trainer is about to stop; any validation is cut short. A second
+    Ctrl-C interrupts at once. `received` tells the signal's name afterwards. Lightning's own handler, which ends the
+    process without a checkpoint, is set aside while training runs.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._module = pl_module
+        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        self._module.skip_validation = True
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        stop = self.received is not None
+        if trainer.world_size > 1:  # the signal reaches ranks at different steps; all must stop at one
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        if stop:
+            self.received = self.received or "another rank's signal"
+            pl_module.skip_validation = True
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler)

@@ -1,0 +1,162 @@
+"""Speed and memory per logged step."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import Throughput as RollingThroughput
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import Profiler
+
+from flash_train.profiling import device_name, memory_use, peak_flops, reset_peak_memory
+from flash_train.training.callbacks.base import StepCallback
+
+COMPUTE_DTYPE = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+
+
+def known_peak(device: torch.device, precision: str) -> float | None:
+    """Dense peak of the device under one of Lightning's precisions, in FLOP/s; None where it is not known."""
+    dtype = COMPUTE_DTYPE.get(precision)
+    if device.type != "cuda" or dtype is None:
+        return None
+    return peak_flops(device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+
+
+class _FetchTimer(Profiler):
+    """Times how long training waits for its next batch; hands everything on to the profiler it stands before."""
+
+    ACTION = "[_TrainingEpochLoop].train_dataloader_next"
+
+    def __init__(self, inner: Profiler) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seconds = 0.0
+        self._started: float | None = None
+
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        if action_name == self.ACTION:
+            self._started = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        if action_name == self.ACTION and self._started is not None:
+            self.seconds += time.perf_counter() - self._started
+            self._started = None
+        self.inner.stop(action_name)
+
+    def summary(self) -> str:
+        return self.inner.summary()
+
+    def describe(self) -> None:
+        self.inner.describe()
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.setup(*args, **kwargs)
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.teardown(*args, **kwargs)
+
+
+class Throughput(StepCallback):
+    """Measures, every `trainer.log_every_n_steps` optimizer steps and at the last, and logs to the trainer's loggers.
+
+    `row` holds the newest measurement for other callbacks, with full precision:
+
+        train/loss, train/gradient_norm, train/learning_rate   of that step
+        time/step_seconds, time/data_wait_seconds              per optimizer step, mean since the last row
+        throughput/tokens_per_second                           all positions of the rows, all ranks
+        throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
+        memory/...                                             see `flash_train.profiling.memory_use`
+
+    Validation and the writing of checkpoints are not counted as training time. The device is waited for at these
+    steps only. The arithmetic is that of Lightning's `Throughput`; its `ThroughputMonitor` takes every batch to have
+    the same FLOPs, waits for the device at every batch and does not know the H200.
+    """
+
+    def __init__(self) -> None:
+        self.row: dict[str, float | None] = {}
+        self.row_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        device = pl_module.device
+        self.peak_flops = known_peak(device, trainer.precision)
+        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        self._fetches = profiler if isinstance(profiler, _FetchTimer) else _FetchTimer(profiler)
+        trainer.profiler = self._fetches  # type: ignore[attr-defined]
+        reset_peak_memory(device)
+
+        # A window of two makes a rate of what happened between one row and the next.
+        self._rolling = RollingThroughput(self.peak_flops, trainer.world_size, window_size=2)
+        self._steps = self._micro_batches = self._tokens = self._flops = 0
+        self._paused_seconds = 0.0
+        self._paused_since: float | None = None
+        self._start = time.perf_counter()
+        self._mark = (0, 0.0, 0.0)
+        self._rolling.update(time=0.0, batches=0, samples=0, lengths=0, flops=0)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._paused_since is not None:
+            # This batch was fetched during the pause: that counts.
+            fetching = self._fetches.seconds - self._fetched_before
+            self._paused_seconds += time.perf_counter() - self._paused_since - fetching
+            self._paused_since = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._micro_batches += 1
+        self._tokens += batch["tokens"].numel()
+        self._flops += pl_module.flops(batch)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._steps += 1
+        step = trainer.global_step
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (not every or step % every) and step != trainer.max_steps:
+            return
+        result = pl_module.last_step
+        loss, norm = result.loss.item(), result.gradient_norm.item()  # waits for the device
+        now = time.perf_counter() - self._start - self._paused_seconds
+        steps, then, waited = self._mark
+        self._mark = (self._steps, now, self._fetches.seconds)
+        self._rolling.update(
+            time=now, batches=self._micro_batches, samples=self._micro_batches, lengths=self._tokens, flops=self._flops
+        )
+        self._flops = 0
+        rates = self._rolling.compute()
+        self.row_step = step
+        self.row = {
+            "train/loss": loss,
+            "train/gradient_norm": norm,
+            "train/learning_rate": result.learning_rate,
+            "time/step_seconds": (now - then) / (self._steps - steps),
+            "time/data_wait_seconds": (self._fetches.seconds - waited) / (self._steps - steps),
+            "throughput/tokens_per_second": rates["device/items_per_sec"] * trainer.world_size,
+            "throughput/mfu": rates.get("device/mfu"),
+            **memory_use(pl_module.device),
+        }
+        logged_by_module = ("train/loss", "train/gradient_norm")
+        pl_module.log_dict(
+            {name: value for name, value in self.row.items() if value is not None and name not in logged_by_module}
+        )
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._pause(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
+        self._pause(trainer, pl_module)
+
+    def _pause(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop the clock until the next training batch."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking or self._paused_since is not None:
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self._paused_since = time.perf_counter()
+        self._fetched_before = self._fetches.seconds

@@ -1,0 +1,227 @@
+"""The LightningModule: what one training step and one validation pass compute."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from flash_train.attention import Packing, attended_pairs
+from flash_train.model import ModelConfig, Transformer
+from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
+
+Batch = dict[str, Any]
+
+# Settings that may change between a checkpoint and the model that loads it: they change how it trains, not what it is.
+FREE_FIELDS = frozenset({"name", "attention_dropout", "residual_dropout"})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the newest optimizer step did. Tensors are scalars on the training device, not yet synchronised.
+
+    Args:
+        step: optimizer steps taken, this one included.
+        loss: float64 (fp32 on MPS), nats per labelled token over the step's micro-batches on all ranks.
+        gradient_norm: fp32, of the gradient of that loss, before clipping.
+        learning_rate: that this step used.
+    """
+
+    step: int
+    loss: Tensor
+    gradient_norm: Tensor
+    learning_rate: float
+
+
+class CausalLMModule(pl.LightningModule):
+    """Trains a causal language model on packed batches (see `flash_train.data` for their layout).
+
+    The loss weighs every labelled token alike, however they are spread over micro-batches and ranks: `training_step`
+    returns the sum over tokens divided by a constant, and once per optimizer step the gradients are multiplied by
+    that constant over the step's true token count.
+
+    Args:
+        model: a built model, or the `ModelConfig` (or its dictionary) to build one from. A model of one's own needs
+            `loss(tokens, labels, *, positions, packing) -> (sum, count)` and `model_flops(n_tokens, pairs)`.
+        optimizer: `OptimizerConfig`, or its dictionary; None takes its defaults.
+        attention, memory: passed to `Transformer` where a `ModelConfig` was given; of a built model, what it runs on.
+        compile: compile each transformer block by itself with `torch.compile`.
+        val_bytes_per_token: bytes of text per labelled token of the validation part; logs bits per byte.
+        answer_accuracy: also validate the share of labelled tokens that the model's first choice gets right.
+        chance_level: what guessing would reach there; logged beside it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | ModelConfig | Mapping[str, Any],
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
+        *,
+        attention: str = "auto",
+        memory: str = "none",
+        compile: bool = False,
+        val_bytes_per_token: float | None = None,
+        answer_accuracy: bool = False,
+        chance_level: float | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(optimizer, OptimizerConfig):
+            optimizer = OptimizerConfig.from_dict(optimizer or {})
+        self.model = _built(model, attention, memory)
+        self.attention = getattr(self.model, "attention", attention)
+        self.optimizer_config = optimizer
+        self.val_bytes_per_token = val_bytes_per_token
+        self.answer_accuracy = answer_accuracy
+        self.chance_level = chance_level
+        # Plain values only, so that a checkpoint loads with weights_only=True.
+        self.save_hyperparameters(
+            {
+                "model": self.model.config.to_dict(),
+                "optimizer": optimizer.to_dict(),
+                "attention": attention,
+                "memory": memory,
+                "compile": compile,
+                "val_bytes_per_token": val_bytes_per_token,
+                "answer_accuracy": answer_accuracy,
+                "chance_level": chance_level,
+            }
+        )
+        if compile:
+            for block in self.model.blocks:
+                block.compile(dynamic=False)  # every batch has the same shapes
+
+        self.seq_len: int | None = None  # of the newest batch
+        self.last_step: StepResult | None = None
+        self.validation: dict[str, float] = {}
+        self.loaded_step: int | None = None
+        self.skip_validation = False
+        self._sums: Tensor | None = None
+        self._nominal = 0
+
+    # -- training
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
+        sums = torch.stack([loss_sum.detach().to(self._sum_dtype), n_tokens.to(self._sum_dtype)])
+        self._sums = sums if self._sums is None else self._sums + sums
+        # Any constant would do, as it is divided out again; this one keeps an fp16 loss near its mean.
+        self._nominal = self._nominal or batch["labels"].numel()
+        return loss_sum / self._nominal
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Turn the accumulated gradients into those of the token mean, and clip them by their norm.
+
+        Called once per optimizer step, after any loss scale has been divided out. `Trainer(gradient_clip_val=...)`,
+        where given, takes the place of `OptimizerConfig.gradient_clip`.
+        """
+        if gradient_clip_algorithm not in (None, "norm"):
+            raise ValueError(f"{gradient_clip_algorithm} does not apply: gradients are clipped by their norm")
+        trainer = self.trainer
+        loss_sum, n_tokens = trainer.strategy.reduce(self._sums, reduce_op="sum").unbind()
+        n_tokens = n_tokens.clamp(min=1)  # a step without any label has loss 0 and gradient 0
+        # Lightning divided the loss by the number of micro-batches, and averaged the gradients over the ranks.
+        scale = self._nominal * trainer.accumulate_grad_batches * trainer.world_size / n_tokens
+        clip = self.optimizer_config.gradient_clip if gradient_clip_val is None else gradient_clip_val
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = rescale_and_clip(parameters, scale, clip)
+        self.last_step = StepResult(trainer.global_step + 1, loss_sum / n_tokens, norm, optimizer.param_groups[0]["lr"])
+        self._sums, self._nominal = None, 0
+        self.log("train/loss", self.last_step.loss.float())
+        self.log("train/gradient_norm", norm)
+
+    def configure_optimizers(self) -> Any:
+        config = self.optimizer_config
+        max_steps: float = self.trainer.max_steps
+        if max_steps < 0:
+            max_steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(max_steps):
+            raise ValueError("the learning-rate schedule needs an end: give Trainer(max_steps=...)")
+        optimizer = build_adamw(self.model, config)
+        scheduler = warmup_cosine(optimizer, config, int(max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- validation
+
+    def on_validation_epoch_start(self) -> None:
+        # Sums of: loss, labelled tokens, right answers, batches left out.
+        self._validation_sums = torch.zeros(4, dtype=self._sum_dtype, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.skip_validation:
+            self._validation_sums[3] += 1
+            return
+        context = self.context(batch)
+        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **context)
+        self._validation_sums[0] += loss_sum
+        self._validation_sums[1] += n_tokens
+        if self.answer_accuracy:
+            choices = self.model(batch["tokens"], **context).argmax(-1)
+            # -100 marks the unlabelled; no choice is negative, so that they never count as right.
+            self._validation_sums[2] += (choices == batch["labels"]).sum()
+
+    def on_validation_epoch_end(self) -> None:
+        loss_sum, n_tokens, right, left_out = self.trainer.strategy.reduce(
+            self._validation_sums, reduce_op="sum"
+        ).tolist()
+        self.validation = {}
+        if left_out or not n_tokens:
+            return
+        loss = loss_sum / n_tokens
+        self.validation["val/loss"] = loss
+        if self.val_bytes_per_token:
+            self.validation["val/bits_per_byte"] = loss / math.log(2) / self.val_bytes_per_token
+        if self.answer_accuracy:
+            self.validation["val/answer_accuracy"] = right / n_tokens
+            if self.chance_level is not None:
+                self.validation["val/chance_level"] = self.chance_level
+        self.log_dict(self.validation)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """float64, in which a million tokens' losses add up without loss; MPS has none."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    # -- batches
+
+    def context(self, batch: Batch) -> dict[str, Any]:
+        """Keyword arguments that tell the model where documents lie: positions and packing (none for plain rows)."""
+        self.seq_len = batch["tokens"].shape[1]
+        if "cu_seqlens" not in batch:
+            return {"positions": batch.get("positions"), "packing": None}
+        cu_seqlens = batch["cu_seqlens"]
+        # Numbers on the host would make torch.compile specialise on every batch; the kernels need none.
+        lengths = None if self.attention == "flash" else batch["lengths"]
+        return {"positions": batch["positions"], "packing": Packing(cu_seqlens, cu_seqlens, lengths=lengths)}
+
+    def flops(self, batch: Batch) -> int:
+        """Exact model FLOPs, forward and backward, of one packed batch; from host numbers only."""
+        batch_size, seq_len = batch["tokens"].shape
+        lengths = batch.get("lengths", (seq_len,) * batch_size)
+        return self.model.model_flops(batch_size * seq_len, attended_pairs(lengths))
+
+    # -- checkpoints
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model in words, before PyTorch does so tensor by tensor."""
+        saved = checkpoint.get("hyper_parameters", {}).get("model")
+        if saved is None:
+            raise ValueError("this checkpoint does not describe its model: it was not written by CausalLMModule")
+        own = self.model.config.to_dict()
+        differing = [name for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
+        if differing := [name for name in differing if name not in FREE_FIELDS]:
+            fields = ", ".join(f"{name} ({saved.get(name)} saved, {own.get(name)} here)" for name in differing)
+            raise ValueError(f"the checkpoint is of another model: {fields}")
+        self.loaded_step = checkpoint["global_step"]
+
+
+def _built(model: nn.Module | ModelConfig | Mapping[str, Any], attention: str, memory: str) -> Any:
+    if isinstance(model, Mapping):
+        model = ModelConfig.from_dict(dict(model))
+    return Transformer(model, attention=attention, memory=memory) if isinstance(model, ModelConfig) else model

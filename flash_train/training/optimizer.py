@@ -1,0 +1,130 @@
+"""AdamW with decay where it belongs, warm-up and cosine, and the one place where gradients are rescaled and clipped."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FUSED_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Settings of AdamW and of its learning-rate schedule.
+
+    Args:
+        lr: peak learning rate, reached after `warmup_steps`.
+        min_lr_ratio: the cosine ends at `min_lr_ratio * lr`.
+        betas, eps, weight_decay: AdamW's; norms, biases and embeddings are never decayed.
+        warmup_steps: optimizer steps of linear warm-up.
+        gradient_clip: largest norm of the gradient of the token-mean loss; None or 0 leaves it alone.
+        fused: one kernel for all parameters. None: where PyTorch has it (CUDA, CPU).
+    """
+
+    lr: float = 3e-4
+    min_lr_ratio: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    gradient_clip: float | None = 1.0
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        allowed = {
+            "lr": (self.lr > 0, "greater than 0"),
+            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, "between 0 and 1"),
+            "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            "eps": (self.eps > 0, "greater than 0"),
+            "weight_decay": (self.weight_decay >= 0, "0 or greater"),
+            "warmup_steps": (self.warmup_steps >= 0, "0 or greater"),
+            "gradient_clip": (self.gradient_clip is None or self.gradient_clip >= 0, "0 or greater, or null"),
+        }
+        for name, (valid, range_) in allowed.items():
+            if not valid:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} is out of range: it must be {range_}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as kept in a checkpoint."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "OptimizerConfig":
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"optimizer has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        return cls(**values)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices, which decay; norms, biases and embeddings (a tied output head among them), which don't."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (kept if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over `model`'s parameters, fused where the device has it."""
+    groups = parameter_groups(model, config.weight_decay)
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = devices <= set(FUSED_DEVICES) if config.fused is None else config.fused
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    # A fused step would divide by the loss scale by itself, after the clipping. Without this mark GradScaler (and
+    # Lightning, which otherwise refuses to clip) unscales before the clipping instead, as for any other optimizer.
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
+
+
+def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
+    """Learning rate at `step` (from 0), relative to its peak: linear warm-up, then a cosine up to `max_steps`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_cosine(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule as a pure function of the step and of `max_steps`, so that stopping early does not bend it."""
+
+    def factor(step: int) -> float:
+        return learning_rate_factor(
+            step, warmup_steps=config.warmup_steps, max_steps=max_steps, min_lr_ratio=config.min_lr_ratio
+        )
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+@torch.no_grad()
+def rescale_and_clip(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: float | None) -> Tensor:
+    """Multiply all gradients by `scale`, and by what brings their joint norm down to `max_norm`, in one pass.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        scale: scalar tensor; stays on its device, nothing is synchronised.
+        max_norm: None or 0 does not clip.
+
+    Returns:
+        The norm after rescaling and before clipping: fp32 scalar tensor.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=scale.device)
+    # In fp32 whatever the gradients' dtype: a sum over bf16 norms would be good to two digits.
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    factor = scale.to(torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack([n.to(factor.device) for n in norms])) * factor
+    if max_norm:
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)
+    return norm

@@ -1,0 +1,113 @@
+"""A `Trainer` with everything in place. Nothing here is needed to use the module and the callbacks in one's own."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
+
+from flash_train.training.callbacks import (
+    AtomicCheckpointIO,
+    ClosingSample,
+    NonFiniteLoss,
+    RichProgress,
+    RunRecord,
+    SaveOnSignal,
+    StepCheckpoint,
+    StepSeed,
+    StopAfter,
+    Throughput,
+)
+
+PRECISIONS = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true", "fp16-mixed": "16-mixed"}
+
+
+def build_trainer(
+    *,
+    run_dir: str | Path,
+    max_steps: int,
+    seed: int = 0,
+    accumulate: int = 1,
+    precision: str = "fp32",
+    accelerator: str = "auto",
+    devices: int | list[int] | str = 1,
+    strategy: str = "auto",
+    log_every: int = 10,
+    val_every: int | None = None,
+    limit_val_batches: float | None = None,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int | None = 2,
+    stop_after: int | None = None,
+    deterministic: bool = False,
+    inference_mode: bool = True,
+    progress: bool = True,
+    generate: Any | None = None,
+    summary: dict[str, Any] | None = None,
+    logger: Logger | Iterable[Logger] | None = None,
+    callbacks: Iterable[Callback] = (),
+    **trainer_options: Any,
+) -> Trainer:
+    """Assemble the `Trainer` of a run.
+
+    Args:
+        run_dir: takes metrics.csv, summary.json, plots, and checkpoints/.
+        max_steps: optimizer steps of the whole schedule; `stop_after` ends this run earlier, schedule unchanged.
+        seed: of all random numbers during training (see `StepSeed`).
+        accumulate: micro-batches per optimizer step.
+        precision: fp32, bf16-mixed, bf16-true or fp16-mixed (CUDA only).
+        log_every, val_every, checkpoint_every: optimizer steps. `val_every=None` validates at the end only, with
+            `limit_val_batches=0` never; `checkpoint_every=None` saves at the end only.
+        keep_checkpoints: how many, the newest; None keeps all.
+        deterministic: raise where PyTorch has no deterministic implementation.
+        inference_mode: False where validation shares compiled code with training.
+        generate: from the trained module to a text, which closes the run.
+        summary: more entries for summary.json.
+        logger: none, one or several of Lightning's.
+        callbacks: further ones.
+        trainer_options: anything else that `Trainer` takes.
+
+    Raises:
+        ValueError: a precision that is unknown, or that the chosen device cannot train in.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision} is unknown: it must be one of {', '.join(PRECISIONS)}")
+    for name, value in (("max_steps", max_steps), ("accumulate", accumulate), ("log_every", log_every)):
+        if value < 1:
+            raise ValueError(f"{name}={value} is out of range: it must be 1 or greater")
+    on_cuda = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    if precision == "fp16-mixed" and not on_cuda:
+        raise ValueError("precision=fp16-mixed needs an NVIDIA GPU: use bf16-mixed or fp32 here")
+
+    standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), Throughput(), StopAfter(stop_after), SaveOnSignal()]
+    standard.append(RunRecord(run_dir, summary))
+    if progress:
+        standard.append(RichProgress())
+    standard += [*callbacks, ClosingSample(generate)] if progress else [*callbacks]
+    standard.append(StepCheckpoint(Path(run_dir) / "checkpoints", every=checkpoint_every, keep=keep_checkpoints))
+    return Trainer(
+        default_root_dir=str(run_dir),
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        precision=PRECISIONS[precision],  # type: ignore[arg-type]
+        max_steps=max_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        log_every_n_steps=log_every,
+        # Lightning counts micro-batches here. Beyond the end, only the stop at max_steps validates.
+        val_check_interval=val_every * accumulate if val_every else max_steps * accumulate + 1,
+        check_val_every_n_epoch=None,
+        limit_val_batches=limit_val_batches,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        inference_mode=inference_mode,
+        deterministic=deterministic,
+        logger=logger or False,
+        callbacks=standard,
+        plugins=[AtomicCheckpointIO()],
+        enable_progress_bar=progress,
+        enable_model_summary=False,
+        **trainer_options,
+    )

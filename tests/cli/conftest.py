@@ -1,0 +1,30 @@
+"""A corpus small enough to train on in seconds, and the overrides that make a run short."""
+
+from pathlib import Path
+
+import pytest
+
+TINY_MODEL = [
+    *("model.n_layers=1", "model.width=16", "model.n_heads=2", "model.n_kv_heads=1"),
+    *("model.head_dim=16", "model.mlp_width=32"),
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Forty documents of uneven length."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"document {i}: " + "the quick brown fox " * (i + 1), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, corpus: Path) -> list[str]:
+    """Overrides of a run that takes a second: everything it writes is under `tmp_path`."""
+    return [
+        *("data=text", f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}", "data.val_batches=1"),
+        *("seq_len=64", "batch_size=2", "max_steps=3", "hardware=cpu", "logger=none", f"run_dir={tmp_path / 'run'}"),
+        *TINY_MODEL,
+    ]

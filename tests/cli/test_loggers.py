@@ -1,0 +1,51 @@
+"""W&B needs no account and no network, and never asks."""
+
+import socket
+
+import pytest
+
+from flash_train.cli.loggers import has_login, reachable, wandb_mode
+
+HOST = "api.wandb.ai"
+
+
+def test_no_login(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    assert not has_login(HOST, {})
+    assert wandb_mode("auto", {}) == "offline"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
+def test_login_by_environment(name):
+    assert has_login(HOST, {name: "x"})
+
+
+def test_login_by_netrc(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    (tmp_path / ".netrc").write_text(f"machine {HOST}\n  login user\n  password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert has_login(HOST, {})
+    assert not has_login("elsewhere.example", {})
+    assert not has_login(HOST, {"NETRC": str(tmp_path / "none")})
+
+
+def test_a_broken_netrc_is_no_login(tmp_path):
+    (tmp_path / "netrc").write_text("machine")
+    assert not has_login(HOST, {"NETRC": str(tmp_path / "netrc")})
+
+
+def test_a_login_without_a_connection_is_offline(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    environ = {"WANDB_API_KEY": "x"}
+    assert not reachable(HOST, environ)
+    assert wandb_mode("auto", environ) == "offline"
+    assert wandb_mode("auto", {**environ, "HTTPS_PROXY": "proxy:1"}) == "online"
+
+
+def test_what_was_asked_for_is_done():
+    assert wandb_mode("online", {}) == "online"
+    assert wandb_mode("offline", {"WANDB_API_KEY": "x"}) == "offline"
+    assert wandb_mode("auto", {"WANDB_MODE": "disabled"}) is None

@@ -1,0 +1,87 @@
+"""The README's figures are those of docs/results, and its commands are those that CI runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.update_readme import TABLES, fill, main
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+RUN = {"attention": "flash", "seq_len": 16384, "tokens_per_second": 12345.6, "mfu": 0.5123, "peak_memory_gib": 31.96}
+RUN |= {"train_loss": 1.23456, "status": "finished"}
+CASE = {"case": "d128-h16-n2048-causal", "implementation": "triton", "dropout": 0.0}
+
+
+@pytest.fixture
+def results(tmp_path):
+    def write(name, records):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"versions": {}, "records": records}))
+        return tmp_path
+
+    return write
+
+
+def marked(name, text=""):
+    return f"before\n<!-- results:{name} -->\n{text}<!-- /results:{name} -->\nafter\n"
+
+
+def test_training(results):
+    folder = results("training", [RUN, {**RUN, "attention": "sdpa", "mfu": None}])
+    assert fill(marked("training", "old\n"), folder) == marked(
+        "training",
+        "| attention | seq_len | tokens/s | MFU | peak GiB | final loss |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| flash | 16,384 | 12,346 | 51.2% | 32.0 | 1.235 |\n"
+        "| sdpa | 16,384 | 12,346 | – | 32.0 | 1.235 |\n",
+    )
+
+
+def test_attention(results):
+    records = [
+        {**CASE, "direction": "forward", "tflops": 400.4, "ratio_to_fa2": 1.26},
+        {**CASE, "direction": "backward", "tflops": 333.3, "ratio_to_fa2": None},
+        {**CASE, "implementation": "fa2", "direction": "forward", "reason": "wrong result"},
+    ]
+    filled = fill(marked("attention"), results("attention", records))
+    assert "| d128-h16-n2048-causal | triton | 400 | 333 | 1.26 / – |\n" in filled
+    assert "| d128-h16-n2048-causal | fa2 | – | – | – / – |\n" in filled
+
+
+def test_without_results_nothing_changes(tmp_path):
+    assert fill(marked("training", "old\n"), tmp_path) == marked("training", "old\n")
+
+
+def test_an_unknown_table_is_a_mistake(tmp_path):
+    with pytest.raises(ValueError, match="results:speed is unknown"):
+        fill(marked("speed"), tmp_path)
+
+
+def test_readme_is_up_to_date():
+    assert main(["--check"]) == 0, "run: make readme"
+    for name in TABLES:
+        assert f"<!-- results:{name} -->" in README and f"<!-- /results:{name} -->" in README
+
+
+def test_the_two_commands_stand_in_the_readme():
+    assert "pip install -e . && python scripts/train.py seq_len=16384\n" in README
+    assert "pip install -e '.[test]' && pytest\n" in README
+
+
+def test_paths_of_the_tree_exist():
+    tree = README.partition("```text\n")[2].partition("```")[0]
+    folder = ""
+    named = []
+    for line in tree.splitlines():
+        if not line.strip():
+            continue
+        name = line.split()[0]
+        nested = line.startswith("  ")
+        if not nested:
+            folder = name if name.endswith("/") else ""
+        named.append((folder if nested else "") + name)
+    assert len(named) > 15
+    for name in named:
+        assert (ROOT / name).exists(), name

@@ -1,0 +1,179 @@
+"""Whole runs through the console script: their files, resuming, a signal, and the kernels under the interpreter."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from flash_train.cli import train as command
+
+ROOT = Path(__file__).parents[2]
+FILES = {"config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png", "checkpoints"}
+SUMMARY = {
+    *("status", "seq_len", "model", "parameters", "attention", "device", "precision", "steps", "train_loss"),
+    *("val_loss", "tokens_per_second", "mfu", "peak_memory_gib", "run_dir", "wandb_dir"),
+}
+
+
+def start(*arguments: str, cwd: Path, **environ: str) -> subprocess.Popen:
+    """The console script in a process of its own, with no W&B account and without WANDB_MODE."""
+    env = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
+    env |= {"PYTHONPATH": str(ROOT), "HOME": str(cwd), **environ}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str, cwd: Path, **environ: str) -> str:
+    """Its standard output; it must succeed."""
+    process = start(*arguments, cwd=cwd, **environ)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys):
+    """The console script in this process, which saves importing PyTorch anew."""
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["flash-train", *arguments])
+        try:
+            command.main()
+        finally:
+            GlobalHydra.instance().clear()
+        return capsys.readouterr().out
+
+    return call
+
+
+def summary_of(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+
+
+def losses_of(run_dir: Path) -> dict[str, str]:
+    """Training losses by step, as the digits in the file."""
+    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
+        return {row["step"]: row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]}
+
+
+def test_all_files_with_the_default_logger(tiny, tmp_path):
+    overrides = [text for text in tiny if not text.startswith(("logger", "run_dir"))]
+    out = run(*overrides, cwd=tmp_path)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in run_dir.iterdir()} == FILES | {"wandb"}
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000003.ckpt"]
+
+    summary = summary_of(run_dir)
+    assert summary.keys() >= SUMMARY
+    assert (summary["status"], summary["steps"], summary["seq_len"], summary["mfu"]) == ("finished", 3, 64, None)
+    assert summary["attention"] == "sdpa" and summary["data"]["corpus"] == "text"
+    assert list(losses_of(run_dir)) == ["1", "2", "3"]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["run_dir"] == f"runs/{run_dir.name}"
+
+    assert "attention: sdpa (flash cannot run: there is no NVIDIA GPU" in out or torch.cuda.is_available()
+    assert f"wandb sync runs/{run_dir.name}/wandb/offline-run-*" in out
+    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert (tmp_path / summary["wandb_dir"]).resolve().parent == (run_dir / "wandb").resolve()
+    assert "run finished" in out and "sample" in out and f"runs/{run_dir.name}: config.yaml" in out
+
+
+def test_resume_is_exact_and_stays_in_its_directory(in_process, tiny, tmp_path):
+    tiny = [*tiny, "max_steps=4", "attention.dropout=0.1", "model.residual_dropout=0.1", "accumulate=2"]
+    in_process(*tiny, f"run_dir={tmp_path / 'whole'}")
+    in_process(*tiny, f"run_dir={tmp_path / 'parts'}", "stop_after=1")
+    assert summary_of(tmp_path / "parts")["steps"] == 1
+    in_process(*tiny, f"run_dir={tmp_path / 'parts'}", "stop_after=1", "resume=last")
+    without = [text for text in tiny if not text.startswith("run_dir")]
+    in_process(*without, f"resume={tmp_path / 'parts' / 'checkpoints' / 'step-000002.ckpt'}")
+    assert summary_of(tmp_path / "parts")["steps"] == 4
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+    assert len(losses_of(tmp_path / "whole")) == 4
+
+
+def test_wandb_goes_on_under_one_id(in_process, tiny, tmp_path):
+    in_process(*tiny, "logger=wandb", "stop_after=1")
+    in_process(*tiny, "logger=wandb", "resume=last")
+    folders = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1
+    assert len(folders) == 2 or len(list(folders[0].glob("*.wandb"))) == 1
+
+
+def test_validate_only(in_process, tiny, tmp_path):
+    in_process(*tiny)
+    trained = summary_of(tmp_path / "run")
+    out = in_process(*tiny, f"run_dir={tmp_path / 'check'}", "validate_only=true",
+                     f"resume={tmp_path / 'run' / 'checkpoints' / 'step-000003.ckpt'}")  # fmt: skip
+    checked = summary_of(tmp_path / "check")
+    assert checked["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-6)
+    assert checked["steps"] == 3
+    assert not (tmp_path / "check" / "checkpoints").exists()
+    assert "val loss" in out
+
+
+def test_several_runs(in_process, tiny, tmp_path):
+    in_process("-m", *tiny, "seed=0,1", "logger=wandb")
+    first, second = (tmp_path / "run" / name for name in ("0", "1"))
+    assert FILES <= {path.name for path in first.iterdir()}
+    assert losses_of(first) != losses_of(second)
+    ids = [(folder / "wandb" / "run_id").read_text() for folder in (first, second)]
+    assert ids[0] != ids[1]
+    for folder, seed in ((first, 0), (second, 1)):
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        assert (config["seed"], config["run_dir"]) == (seed, str(folder))
+
+
+def test_config_is_shown_and_nothing_runs(in_process, tiny, tmp_path):
+    shown = yaml.safe_load(in_process("--cfg", "job", *tiny, "seed=5"))
+    assert (shown["seed"], shown["seq_len"], shown["model"]["width"]) == (5, 64, 16)
+    assert not (tmp_path / "run").exists()
+
+
+def test_recall_prints_chance(in_process, tiny, tmp_path):
+    overrides = [text for text in tiny if not text.startswith("data")]
+    out = in_process(*overrides, "data=recall", "data.n_pairs=4", "data.n_keys=8", "data.n_values=8", "data.val_rows=4")
+    assert summary_of(tmp_path / "run")["chance_level"] == 1 / 8
+    assert "chance level" in out and "answer accuracy" in out and "sample" not in out
+
+
+def test_sigterm_saves_and_exits_0(tiny, tmp_path):
+    process = start(*tiny, "max_steps=1000000", cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.csv"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    summary = summary_of(tmp_path / "run")
+    assert summary["status"] == "interrupted"
+    assert (tmp_path / "run" / "checkpoints" / f"step-{summary['steps']:06}.ckpt").is_file()
+    assert "resume=last" in out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
+def test_two_steps_of_the_kernels_under_the_interpreter(tiny, tmp_path):
+    tiny = [*tiny, "seq_len=32", "batch_size=1", "max_steps=2", "attention.dropout=0.1"]
+    run(*tiny, "attention=flash", cwd=tmp_path, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert summary_of(tmp_path / "run")["attention"] == "flash"
+    assert len(losses_of(tmp_path / "run")) == 2
+
+    run(*tiny, "attention=standard", f"run_dir={tmp_path / 'standard'}", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    ours, theirs = (losses_of(tmp_path / name).values() for name in ("run", "standard"))
+    assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], rel=1e-5)

@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from flash_train.data import HubCorpus, PackedDataModule, TextCorpus
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    from datasets import Dataset
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def texts(corpus) -> list[bytes]:
+    return [document.text for document in corpus.documents()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    write_jsonl(root / "c.jsonl", [{"text": "row 0", "n": 1}, {"text": None, "n": 2}, {"text": "row 2 é", "n": 3}])
+    write_parquet(root / "d.parquet", [{"text": "parquet 0"}, {"text": "parquet 1"}])
+    (root / "sub").mkdir()
+    (root / ".git").mkdir()
+    for name, text in {"a.txt": "txt", "sub/b.MD": "md", "e.csv": "no", ".git/x.txt": "no", "sub/empty.txt": ""}.items():
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_folder_is_searched_through(folder):
+    expected = [b"txt", b"row 0", "row 2 é".encode(), b"parquet 0", b"parquet 1", b"md", b""]
+    assert texts(TextCorpus(folder)) == expected
+    assert [document.key for document in TextCorpus(folder).documents()][::5] == ["a.txt", "sub/b.MD"]
+
+
+def test_files_globs_and_lists(folder):
+    assert texts(TextCorpus(folder / "a.txt")) == [b"txt"]
+    assert texts(TextCorpus(f"{folder}/*.txt")) == [b"txt"]
+    assert texts(TextCorpus(f"{folder}/**/*.[mM][dD]")) == [b"md"]
+    assert texts(TextCorpus([folder / "sub" / "b.MD", f"{folder}/*.txt", folder / "a.txt"])) == [b"md", b"txt"]
+
+
+def test_rows_are_known_by_content_and_files_by_path(tmp_path):
+    one = write_jsonl(tmp_path / "1.jsonl", [{"text": "a"}, {"text": "b"}])
+    other = write_jsonl(tmp_path / "2.jsonl", [{"text": "b"}, {"text": "c"}])
+    (_, b_of_one), (b_of_other, _) = ([d.key for d in TextCorpus(path).documents()] for path in (one, other))
+    assert b_of_one == b_of_other
+
+
+def test_the_text_field_can_be_chosen(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", [{"body": "hello", "n": 1}])
+    assert texts(TextCorpus(path, text_field="body")) == [b"hello"]
+    with pytest.raises(ValueError, match="data.text_field=text: .*x.jsonl has only body, n"):
+        texts(TextCorpus(path))
+    with pytest.raises(ValueError, match="data.text_field=n: row 0 of .*x.jsonl holds int, allowed is text"):
+        texts(TextCorpus(path, text_field="n"))
+
+
+def test_rows_that_are_not_utf8(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{"text": "bad \xff"}\n')
+    with pytest.raises(ValueError, match="bad.jsonl is not UTF-8; convert it, or set data.errors=replace or skip"):
+        texts(TextCorpus(path))
+    assert texts(TextCorpus(path, errors="replace")) == [b"good", "bad \ufffd".encode()]
+    assert texts(TextCorpus(path, errors="skip")) == [b"good"]
+
+
+def test_malformed_rows_name_the_file(tmp_path):
+    (tmp_path / "x.jsonl").write_text("not json\n")
+    with pytest.raises(ValueError, match="data.path: .*x.jsonl cannot be read as json"):
+        texts(TextCorpus(tmp_path / "x.jsonl"))
+    (tmp_path / "x.parquet").write_text("not parquet\n")
+    with pytest.raises(ValueError, match="data.path: .*x.parquet cannot be read as parquet"):
+        texts(TextCorpus(tmp_path / "x.parquet"))
+
+
+def test_missing_and_unreadable_paths_are_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="data.path=.*nowhere"):
+        TextCorpus(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.rst"):
+        TextCorpus(f"{folder}/*.rst")
+    with pytest.raises(ValueError, match=r"data.path=.*e.csv: nothing to read there; readable are files in .txt, .md"):
+        TextCorpus(folder / "e.csv")
+    with pytest.raises(ValueError, match="data.path is an empty list"):
+        TextCorpus([])
+
+
+def test_an_empty_corpus_is_an_error(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty.jsonl").touch()
+    data = PackedDataModule(TextCorpus(tmp_path / "*.*"), seq_len=8, batch_size=1, cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match="the corpus 'text' is empty"):
+        data.prepare_data()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_fingerprint_follows_content_and_field(folder):
+    before = TextCorpus(folder).fingerprint()
+    assert TextCorpus(folder).fingerprint() == before != TextCorpus(folder, text_field="n").fingerprint()
+    (folder / "a.txt").write_text("TXT")
+    assert TextCorpus(folder).fingerprint() != before
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_hub_reads_a_local_folder(tmp_path, monkeypatch, write, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    suffix = write.__name__.removeprefix("write_")
+    write(tmp_path / "set" / f"train.{suffix}", [{"body": "one", "n": 1}, {"body": "two", "n": 2}])
+    write(tmp_path / "set" / f"test.{suffix}", [{"body": "three", "n": 3}])
+    corpus = HubCorpus(str(tmp_path / "set"), text_field="body", streaming=streaming)
+    test = HubCorpus(str(tmp_path / "set"), split="test", text_field="body", streaming=streaming)
+    assert texts(corpus) == [b"one", b"two"] and texts(test) == [b"three"]
+    assert corpus.fingerprint() != test.fingerprint()
+    before = corpus.fingerprint()
+    write(tmp_path / "set" / f"train.{suffix}", [{"body": "uno", "n": 1}, {"body": "two", "n": 2}])
+    assert corpus.fingerprint() != before
+    assert texts(corpus) == [b"uno", b"two"]
+
+
+def test_hub_mistakes_are_named(tmp_path):
+    write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "one"}])
+    with pytest.raises(FileNotFoundError, match="data.name=.*nowhere"):
+        texts(HubCorpus(str(tmp_path / "nowhere"), streaming=True))
+    with pytest.raises(ValueError, match="data.name=.*set: .*tset"):
+        texts(HubCorpus(str(tmp_path / "set"), split="tset", streaming=True))
+    with pytest.raises(ValueError, match="data.text_field=body: data.name=.*set has only text"):
+        texts(HubCorpus(str(tmp_path / "set"), text_field="body", streaming=True))

@@ -1,0 +1,134 @@
+"""Shapes: what is refused and how, plain values and back, and the sizes in conf/model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from flash_train.model import ModelConfig, RopeScaling, Transformer
+from tests.model.common import tiny_config
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"head_dim": 257}, r"model\.head_dim must be even and at most 256; got 257"),
+        ({"head_dim": 15}, r"model\.head_dim must be even and at most 256; got 15"),
+        ({"n_kv_heads": 3}, r"model\.n_heads must be a multiple of model\.n_kv_heads; got 4 and 3"),
+        ({"n_layers": 0}, r"model\.n_layers must be a positive integer; got 0"),
+        ({"width": 48.0}, r"model\.width must be a positive integer; got 48\.0"),
+        ({"vocab_size": True}, r"model\.vocab_size must be a positive integer; got True"),
+        ({"residual_dropout": 1.0}, r"model\.residual_dropout must lie in \[0, 1\); got 1\.0"),
+        ({"attention_dropout": -0.1}, r"model\.attention_dropout must lie in \[0, 1\); got -0\.1"),
+        ({"rope_theta": float("inf")}, r"model\.rope_theta must be positive and finite; got inf"),
+        ({"norm_eps": 0.0}, r"model\.norm_eps must be positive and finite; got 0\.0"),
+    ],
+)
+def test_refuses_what_cannot_be_built(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "dynamic", "factor": 2.0}, r"kind='dynamic' is not known; use linear, ntk, yarn, llama3"),
+        ({"kind": "linear", "factor": 0.5}, r"factor must be at least 1\.0; got 0\.5"),
+        ({"kind": "linear", "factor": float("nan")}, r"factor must be at least 1\.0; got nan"),
+        ({"kind": "yarn", "factor": 2.0}, r"original_max_position_embeddings is needed by yarn"),
+        ({"kind": "llama3", "factor": 2.0, "original_max_position_embeddings": 0}, r"is needed by llama3"),
+        (
+            {"kind": "llama3", "factor": 2.0, "original_max_position_embeddings": 8, "low_freq_factor": 4.0},
+            r"low_freq_factor must lie between",
+        ),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_slow": 40.0},
+            r"beta_slow must lie between",
+        ),
+    ],
+)
+def test_refuses_scaling_that_makes_no_sense(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**arguments)
+
+
+def test_a_dictionary_of_plain_values_and_back():
+    config = tiny_config(rope_scaling=RopeScaling("yarn", 4.0, 2048), qk_norm=True, residual_dropout=0.1)
+    values = config.to_dict()
+    assert values["rope_scaling"]["kind"] == "yarn" and isinstance(values["rope_scaling"], dict)
+    assert ModelConfig.from_dict(values) == config
+    with pytest.raises(ValueError, match=r"model\.hidden is not known; the fields are vocab_size, n_layers"):
+        ModelConfig.from_dict(values | {"hidden": 3})
+    with pytest.raises(ValueError, match=r"model\.width is missing"):
+        ModelConfig.from_dict({k: v for k, v in values.items() if k != "width"})
+    with pytest.raises(ValueError, match=r"model\.rope_scaling\.typo is not known"):
+        ModelConfig.from_dict(values | {"rope_scaling": {"kind": "linear", "factor": 2.0, "typo": 1}})
+    with pytest.raises(TypeError, match=r"must be a RopeScaling or None; got dict"):
+        tiny_config(rope_scaling={"kind": "linear", "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("linear", 2.0),
+        RopeScaling("yarn", 4.0, 2048, beta_fast=16.0, attention_factor=1.1),
+        RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_scaling_survives_the_format_of_transformers(scaling):
+    assert RopeScaling.from_hf(scaling.to_hf() | {"rope_theta": 5e5}) == scaling
+
+
+def test_reads_the_older_and_the_plain_form():
+    assert RopeScaling.from_hf({"type": "linear", "factor": 2.0}) == RopeScaling("linear", 2.0)
+    assert RopeScaling.from_hf({"rope_type": "default", "rope_theta": 1e4}) is None
+    assert RopeScaling.from_hf(None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "'longrope' is not supported"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "mscale": 0.7},
+            "'yarn' with mscale is not supported",
+        ),
+    ],
+)
+def test_refuses_rules_of_transformers_it_does_not_have(given, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling.from_hf(given)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"tied_embeddings": True}, {"qk_norm": True}, {"n_kv_heads": 4}])
+def test_counts_parameters(overrides):
+    config = tiny_config(**overrides)
+    with torch.device("meta"):
+        assert Transformer(config).num_parameters() == config.num_parameters
+
+
+# Counts worked out by hand from the shapes; the last is the published count of Llama 3 8B.
+@pytest.mark.parametrize(
+    ("size", "vocab_size", "parameters"),
+    [
+        ("nano", 320, 361_088),
+        ("125m", 50_304, 123_587_328),
+        ("350m", 50_304, 355_124_224),
+        ("1b3", 32_768, 1_367_443_456),
+        ("8b", 128_256, 8_030_261_248),
+    ],
+)
+def test_the_sizes_of_conf(size, vocab_size, parameters):
+    values = yaml.safe_load((CONF / f"{size}.yaml").read_text(encoding="utf-8"))
+    assert values["name"] == size and "attention_dropout" not in values
+    config = ModelConfig.from_dict(values | {"vocab_size": values["vocab_size"] or vocab_size})
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert model.num_parameters() == config.num_parameters == parameters
+    assert all(p.is_meta for p in model.parameters())

@@ -1,0 +1,56 @@
+"""Sampling: greedy, seeded, bounded to the real vocabulary."""
+
+import pytest
+import torch
+
+from flash_train.model import generate
+from tests.model.common import tiny_model
+
+
+def test_temperature_zero_takes_the_likeliest_id_of_each_step():
+    model = tiny_model().eval()
+    tokens = [3, 1, 4]
+    new = generate(model, tokens, max_new_tokens=4, temperature=0)
+    assert len(new) == 4
+    with torch.no_grad():
+        for token in new:
+            assert token == model(torch.tensor([tokens]))[0, -1].argmax().item()
+            tokens.append(token)
+
+
+def test_is_a_function_of_the_generator():
+    def sample(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return generate(tiny_model(), [1, 2], max_new_tokens=12, temperature=1.5, generator=generator)
+
+    assert sample(0) == sample(0) != sample(1)
+
+
+def test_low_temperature_is_greedy():
+    greedy = generate(tiny_model(), [1, 2], max_new_tokens=6, temperature=0)
+    assert generate(tiny_model(), [1, 2], max_new_tokens=6, temperature=1e-4) == greedy
+
+
+@pytest.mark.parametrize("temperature", [0, 100.0])
+def test_ids_from_the_limit_on_are_never_drawn(temperature):
+    model = tiny_model()
+    with torch.no_grad():
+        model.head.weight[10:] = 50 * model.head.weight[:1]  # without the limit they would win
+    new = generate(model, [1], max_new_tokens=30, temperature=temperature, vocab_limit=10)
+    assert max(new) < 10
+    assert max(generate(model, [1], max_new_tokens=30, temperature=temperature)) >= 10
+
+
+def test_leaves_the_model_as_it_was_and_samples_without_dropout():
+    model = tiny_model(residual_dropout=0.5).train()
+    first = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=5, temperature=0)
+    assert model.training and all(p.grad is None for p in model.parameters())
+    assert first == generate(model, [1, 2, 3], max_new_tokens=5, temperature=0)
+    assert generate(model, [1], max_new_tokens=0) == []
+
+
+def test_refuses_an_empty_prompt_and_a_negative_temperature():
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(tiny_model(), [], max_new_tokens=1)
+    with pytest.raises(ValueError, match="temperature must be 0 or more; got -1"):
+        generate(tiny_model(), [1], max_new_tokens=1, temperature=-1)

@@ -1,0 +1,252 @@
+"""The Llama layout, both ways, against transformers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flash_train.model import RopeScaling, Transformer, load_pretrained, save_pretrained
+from tests.model.common import packing_of, random_batch, tiny_config, tiny_model
+
+SCALINGS = {
+    "plain": None,
+    "linear": RopeScaling("linear", 4.0),
+    "ntk": RopeScaling("ntk", 4.0),
+    "yarn": RopeScaling("yarn", 4.0, 16),
+    "llama3": RopeScaling("llama3", 8.0, 32),
+}
+
+
+def llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.15,
+        "attn_implementation": "eager",
+    }
+    return LlamaForCausalLM(LlamaConfig(**(shape | overrides))).eval()
+
+
+def ours(path) -> Transformer:
+    config, state = load_pretrained(path)
+    model = Transformer(config, attention="sdpa").eval()
+    model.load_state_dict(state)
+    return model
+
+
+def edit_config(path, **changes) -> None:
+    values = json.loads((path / "config.json").read_text())
+    values = {k: v for k, v in (values | changes).items() if v != "remove"}
+    (path / "config.json").write_text(json.dumps(values))
+
+
+@torch.no_grad()
+def assert_same_logits(a, b) -> None:
+    tokens, _ = random_batch((2, 40), 96)
+    first, second = (m(tokens) if isinstance(m, Transformer) else m(tokens).logits for m in (a, b))
+    assert first.std() > 0.1
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+        {"head_dim": 24},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ],
+    ids=["gqa", "tied", "mha", "wide-heads", "theta", "llama3", "yarn"],
+)
+def test_reads_what_transformers_wrote(tmp_path, overrides):
+    theirs = llama(**overrides)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(ours(tmp_path), theirs)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_transformers_reads_what_it_wrote(tmp_path, scaling, tied):
+    model = tiny_model(rope_scaling=scaling, tied_embeddings=tied, width=64, n_kv_heads=1).eval()
+    assert save_pretrained(model, model.config, tmp_path / "out", token_ids={"eos_token_id": 7}) == tmp_path / "out"
+    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert theirs.config.eos_token_id == 7 and theirs.config.bos_token_id is None
+    assert_same_logits(model, theirs.eval())
+
+
+def test_comes_back_the_same(tmp_path):
+    model = tiny_model(rope_scaling=SCALINGS["llama3"], width=64)
+    save_pretrained(model.state_dict(), model.config, tmp_path / "again")
+    config, state = load_pretrained(tmp_path / "again")
+    assert config == tiny_config(rope_scaling=SCALINGS["llama3"], width=64, name="again")
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_keeps_the_dtype(tmp_path):
+    model = tiny_model(width=64).bfloat16()
+    save_pretrained(model, model.config, tmp_path)
+    assert LlamaForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert {t.dtype for t in load_pretrained(tmp_path)[1].values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("writer", ["ours", "theirs"])
+def test_shards(tmp_path, writer):
+    if writer == "ours":
+        model = tiny_model(width=64).eval()
+        save_pretrained(model, model.config, tmp_path, max_shard_bytes=40_000)
+    else:
+        model = llama()
+        model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2 and not (tmp_path / "model.safetensors").exists()
+    assert_same_logits(ours(tmp_path), model)
+    assert_same_logits(LlamaForCausalLM.from_pretrained(tmp_path).eval(), model)
+
+
+def test_saving_again_replaces_whole_files_and_leaves_nothing_beside_them(tmp_path):
+    first, second = tiny_model(width=64, seed=0), tiny_model(width=64, seed=1)
+    save_pretrained(first, first.config, tmp_path, max_shard_bytes=40_000)
+    save_pretrained(second, second.config, tmp_path)  # one file now: the old shards must not be read again
+    assert_same_logits(ours(tmp_path), second)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    model = tiny_model(width=64)
+    save_pretrained(model, model.config, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def fail(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("flash_train.model.pretrained.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_pretrained(tiny_model(width=64, seed=1), model.config, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length", "expected"),
+    [(None, None, 2048), (None, 65536, 65536), (SCALINGS["llama3"], None, 256), (SCALINGS["linear"], None, 2048)],
+)
+def test_the_length_in_the_config(tmp_path, scaling, length, expected):
+    model = tiny_model(width=64, rope_scaling=scaling)
+    save_pretrained(model, model.config, tmp_path, max_seq_len=length)
+    assert LlamaConfig.from_pretrained(tmp_path).max_position_embeddings == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"qk_norm": True, "width": 64}, r"model\.qk_norm=true cannot be exported: the Llama layout has no norm"),
+        ({"width": 50}, r"needs model\.width to be a multiple of model\.n_heads; got 50 and 4"),
+    ],
+)
+def test_refuses_to_export_what_llama_cannot_hold(tmp_path, overrides, message):
+    model = tiny_model(**overrides)
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(model, model.config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_refuses_weights_of_another_configuration(tmp_path):
+    with pytest.raises(ValueError, match=r"do not belong to this configuration: blocks\.2"):
+        save_pretrained(tiny_model(width=64), tiny_config(width=64, n_layers=3), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, r"model_type is 'gpt2'; only the Llama layout"),
+        ({"model_type": "remove"}, r"model_type is None"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; only 'silu' is"),
+        ({"attention_bias": True}, r"attention_bias=True is not supported"),
+        ({"quantization_config": {"bits": 4}}, r"the weights are quantized"),
+        ({"num_hidden_layers": 3}, r"lacks model\.layers\.2.*\(9 such tensors\)"),
+        ({"num_hidden_layers": 1}, r"has an unexpected model\.layers\.1"),
+        ({"intermediate_size": 96}, r"gate_proj\.weight has shape \(80, 48\), but config\.json says \(96, 48\)"),
+        ({"hidden_size": "remove"}, r"config\.json lacks hidden_size"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported"),
+    ],
+)
+def test_refuses_models_that_are_no_plain_llama_in_one_line(tmp_path, changes, message):
+    llama().save_pretrained(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        load_pretrained(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        load_pretrained(tmp_path)
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing \(only \.safetensors"):
+        load_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        load_pretrained(tmp_path)
+
+
+def test_extending_the_context_keeps_the_weights(tmp_path):
+    """The commonest use: a model read in, its rotary scaling replaced."""
+    import dataclasses
+
+    llama().save_pretrained(tmp_path)
+    config, state = load_pretrained(tmp_path)
+    model = Transformer(dataclasses.replace(config, rope_scaling=RopeScaling("yarn", 4.0, 2048)), attention="sdpa")
+    model.load_state_dict(state)
+    assert torch.equal(model.head.weight, load_file(tmp_path / "model.safetensors")["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errs_no_more_than_twice_what_transformers_does(tmp_path, dtype):
+    """The rule of the FlashAttention suite: error against fp64 ≤ 2 × that of same-precision PyTorch; gradients 3 ×."""
+    theirs = llama(num_hidden_layers=4)
+    theirs.save_pretrained(tmp_path)
+    tokens, labels = random_batch((2, 40), 96)
+    packing = packing_of((40, 40))
+
+    def run(model, dtype):
+        model = model.to(dtype)
+        packed = isinstance(model, Transformer)
+        logits = model(tokens, packing=packing) if packed else model(tokens).logits
+        logits.double().flatten(0, 1).gather(1, labels.clamp(min=0).view(-1, 1)).sum().backward()
+        weight = model.blocks[0].mlp.gate.weight if packed else model.model.layers[0].mlp.gate_proj.weight
+        return logits.detach().double(), weight.grad.double()
+
+    exact = run(ours(tmp_path), torch.float64)
+    for got, peer, reference, factor in zip(run(ours(tmp_path), dtype), run(theirs, dtype), exact, (2, 3), strict=True):
+        assert (got - reference).abs().max() <= factor * (peer - reference).abs().max()

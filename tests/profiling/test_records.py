@@ -1,0 +1,99 @@
+"""Records are whole at any moment and keep every digit; plots are drawn from one row or thousands."""
+
+import json
+import os
+
+import pytest
+
+from flash_train.profiling import MetricsTable, plot_run, write_json, write_text
+
+
+def test_write_text_replaces_in_one_move(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "a.txt"
+    write_text(path, "old")
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(os, "replace", fail)
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
+
+
+def test_json_has_no_nan(tmp_path):
+    write_json(
+        tmp_path / "a.json", {"loss": float("nan"), "nested": [float("inf"), 1.5, {"x": None}], "path": tmp_path}
+    )
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == {
+        "loss": None,
+        "nested": [None, 1.5, {"x": None}],
+        "path": str(tmp_path),
+    }
+
+
+def test_table_keeps_every_digit_and_grows_columns(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = MetricsTable(path)
+    assert path.read_text() == "step\n"
+    table.write(1, {"train/loss": 0.1 + 0.2, "mfu": None})
+    table.write(2, {"train/loss": 1e-300, "mfu": None})
+    assert path.read_text() == "step,train/loss,mfu\n1,0.30000000000000004,\n2,1e-300,\n"
+    table.write(2, {"val/loss": 3.5})  # joins the row of its step
+    table.write(3, {"val/loss": 4.0, "train/loss": 1 / 3})
+    assert path.read_text().splitlines() == [
+        "step,train/loss,mfu,val/loss",
+        "1,0.30000000000000004,,",
+        "2,1e-300,,3.5",
+        "3,0.3333333333333333,,4.0",
+    ]
+    assert table.column("val/loss") == ([2, 3], [3.5, 4.0])
+    assert table.column("nothing") == ([], [])
+
+
+def test_table_goes_on_where_the_checkpoint_stood(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = MetricsTable(path)
+    for step in range(1, 6):
+        table.write(step, {"train/loss": step / 7})
+    before = path.read_text().splitlines()
+    again = MetricsTable(path, up_to_step=3)
+    assert path.read_text().splitlines() == before[:4]
+    again.write(4, {"train/loss": 9.0})
+    assert path.read_text().splitlines() == [*before[:4], "4,9.0"]
+    assert MetricsTable(path).rows == again.rows
+
+
+def test_table_survives_a_line_cut_by_a_crash(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,a,b\n1,0.5,0.25\n2,0.")
+    assert MetricsTable(path).rows == {1: {"a": 0.5, "b": 0.25}}
+    assert path.read_text() == "step,a,b\n1,0.5,0.25\n"
+
+
+def test_a_foreign_file_is_not_taken_for_a_table(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("name,value\nx,1\n")
+    with pytest.raises(ValueError, match="first column is not 'step'"):
+        MetricsTable(path)
+    assert path.read_text() == "name,value\nx,1\n"
+
+
+@pytest.mark.parametrize("rows", [1, 40, 1000])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_plots(rows, cuda, tmp_path):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    memory = ["allocated_gib", "reserved_gib", "peak_gib"] if cuda else ["process_gib", "process_peak_gib"]
+    names = ["train/loss", "throughput/tokens_per_second", "time/step_seconds", "time/data_wait_seconds"]
+    names += [f"memory/{name}" for name in memory] + ["throughput/mfu"] * cuda
+    table.columns += names
+    table.rows = {step: dict.fromkeys(names, 1 + step / 7) for step in range(1, rows + 1)}
+    written = plot_run(table, tmp_path, title="nano, 1,024 tokens")
+    assert [path.name for path in written] == ["loss.png", "throughput.png", "memory.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_empty_table_draws_nothing(tmp_path):
+    assert plot_run(MetricsTable(tmp_path / "metrics.csv"), tmp_path) == []

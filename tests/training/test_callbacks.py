@@ -1,0 +1,422 @@
+"""Each callback by itself, in somebody else's `Trainer`."""
+
+import csv
+import json
+import os
+import signal
+import time
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from tiny_run import TinyData, tiny_module, tiny_trainer
+
+from flash_train.training import (
+    AtomicCheckpointIO,
+    NonFiniteLoss,
+    NonFiniteLossError,
+    RunRecord,
+    SaveOnSignal,
+    StepCheckpoint,
+    StepSeed,
+    StopAfter,
+    Throughput,
+    newest_checkpoint,
+)
+from flash_train.training.callbacks.step_seed import step_seed
+
+
+def plain_trainer(folder, *callbacks, **options):
+    """A `Trainer` that our builder never touched."""
+    defaults = {
+        "accelerator": "cpu",
+        "max_steps": 4,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(callback, StepCheckpoint) for callback in callbacks),
+        callbacks=list(callbacks),
+        **{**defaults, **options},
+    )
+
+
+class Draws(pl.Callback):
+    """The first random number of every training batch."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.numbers.append(torch.rand(()).item())
+
+
+class Hook(pl.Callback):
+    """Calls `function(trainer, pl_module)` when a batch begins with `step` optimizer steps behind it."""
+
+    def __init__(self, step, function):
+        self.step, self.function, self.calls = step, function, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step and not self.calls:
+            self.calls += 1
+            self.function(trainer, pl_module)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def read_metrics(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- everything in a foreign trainer
+
+
+def test_all_of_it_in_a_plain_trainer(tmp_path):
+    logger = CSVLogger(tmp_path, name="lightning")
+    trainer = plain_trainer(
+        tmp_path,
+        *(StepSeed(0), NonFiniteLoss(), Throughput(), StopAfter(), SaveOnSignal(), RunRecord(tmp_path)),
+        StepCheckpoint(tmp_path / "checkpoints", every=2),
+        logger=logger,
+        plugins=[AtomicCheckpointIO()],
+        accumulate_grad_batches=2,
+        max_steps=5,
+    )
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    ours = read_metrics(tmp_path)
+    assert [int(row["step"]) for row in ours] == [1, 2, 3, 4, 5]
+    assert names(tmp_path / "checkpoints") == ["step-000004.ckpt", "step-000005.ckpt"]
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert {"loss.png", "throughput.png", "memory.png"} <= {path.name for path in tmp_path.iterdir()}
+    with open(tmp_path / "lightning" / "version_0" / "metrics.csv", newline="") as file:
+        logged = [row for row in csv.DictReader(file) if row["train/loss"]]
+    for row, theirs in zip(ours, logged, strict=True):
+        for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "time/step_seconds"):
+            assert float(theirs[name]) == pytest.approx(float(row[name]), rel=1e-6), name
+
+
+def test_module_logs_without_any_callback(tmp_path):
+    trainer = plain_trainer(tmp_path, max_steps=2)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert {"train/loss", "train/gradient_norm"} <= set(trainer.callback_metrics)
+
+
+def test_missing_or_misplaced_throughput(tmp_path):
+    for callbacks in [(RunRecord(tmp_path),), (RunRecord(tmp_path), Throughput())]:
+        with pytest.raises(ValueError, match="RunRecord needs Throughput before it"):
+            plain_trainer(tmp_path, *callbacks).fit(tiny_module(), datamodule=TinyData())
+
+
+# -- StepSeed
+
+
+def test_step_seed_depends_on_everything_and_nothing_else(tmp_path):
+    def numbers(seed, **options):
+        draws = Draws()
+        torch.manual_seed(time.time_ns() % 2**31)
+        plain_trainer(tmp_path, StepSeed(seed), draws, **options).fit(tiny_module(), datamodule=TinyData())
+        return draws.numbers
+
+    first = numbers(0)
+    assert len(set(first)) == 4
+    # Two micro-batches a step, and validation in between, change nothing but how many there are.
+    again = numbers(0, accumulate_grad_batches=2, val_check_interval=3, check_val_every_n_epoch=None)
+    assert again[:4] == first
+    assert len(set(again)) == 8
+    assert set(numbers(1)).isdisjoint(first)
+    assert len({step_seed(s, b, r) for s in range(3) for b in range(3) for r in range(3)}) == 27
+    assert all(0 <= step_seed(0, batch, 0) < 2**63 for batch in range(100))
+
+
+# -- Throughput and RunRecord
+
+
+def test_throughput_counts_exactly(tmp_path):
+    """Rows every second step and at the last; rates that agree with each other."""
+    throughput = Throughput()
+    module = tiny_module()
+    trainer = plain_trainer(
+        tmp_path, throughput, RunRecord(tmp_path), max_steps=5, log_every_n_steps=2, accumulate_grad_batches=3
+    )
+    trainer.fit(module, datamodule=TinyData())
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == ["2", "4", "5"]
+    for row in rows:
+        tokens = float(row["throughput/tokens_per_second"]) * float(row["time/step_seconds"])
+        assert tokens == pytest.approx(3 * 32, rel=1e-6)  # micro-batches times their tokens, per step
+        assert 0 < float(row["time/data_wait_seconds"]) < float(row["time/step_seconds"])
+        assert row["throughput/mfu"] == ""
+        assert float(row["memory/process_peak_gib"]) > 0.05
+    assert float(rows[-1]["train/loss"]) == module.last_step.loss.item()  # all digits
+
+
+def test_mfu_is_flops_over_time_and_peak(tmp_path, monkeypatch):
+    monkeypatch.setattr("flash_train.training.callbacks.throughput.known_peak", lambda *arguments: 1e9)
+    throughput = Throughput()
+    flops = []
+
+    class Count(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            flops.append(pl_module.flops(batch))
+
+    plain_trainer(tmp_path, throughput, Count(), max_steps=4, log_every_n_steps=2).fit(
+        tiny_module(), datamodule=TinyData()
+    )
+    assert len(set(flops)) > 1  # batches differ, so that a constant would not do
+    seconds = 2 * throughput.row["time/step_seconds"]
+    assert throughput.row["throughput/mfu"] == pytest.approx(sum(flops[2:]) / seconds / 1e9, rel=1e-6)
+
+
+class SlowValidation(pl.Callback):
+    def on_validation_batch_start(self, *arguments):
+        time.sleep(0.3)
+
+
+class SlowCheckpoint(StepCheckpoint):
+    def save(self, trainer):
+        super().save(trainer)
+        time.sleep(0.6)
+
+
+@pytest.mark.parametrize("slow", [SlowValidation(), SlowCheckpoint("c", every=1)], ids=["validation", "checkpoint"])
+def test_validation_and_checkpoints_are_not_training_time(slow, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = plain_trainer(
+        tmp_path, Throughput(), RunRecord(tmp_path), slow,
+        val_check_interval=1, check_val_every_n_epoch=None, max_steps=3, num_sanity_val_steps=0,
+    )  # fmt: skip
+    began = time.perf_counter()
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert time.perf_counter() - began > 3 * 0.6
+    rows = read_metrics(tmp_path)
+    assert sum(float(row["time/step_seconds"]) for row in rows) < 0.6
+    assert all(row["val/loss"] for row in rows)  # in the row of their step
+
+
+def test_failed_run_leaves_its_record(tmp_path):
+    def fail(trainer, pl_module):
+        raise OSError("no space left")
+
+    trainer = plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path, {"corpus": "x"}), Hook(3, fail))
+    with pytest.raises(OSError, match="no space left"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "OSError: no space left")
+    assert (summary["steps"], summary["corpus"]) == (3, "x")
+    assert len(read_metrics(tmp_path)) == 3
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_run_that_never_began_keeps_the_earlier_record(tmp_path):
+    tiny_trainer(tmp_path, max_steps=2).fit(tiny_module(), datamodule=TinyData())
+    before = (tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()
+    with pytest.raises(FileNotFoundError):
+        tiny_trainer(tmp_path).fit(tiny_module(), datamodule=TinyData(), ckpt_path=tmp_path / "missing.ckpt")
+    assert ((tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()) == before
+
+
+def test_running_run_says_so(tmp_path):
+    seen = []
+
+    def look(trainer, pl_module):
+        seen.append(json.loads((tmp_path / "summary.json").read_text())["status"])
+        seen.append(len(read_metrics(tmp_path)))
+
+    plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path), Hook(2, look)).fit(tiny_module(), datamodule=TinyData())
+    assert seen == ["running", 2]
+
+
+def test_validate_only(tmp_path):
+    tiny_trainer(tmp_path, max_steps=2).fit(tiny_module(), datamodule=TinyData())
+    trained = json.loads((tmp_path / "summary.json").read_text())
+    tiny_trainer(tmp_path / "val").validate(
+        tiny_module(), datamodule=TinyData(), ckpt_path=newest_checkpoint(tmp_path / "checkpoints"), verbose=False
+    )
+    summary = json.loads((tmp_path / "val" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert (summary["steps"], summary["seq_len"]) == (2, 32)
+    assert summary["val_loss"] == trained["val_loss"]
+    assert not (tmp_path / "val" / "metrics.csv").exists()
+
+
+# -- StopAfter, SaveOnSignal
+
+
+def test_stop_after_validates_what_was_reached(tmp_path):
+    trainer = tiny_trainer(tmp_path, stop_after=3)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == 3
+    assert read_metrics(tmp_path)[-1]["val/loss"]
+    with pytest.raises(ValueError, match="stop_after=0 is out of range"):
+        StopAfter(0)
+
+
+def send(number):
+    return Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), number))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_fit_with_a_checkpoint(number, tmp_path):
+    before = signal.getsignal(number)
+    callbacks = SaveOnSignal()
+    trainer = plain_trainer(
+        tmp_path, Throughput(), callbacks, RunRecord(tmp_path), StepCheckpoint(tmp_path / "c"), send(number),
+        accumulate_grad_batches=2, max_steps=100, val_check_interval=2, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert callbacks.received == signal.Signals(number).name
+    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"  # the step under way was finished
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", 3)
+    assert not read_metrics(tmp_path)[-1]["val/loss"]  # no time is spent on validation
+    assert signal.getsignal(number) == before
+
+
+def test_signal_cuts_validation_short(tmp_path):
+    """Its numbers would be of a part of the data: they are left out, and training ends after its next step."""
+
+    class InValidation(pl.Callback):
+        batches = 0
+
+        def on_validation_batch_start(self, trainer, *arguments):
+            self.batches += 1
+            if self.batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = plain_trainer(
+        tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c"), InValidation(),
+        max_steps=100, val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"
+    assert "val/loss" not in read_metrics(tmp_path)[0]
+    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] is None
+
+
+def test_second_ctrl_c_interrupts_at_once(tmp_path):
+    def twice(trainer, pl_module):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), Hook(2, twice))
+    try:
+        with pytest.raises(SystemExit):  # Lightning's way to end after a KeyboardInterrupt
+            trainer.fit(tiny_module(), datamodule=TinyData())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+# -- NonFiniteLoss
+
+
+def poison(parameter_value):
+    def apply(trainer, pl_module):
+        with torch.no_grad():
+            pl_module.model.norm.weight.fill_(parameter_value)
+
+    return apply
+
+
+def test_nan_loss_names_its_step(tmp_path):
+    trainer = plain_trainer(
+        tmp_path, NonFiniteLoss(), Throughput(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c", every=1),
+        Hook(2, poison(float("nan"))), log_every_n_steps=100, max_steps=50, accumulate_grad_batches=2,
+    )  # fmt: skip
+    with pytest.raises(NonFiniteLossError, match="the training loss is nan at step 3:"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    assert newest_checkpoint(tmp_path / "c").name == "step-000002.ckpt"  # nothing worthless was saved
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "at step 3" in summary["error"]
+
+
+def test_infinite_gradient_names_its_step(tmp_path):
+    def spoil(trainer, pl_module):
+        pl_module.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    trainer = plain_trainer(tmp_path, NonFiniteLoss(), Hook(1, spoil))
+    with pytest.raises(NonFiniteLossError, match=r"the gradient norm is (inf|nan) at step 2 \(its loss is \d"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+
+
+# -- checkpoints
+
+
+def test_retention_goes_by_time_not_by_step(tmp_path):
+    """After going back to step 2, what is written last counts as newest, whatever steps lie ahead."""
+    tiny_trainer(tmp_path, max_steps=8, checkpoint_every=2, keep_checkpoints=3).fit(
+        tiny_module(), datamodule=TinyData()
+    )
+    folder = tmp_path / "checkpoints"
+    assert names(folder) == [f"step-00000{i}.ckpt" for i in (4, 6, 8)]
+    trainer = tiny_trainer(tmp_path, max_steps=8, checkpoint_every=1, keep_checkpoints=3, stop_after=1)
+    trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=folder / "step-000004.ckpt")
+    assert names(folder) == [f"step-00000{i}.ckpt" for i in (5, 6, 8)]
+    assert newest_checkpoint(folder).name == "step-000005.ckpt"
+
+
+def test_no_checkpoint_found(tmp_path):
+    (tmp_path / "step=3.ckpt").touch()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*: expected files named like step-000100.ckpt"):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
+def test_checkpoint_settings_out_of_range(options, tmp_path):
+    with pytest.raises(ValueError, match="=0 is out of range: it must be 1 or greater, or null"):
+        StepCheckpoint(tmp_path, **options)
+
+
+def test_checkpoint_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a" / "x.ckpt"
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"value": torch.ones(3)}, path)
+
+    def half(checkpoint, file):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(torch, "save", half)
+        io.save_checkpoint({"value": torch.zeros(3)}, path)
+    assert io.load_checkpoint(path)["value"].tolist() == [1, 1, 1]
+    assert [file.name for file in path.parent.iterdir()] == ["x.ckpt"]
+
+
+def test_checkpoint_io_refuses(tmp_path):
+    io = AtomicCheckpointIO()
+    with pytest.raises(FileNotFoundError, match="no checkpoint at .*missing.ckpt"):
+        io.load_checkpoint(tmp_path / "missing.ckpt")
+    with pytest.raises(TypeError, match="takes no storage_options"):
+        io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
+    torch.save({"callable": print}, tmp_path / "unsafe.ckpt")
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        io.load_checkpoint(tmp_path / "unsafe.ckpt", weights_only=False)
+
+
+# -- build_trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision=fp8 is unknown: it must be one of fp32, bf16-mixed, bf16-true, fp16-mixed"),
+        ({"precision": "fp16-mixed"}, "precision=fp16-mixed needs an NVIDIA GPU: use bf16-mixed or fp32 here"),
+        ({"max_steps": 0}, "max_steps=0 is out of range"),
+        ({"accumulate": 0}, "accumulate=0 is out of range"),
+    ],
+)
+def test_builder_refuses(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path, **options)

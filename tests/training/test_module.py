@@ -1,0 +1,242 @@
+"""What a training step and a validation compute, in every precision, and what a checkpoint holds."""
+
+from dataclasses import replace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from tiny_run import TinyData, packed_row, tiny_config, tiny_module, tiny_trainer
+from torch.utils.data import DataLoader
+
+from flash_train.attention import Packing
+from flash_train.training import CausalLMModule, OptimizerConfig
+
+NO_DROPOUT = tiny_config(attention_dropout=0.0, residual_dropout=0.0)
+# Far from eps, so that Adam's update does not blow up rounding errors.
+SMOOTH = OptimizerConfig(lr=1e-3, eps=1e-2, warmup_steps=0, gradient_clip=0.1)
+
+
+class Steps(pl.Callback):
+    """Collects what each optimizer step reported."""
+
+    def __init__(self):
+        self.losses, self.norms, self.rates = [], [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.last_step is not None and pl_module.last_step.step > len(self.losses):
+            self.losses.append(pl_module.last_step.loss.item())
+            self.norms.append(pl_module.last_step.gradient_norm.item())
+            self.rates.append(pl_module.last_step.learning_rate)
+
+
+def fit(module, batches, *, accumulate, max_steps, plugins=(), **options):
+    """Train in a plain `Trainer`; returns what each step reported."""
+    steps = Steps()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=max_steps, accumulate_grad_batches=accumulate, callbacks=[steps], logger=False,
+        plugins=list(plugins), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return steps
+
+
+def stacked(first, second):
+    """Two packed rows as one batch."""
+    joined = {name: torch.cat([first[name], second[name]]) for name in ("tokens", "labels", "positions")}
+    joined["cu_seqlens"] = torch.cat([first["cu_seqlens"], second["cu_seqlens"][1:] + first["tokens"].numel()])
+    joined["lengths"] = first["lengths"] + second["lengths"]
+    return joined
+
+
+def token_mean(module, batches):
+    """Loss and gradient norm over all labels of several batches, the plain way."""
+    sums = [module.model.loss(b["tokens"], b["labels"], **module.context(b)) for b in batches]
+    loss = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    gradients = torch.autograd.grad(loss, list(module.model.parameters()))
+    return loss.item(), torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+
+
+def test_every_token_weighs_the_same_over_micro_batches():
+    rows = [packed_row(index) for index in (1, 4)]  # with different numbers of labels
+    assert (rows[0]["labels"] != -100).sum() != (rows[1]["labels"] != -100).sum()
+    module = tiny_module(config=NO_DROPOUT, optimizer=SMOOTH)
+    loss, norm = token_mean(module, rows)
+    apart = fit(module, rows, accumulate=2, max_steps=1)
+    assert apart.losses == [pytest.approx(loss, rel=1e-6)]
+    assert apart.norms == [pytest.approx(norm, rel=1e-5)]
+    assert norm > SMOOTH.gradient_clip  # clipping was at work
+
+    together_module = tiny_module(config=NO_DROPOUT, optimizer=SMOOTH)
+    fit(together_module, [stacked(*rows)], accumulate=1, max_steps=1)
+    for a, b in zip(module.parameters(), together_module.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_last_incomplete_accumulation_weighs_the_same():
+    """A finite loader may end in mid-accumulation: Lightning steps then with fewer micro-batches."""
+    rows = [packed_row(index) for index in (1, 2, 3)]
+    module = tiny_module(config=NO_DROPOUT, optimizer=OptimizerConfig(lr=1e-12, warmup_steps=0))
+    expected = token_mean(module, rows[2:])
+    steps = fit(module, rows, accumulate=2, max_steps=2)
+    assert (steps.losses[1], steps.norms[1]) == (
+        pytest.approx(expected[0], rel=1e-6),
+        pytest.approx(expected[1], rel=1e-5),
+    )
+
+
+def test_a_step_without_labels_is_harmless():
+    row = packed_row(0)
+    row["labels"] = torch.full_like(row["labels"], -100)
+    module = tiny_module()
+    before = [p.detach().clone() for p in module.parameters() if p.ndim == 1]
+    steps = fit(module, [row], accumulate=1, max_steps=1)
+    assert steps.losses == [0.0]
+    assert steps.norms == [0.0]
+    assert all(torch.equal(a, b) for a, b in zip(before, (p for p in module.parameters() if p.ndim == 1), strict=True))
+
+
+def test_trainers_own_clipping_takes_precedence():
+    rows = [packed_row(1)]
+    ours, theirs = (
+        tiny_module(config=NO_DROPOUT, optimizer=replace(SMOOTH, gradient_clip=clip)) for clip in (0.01, 5.0)
+    )
+    fit(ours, rows, accumulate=1, max_steps=1)
+    fit(theirs, rows, accumulate=1, max_steps=1, gradient_clip_val=0.01)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    with pytest.raises(
+        ValueError, match=r"GradClipAlgorithmType\.VALUE does not apply: gradients are clipped by their norm"
+    ):
+        fit(tiny_module(), rows, accumulate=1, max_steps=1, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+
+
+def cpu_scaler() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp16-mixed"])
+def test_low_precision_trains_with_clipping(precision):
+    """As fp32 does, within the precision's error; fp16 with a real loss scaler, whose scale must not reach the norm."""
+    rows = [packed_row(index) for index in range(8)]
+    config = OptimizerConfig(lr=1e-2, warmup_steps=0, gradient_clip=0.5)
+    exact = fit(tiny_module(config=NO_DROPOUT, optimizer=config), rows, accumulate=2, max_steps=4)
+    how = {"plugins": [cpu_scaler()]} if precision == "fp16-mixed" else {"precision": precision}
+    module = tiny_module(config=NO_DROPOUT, optimizer=config)
+    steps = fit(module, rows, accumulate=2, max_steps=4, **how)
+    assert steps.losses == pytest.approx(exact.losses, rel=0.02)
+    assert steps.norms == pytest.approx(exact.norms, rel=0.05)
+    assert next(module.parameters()).dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+def test_overflowing_fp16_step_is_skipped():
+    """Gradients that overflow under the scale leave the weights alone, and the scale is lowered."""
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**60))
+    module = tiny_module(config=NO_DROPOUT)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    fit(module, [packed_row(1)], accumulate=1, max_steps=1, plugins=[plugin])
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert plugin.scaler.get_scale() == 2.0**59
+
+
+def test_schedule_goes_by_max_steps():
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, min_lr_ratio=0.0)
+    steps = fit(tiny_module(optimizer=config), [packed_row(i) for i in range(4)], accumulate=1, max_steps=4)
+    assert steps.rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    with pytest.raises(ValueError, match=r"needs an end: give Trainer\(max_steps=...\)"):
+        fit(tiny_module(), [packed_row(0)], accumulate=1, max_steps=-1, max_epochs=-1)
+
+
+def test_validation(tmp_path):
+    module = tiny_module(config=NO_DROPOUT, val_bytes_per_token=2.0, answer_accuracy=True, chance_level=0.25)
+    trainer = tiny_trainer(tmp_path)
+    (logged,) = trainer.validate(module, datamodule=TinyData(), verbose=False)
+    rows = [packed_row(100), packed_row(101)]
+    loss, _ = token_mean(module.eval(), rows)
+    assert module.validation["val/loss"] == pytest.approx(loss, rel=1e-6)
+    assert module.validation["val/bits_per_byte"] == pytest.approx(loss / 0.6931471805599453 / 2, rel=1e-6)
+    right = total = 0
+    for row in rows:
+        choices = module.model(row["tokens"], **module.context(row)).argmax(-1)
+        right += ((choices == row["labels"]) & (row["labels"] != -100)).sum().item()
+        total += (row["labels"] != -100).sum().item()
+    assert module.validation["val/answer_accuracy"] == right / total
+    assert module.validation["val/chance_level"] == 0.25
+    assert logged["val/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_plain_rows_need_no_packing():
+    tokens = packed_row(0)["tokens"]
+    module = tiny_module(config=NO_DROPOUT)
+    batch = {"tokens": tokens, "labels": tokens.roll(-1)}
+    steps = fit(module, [batch], accumulate=1, max_steps=1)
+    assert len(steps.losses) == 1
+    assert module.flops(batch) == module.model.model_flops(32, 32 * 33 // 2)
+
+
+def test_flops_are_those_of_the_packed_documents():
+    module = tiny_module()
+    row = packed_row(0)
+    pairs = sum(n * (n + 1) // 2 for n in row["lengths"])
+    assert module.flops(row) == module.model.model_flops(32, pairs)
+
+
+def test_flash_gets_no_numbers_from_the_host():
+    row = packed_row(0)
+    module = tiny_module()
+    assert isinstance(module.context(row)["packing"], Packing)
+    assert module.context(row)["packing"].lengths == row["lengths"]
+    module.attention = "flash"
+    assert module.context(row)["packing"].lengths is None
+
+
+def test_compile_takes_each_block():
+    module = tiny_module(compile=True)
+    assert all(block._compiled_call_impl is not None for block in module.model.blocks)
+    assert module.model._compiled_call_impl is None
+    assert tiny_module().model.blocks[0]._compiled_call_impl is None
+
+
+# -- checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("checkpoint")
+    tiny_trainer(run_dir, max_steps=1).fit(tiny_module(), datamodule=TinyData())
+    return run_dir / "checkpoints" / "step-000001.ckpt"
+
+
+def test_checkpoint_holds_plain_values_only(checkpoint):
+    loaded = torch.load(checkpoint, weights_only=True)
+    assert loaded["hyper_parameters"]["model"] == tiny_config().to_dict()
+    assert loaded["hyper_parameters"]["optimizer"]["betas"] == [0.9, 0.95]
+    assert loaded["global_step"] == 1
+
+
+def test_checkpoint_builds_its_module(checkpoint):
+    module = CausalLMModule.load_from_checkpoint(checkpoint, weights_only=True)
+    assert module.model.config == tiny_config()
+    assert module.optimizer_config == OptimizerConfig(lr=1e-2, warmup_steps=2, gradient_clip=0.5)
+    assert module.attention == "sdpa"
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+
+
+def test_checkpoint_of_another_model(checkpoint, tmp_path):
+    module = tiny_module(config=tiny_config(n_layers=3, mlp_width=64))
+    message = r"another model: mlp_width \(32 saved, 64 here\), n_layers \(2 saved, 3 here\)$"
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path).fit(module, datamodule=TinyData(), ckpt_path=checkpoint)
+
+
+def test_dropout_may_change_on_resuming(checkpoint, tmp_path):
+    module = tiny_module(config=tiny_config(attention_dropout=0.0, name="other"))
+    trainer = tiny_trainer(tmp_path, max_steps=2)
+    trainer.fit(module, datamodule=TinyData(), ckpt_path=checkpoint)
+    assert trainer.global_step == 2
+
+
+def test_checkpoint_of_something_else():
+    with pytest.raises(ValueError, match="not written by CausalLMModule"):
+        tiny_module().on_load_checkpoint({"state_dict": {}})

@@ -1,0 +1,114 @@
+"""Parameter groups, the schedule, and gradients rescaled and clipped in one pass."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_run import tiny_config
+from torch import nn
+
+from flash_train.model import Transformer
+from flash_train.training.optimizer import (
+    OptimizerConfig,
+    build_adamw,
+    learning_rate_factor,
+    parameter_groups,
+    rescale_and_clip,
+    warmup_cosine,
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_norms_embeddings_and_biases_do_not_decay(tied):
+    model = Transformer(tiny_config(tied_embeddings=tied, qk_norm=True), attention="sdpa")
+    model.bias = nn.Parameter(torch.zeros(3))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, kept = ({names[id(parameter)] for parameter in group["params"]} for group in parameter_groups(model, 0.1))
+    assert decayed | kept == set(names.values())
+    assert not decayed & kept
+    assert {name for name in names.values() if "norm" in name} | {"embedding.weight", "bias"} == kept
+    assert ("head.weight" in decayed) is not tied
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert sum(len(group["params"]) for group in parameter_groups(model, 0.1)) == 2
+
+
+def test_adamw_is_fused_and_leaves_unscaling_to_the_scaler():
+    optimizer = build_adamw(nn.Linear(2, 2), OptimizerConfig())
+    assert optimizer.defaults["fused"] is True
+    assert optimizer._step_supports_amp_scaling is False
+    assert build_adamw(nn.Linear(2, 2), OptimizerConfig(fused=False)).defaults["fused"] is False
+
+
+def test_schedule():
+    factors = [learning_rate_factor(s, warmup_steps=4, max_steps=24, min_lr_ratio=0.1) for s in range(30)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[14] == pytest.approx(0.55)  # half way down
+    assert factors[24:] == [pytest.approx(0.1)] * 6
+    assert all(a >= b for a, b in pairwise(factors[4:]))
+    assert learning_rate_factor(0, warmup_steps=0, max_steps=1, min_lr_ratio=0.0) == 1.0
+
+
+def test_scheduler_follows_it():
+    optimizer = build_adamw(nn.Linear(2, 2), OptimizerConfig(lr=2.0))
+    scheduler = warmup_cosine(optimizer, OptimizerConfig(lr=2.0, warmup_steps=2), max_steps=10)
+    seen = []
+    for _ in range(3):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert seen == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [None, 0, 0.5, 1e6])
+def test_rescale_and_clip(dtype, max_norm):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(7, 5), (300,), (2,)]]
+    for parameter in parameters[:2]:  # the third has no gradient
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+    before = [parameter.grad.double() for parameter in parameters[:2]]
+    exact = 3.0 * torch.cat([gradient.flatten() for gradient in before]).norm().item()
+
+    norm = rescale_and_clip(parameters, torch.tensor(3.0, dtype=torch.float64), max_norm)
+
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact, rel=1e-5)
+    factor = 3.0 * (min(1.0, max_norm / exact) if max_norm else 1.0)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    for parameter, gradient in zip(parameters, before, strict=False):
+        torch.testing.assert_close(parameter.grad.double(), gradient * factor, rtol=tolerance, atol=1e-12)
+    assert parameters[2].grad is None
+
+
+def test_rescale_without_any_gradient():
+    assert rescale_and_clip([nn.Parameter(torch.zeros(2))], torch.tensor(1.0), 1.0).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 0}, "optimizer.lr=0 is out of range: it must be greater than 0"),
+        ({"lr": math.nan}, "optimizer.lr=nan"),
+        ({"min_lr_ratio": 1.5}, "between 0 and 1"),
+        ({"betas": (0.9, 1.0)}, r"two numbers in \[0, 1\)"),
+        ({"weight_decay": -1}, "0 or greater"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps=-1"),
+        ({"gradient_clip": -1.0}, "or null"),
+    ],
+)
+def test_settings_out_of_range(change, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**change)
+
+
+def test_config_round_trip():
+    config = OptimizerConfig(lr=1e-3, betas=[0.8, 0.9])
+    assert OptimizerConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="no setting lrr; it has betas, eps"):
+        OptimizerConfig.from_dict({"lrr": 1})

@@ -1,0 +1,109 @@
+"""A run small enough for tests, in pieces and as a script (for tests that send signals to it)."""
+
+import argparse
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from flash_train.model import ModelConfig
+from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer
+
+SEQ_LEN = 32
+ROWS = 10  # rows in the data: an epoch is 10 micro-batches
+
+
+def tiny_config(**changes) -> ModelConfig:
+    shape = {
+        "vocab_size": 31,
+        "n_layers": 2,
+        "width": 16,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "head_dim": 8,
+        "mlp_width": 32,
+    }
+    return ModelConfig(**{**shape, "attention_dropout": 0.1, "residual_dropout": 0.1, **changes})
+
+
+def tiny_module(*, seed: int = 0, attention: str = "sdpa", **options) -> CausalLMModule:
+    torch.manual_seed(seed)
+    config = options.pop("config", None) or tiny_config()
+    optimizer = options.pop("optimizer", None) or OptimizerConfig(lr=1e-2, warmup_steps=2, gradient_clip=0.5)
+    return CausalLMModule(config, optimizer, attention=attention, **options)
+
+
+def packed_row(index: int) -> dict:
+    """One row of documents of uneven lengths, the last a tail of padding; with a few more labels left out."""
+    generator = torch.Generator().manual_seed(index)
+    cut = int(torch.randint(4, 20, (), generator=generator))
+    lengths = (cut, 28 - cut, 4)
+    tokens = torch.randint(0, 31, (SEQ_LEN,), generator=generator)
+    labels = tokens.roll(-1)
+    labels[[cut - 1, 27, 28, 29, 30, 31]] = -100
+    labels[: index % 5] = -100  # so that micro-batches differ in their count
+    return {
+        "tokens": tokens[None],
+        "labels": labels[None],
+        "positions": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seqlens": torch.tensor([0, cut, 28, SEQ_LEN, SEQ_LEN, SEQ_LEN], dtype=torch.int32),
+        "lengths": lengths,
+    }
+
+
+class Rows(Dataset):
+    def __getitem__(self, index: int) -> dict:
+        return packed_row(index)
+
+
+class EndlessSampler(Sampler):
+    """Epoch after epoch, each in an order of its own, from batch `start` on."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self):
+        batch = self.start
+        while True:
+            epoch, place = divmod(batch, ROWS)
+            yield int(torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))[place])
+            batch += 1
+
+
+class TinyData(pl.LightningDataModule):
+    """Goes on where the checkpoint stood, as flash_train.data's own does."""
+
+    start = 0
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(), batch_size=None, sampler=EndlessSampler(self.start))
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader([packed_row(100 + i) for i in range(2)], batch_size=None)
+
+    def state_dict(self) -> dict:
+        return {"batches": self.trainer.fit_loop.total_batch_idx + 1}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.start = state["batches"]
+
+
+def tiny_trainer(run_dir: Path, **options):
+    defaults = {"max_steps": 12, "accumulate": 2, "log_every": 1, "accelerator": "cpu", "progress": False}
+    return build_trainer(run_dir=run_dir, **{**defaults, **options})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--resume")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = tiny_trainer(arguments.run_dir, val_every=5, max_steps=100_000)
+    trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=arguments.resume)
+    print("after fit")
+
+
+if __name__ == "__main__":
+    main()
