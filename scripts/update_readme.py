@@ -1,7 +1,7 @@
 """Fill the README's tables from docs/results/*.json: `python scripts/update_readme.py`, with --check to change nothing.
 
-A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, which holds
-{"records": [...]}: for `training` the summary.json of each run, for `attention` the records of bench_attention.
+A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, which
+holds {"records": [...]}: for `training` the summary.json of each run, for `attention` the records of bench_attention.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""For all tests: few threads, nothing written outside temporary folders, GPU tests skipped in words where there is none."""
+"""For all tests: few threads, nothing written outside temporary folders, GPU tests skipped in words."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported; tensors here are tiny
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     if k.shape[1] == 0:
         return torch.zeros_like(q)
     grouped = q.shape[2] != k.shape[2]
-    if grouped and q.device.type == "cpu":  # PyTorch's grouped backward is eight times slower there than on copied heads
+    if grouped and q.device.type == "cpu":  # PyTorch's grouped backward there is eight times slower than copied heads
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         grouped = False
     mask = None
@@ -106,7 +107,8 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
     if packing.lengths is not None:  # the entries that hold something come first: leave the empty ones out
         cu_q, cu_k = cu_q[: len(packing.lengths) + 1], cu_k[: len(packing.lengths) + 1]
         longest_q = longest_k = max(packing.lengths, default=1)
-    options: dict[str, object] = {"window_size": (-1, 0) if spec.mask.causal else (-1, -1), "scale": spec.scale}
+    window = (-1, 0) if spec.mask.causal else (-1, -1)
+    options: dict[str, Any] = {"window_size": window, "scale": spec.scale}
     if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12
         options["enable_gqa"] = True
-    return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
+    return cast(torch.Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))

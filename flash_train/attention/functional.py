@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from flash_train.attention.autograd import attention_forward
@@ -15,6 +17,30 @@ from flash_train.attention.varlen import Packing
 FULL = AttentionSpec()
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec = ...,
+    *,
+    packing: Packing | None = ...,
+    rng: RngState | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec = ...,
+    *,
+    packing: Packing | None = ...,
+    rng: RngState | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -117,20 +117,20 @@ def check(name: str, shape: Shape) -> float:
     )
     if shape.dropout and name != "triton":
         small = Shape(small.head_dim, small.n_heads, small.n_kv_heads, 1024, small.causal)
-    tensors = inputs(small)
+    q, k, v = tensors = inputs(small)
     spec = AttentionSpec(Causal() if small.causal else Full(), dropout=small.dropout)
     packing, rng = None, RngState(1) if small.dropout else None
     if lengths:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         packing = Packing(cu, cu, lengths=lengths)
     if rng is not None:
-        out = attention(*tensors, spec, rng=rng, backend="flash")
+        out = attention(q, k, v, spec, rng=rng, backend="flash")
     else:
         call = implementation(name, small)
         assert call is not None
         out = call(*tensors)
     exact = [x.detach().float().requires_grad_() for x in tensors]
-    ref = attention(*exact, spec, packing=packing, rng=rng, backend="reference")
+    ref = attention(exact[0], exact[1], exact[2], spec, packing=packing, rng=rng, backend="reference")
     dout = torch.randn_like(out)
     got = (out, *torch.autograd.grad(out, tensors, dout))
     want = (ref, *torch.autograd.grad(ref, exact, dout.float()))

@@ -6,7 +6,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 
 from flash_train.cli.errors import blame
 from flash_train.profiling import write_text
+
+Mode = Literal["online", "offline"]
 
 CONNECT_SECONDS = 3.0
 PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
@@ -33,10 +35,9 @@ def build_logger(settings: DictConfig, run_dir: Path, config: Mapping[str, Any])
     return WandbLogger(experiment=_wandb_run(settings, run_dir, config))
 
 
-def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Any | None:
-    """W&B's run, begun or gone on with; None on ranks other than the first, which log nothing."""
-    if rank_zero_only.rank != 0:
-        return None
+@rank_zero_only  # None on the others, which log nothing
+def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Any:
+    """W&B's run, begun or gone on with."""
     import wandb
 
     mode = wandb_mode(settings.mode, os.environ)
@@ -59,7 +60,7 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
     return run
 
 
-def wandb_mode(wanted: str, environ: Mapping[str, str]) -> str | None:
+def wandb_mode(wanted: Mode | Literal["auto"], environ: Mapping[str, str]) -> Mode | None:
     """`online` or `offline`; None leaves it to WANDB_MODE. `auto` is online where there is a login and a connection."""
     if wanted != "auto":
         return wanted

@@ -45,7 +45,9 @@ def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
     there = [name for name in FILES if (run_dir / name).is_file()]
     there += sorted(f"{CHECKPOINTS}/{path.name}" for path in (run_dir / CHECKPOINTS).glob("*.ckpt"))
     print(f"{run_dir}: {', '.join(there)}")
-    if trainer.state.fn == "fit":
+    if trainer.state.fn == "validate":
+        print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
+    else:
         print(f"go on with the same options and run_dir={run_dir} resume=last")
     if hint := sync_hint(logger, run_dir):
         print(hint)

@@ -31,7 +31,7 @@ _CORPORA = {"stdlib": StdlibCorpus, "text": TextCorpus, "hub": HubCorpus, "recal
 
 
 def load_corpus(kind: str, **options) -> Corpus | RecallCorpus:
-    """The corpus called "stdlib", "text", "hub" or "recall", made with `options`. Raises ValueError for another name."""
+    """The corpus called stdlib, text, hub or recall, made with `options`. Raises ValueError for another name."""
     if kind not in _CORPORA:
         raise ValueError(f"data={kind}: allowed are {', '.join(_CORPORA)}")
     return _CORPORA[kind](**options)

@@ -13,7 +13,7 @@ EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True)
 class Document:
-    """One document: `key` is its identity (which decides its part, train or validation), `source` its name in errors."""
+    """One document: `key` is its identity, which decides its part, train or validation; `source` its name in errors."""
 
     key: str
     source: str
@@ -35,8 +35,9 @@ class Corpus(Protocol):
 class StdlibCorpus:
     """The ``.py`` files of the running interpreter's standard library, one document each.
 
-    Real, uneven text of tens of megabytes on every machine. Installed packages are left out, and so is what a
-    distribution left out of the library itself (some ship no tests). Raises FileNotFoundError if `root` has no such file.
+    Real, uneven text of tens of megabytes on every machine. Installed packages are left out; so is
+    what a distribution left out of the library itself (some ship no tests). Raises FileNotFoundError if `root` has no
+    such file.
     """
 
     name = "stdlib"

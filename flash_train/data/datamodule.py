@@ -39,8 +39,8 @@ class PackedDataModule(lightning.LightningDataModule):
 
     Args:
         corpus: StdlibCorpus, TextCorpus, HubCorpus, RecallCorpus, or another `Corpus`.
-        tokenizer: ByteTokenizer (the default) or JsonTokenizer. RecallCorpus makes tokens itself and ignores it, but for
-            the size of the vocabulary.
+        tokenizer: ByteTokenizer (the default) or JsonTokenizer. RecallCorpus makes tokens itself and takes from it the
+            size of the vocabulary only.
         seq_len: tokens in a row.
         batch_size: rows in a batch, of each rank.
         seed: of the order of training rows; and of the rows themselves for RecallCorpus.
@@ -152,7 +152,7 @@ class PackedDataModule(lightning.LightningDataModule):
         if self.trainer is None:
             return anchor.start
         processed = self._processed() - anchor.processed
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        progress = self._batch_progress
         if progress.current.processed >= self.trainer.num_training_batches:
             pending = 0  # the optimizer steps at the end of an epoch of Lightning, however many are accumulated
         else:
@@ -186,7 +186,12 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def _processed(self) -> int:
         """Batches the trainer has processed, in all its epochs and before it was resumed."""
-        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed if self.trainer else 0
+        return self._batch_progress.total.processed if self.trainer else 0
+
+    @property
+    def _batch_progress(self) -> Any:
+        """Lightning's counts; `processed` is raised after a batch's optimizer step and before on_train_batch_end."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress
 
     def _identity(self) -> dict[str, Any]:
         """What decides the rows and their order."""
@@ -214,11 +219,12 @@ class PackedDataModule(lightning.LightningDataModule):
     def _setup_recall(self, corpus: RecallCorpus) -> None:
         self._train = RecallRows(corpus, self.seq_len, self.seed, "train")
         self._val = RecallRows(corpus, self.seq_len, self.seed, "val")
+        capacity = self._val.capacity = self._train.capacity  # one for both: shapes never change
         self._info = {
             "corpus": corpus.name,
             "corpus_hash": corpus.fingerprint(),
             "seq_len": self.seq_len,
-            "capacity": self._train.capacity,
+            "capacity": capacity,
             "chance": corpus.chance,
         }
 

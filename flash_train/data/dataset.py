@@ -56,7 +56,7 @@ class PackedRows(Dataset):
         return as_row(tokens, labels, lengths, self.capacity)
 
     def _join(self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: list[tuple[int, int, int]]) -> None:
-        """Makes documents of one stream predict each other: a document's end is followed by the next one's beginning."""
+        """Labels the ends of documents with the beginnings of those that follow them in the one stream."""
         ends = np.cumsum([length for _, _, length in segments])
         labels[ends[:-1] - 1] = tokens[ends[:-1]]
         if row + 1 < len(self.index):
@@ -65,7 +65,7 @@ class PackedRows(Dataset):
 
 
 def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capacity: int) -> Row:
-    """A row as `PackedRows` describes it, from its tokens, labels (int64, (seq_len,)) and the lengths of its entries."""
+    """A row as `PackedRows` has it, from its tokens and labels (int64, (seq_len,)) and the lengths of its entries."""
     positions = np.concatenate([np.arange(length) for length in lengths])
     return {
         "tokens": torch.from_numpy(tokens),

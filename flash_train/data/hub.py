@@ -11,7 +11,7 @@ class HubCorpus:
     """One split of whatever `datasets.load_dataset(name, config)` loads; a document is the field `text_field` of a row.
 
     `name` may be a local folder of .jsonl, .parquet, … files. With `streaming` rows are read as they come and only
-    tokens are kept; without, `datasets` keeps a copy of the data in its own cache. Documents are known by their content.
+    tokens are kept; without, `datasets` keeps a copy of the data in its own cache. Documents are known by content.
 
     What doesn't exist ends in a FileNotFoundError or ValueError that names `data.name`; an unreachable hub in a
     ConnectionError, likewise.

@@ -1,6 +1,7 @@
 """Batches out of rows: a DataLoader made anew, from where the run is, each time it is iterated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
+from typing import cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,7 +27,7 @@ class BatchStream:
         self.rows, self.make_sampler, self.num_workers = rows, make_sampler, num_workers
 
     def __len__(self) -> int:
-        return len(self.make_sampler())
+        return len(cast("Sized", self.make_sampler()))
 
     def __iter__(self) -> Iterator[Batch]:
         loader = DataLoader(

@@ -54,7 +54,7 @@ class PackedIndex:
 
 
 def pack(lengths: np.ndarray, seq_len: int, packing: PackingName = "best_fit") -> PackedIndex:
-    """Packs documents of `lengths` tokens (each ≥ 1) into rows of `seq_len`. Raises ValueError for an unknown `packing`."""
+    """Packs documents of `lengths` tokens (each ≥ 1) into rows of `seq_len`. ValueError for an unknown `packing`."""
     check_packing(packing)
     lengths = np.asarray(lengths, dtype=np.int64)
     return best_fit(lengths, seq_len) if packing == "best_fit" else concat(lengths, seq_len)

@@ -1,12 +1,17 @@
 """Associative recall: synthetic rows with known answers, at any length.
 
-A row first states pairs, then asks for their values:
+An episode first states pairs, then asks for their values:
 
     k1 v1 k2 v2 … kP vP  q1 q2 q3 …
 
-The keys of a row are distinct; each query is one of them, and the label at a query is that key's value. The answers
-themselves never appear after the pairs, so an answer can only come from the row's beginning, up to seq_len away. (The
-task is multi-query associative recall of Arora et al., "Zoology", 2023, arXiv:2312.04927, with its gaps filled with queries.)
+The keys of an episode are distinct; each query is one of them, and the label at a query is that key's value. Nothing
+else has a label. The answers never appear after the pairs, so that an answer can come from the episode's beginning
+only. (It is the multi-query associative recall of Arora et al., "Zoology", arXiv:2312.04927, with queries in its gaps.)
+
+A validation row is one episode of seq_len tokens. A training row is episodes of one length, packed: 16, 32, 64, …
+tokens or seq_len, each as likely. The short ones are what makes the task quick to learn: over a few tokens even an
+untrained attention gives each pair its weight, and what is learnt there holds at any length. On long episodes alone, a
+small model stays at guessing among the values of the row.
 """
 
 import math
@@ -21,12 +26,13 @@ from flash_train.data.dataset import IGNORE, PADDING_ROW, Row, as_row
 
 STREAMS = {"train": 0, "val": 1}
 ENDLESS = 2**62  # rows of the training stream: more than anyone will see
-CAPACITY = 8  # a row is one entry
+SHORTEST = 16  # tokens of the shortest episode
+TOKENS_PER_PAIR = 8  # of a short episode; half of them and more are queries
 
 
 @dataclass(frozen=True)
 class RecallCorpus:
-    """Associative recall with `n_pairs` pairs to a row out of `n_keys` keys and `n_values` values.
+    """Associative recall with `n_pairs` pairs to an episode out of `n_keys` keys and `n_values` values.
 
     Token ids: keys are 0 … n_keys - 1, values the next n_values ids; they lie within a byte, so that any model that
     reads bytes can be trained on it. Raises ValueError for counts that cannot be.
@@ -70,27 +76,38 @@ class RecallRows(Dataset):
                 f"seq_len={seq_len}: data=recall needs more than 2 * n_pairs = {2 * corpus.n_pairs} tokens to a row"
             )
         self.corpus, self.seq_len, self.seed, self.stream = corpus, seq_len, seed, stream
-        self.capacity = CAPACITY
+        self.episode_lengths = [seq_len]
+        if stream == "train":
+            self.episode_lengths += [SHORTEST << i for i in range(math.ceil(math.log2(seq_len / SHORTEST)))]
+        most_entries = -(-seq_len // min(self.episode_lengths))  # the unused tail is one, too
+        self.capacity = -(-most_entries // 8) * 8
 
     def __len__(self) -> int:
         return ENDLESS if self.stream == "train" else self.corpus.val_rows
 
     def __getitem__(self, row: int) -> Row:
-        corpus = self.corpus
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        if row != PADDING_ROW:
-            random = np.random.default_rng([self.seed, STREAMS[self.stream], row])
-            n_pairs = corpus.n_pairs
-            if self.stream == "train":
-                n_pairs = math.ceil(n_pairs ** random.random())
-            n_stated = 2 * n_pairs
-            keys = random.permutation(corpus.n_keys)[:n_pairs]
-            values = corpus.n_keys + random.integers(corpus.n_values, size=n_pairs)
-            asked = random.integers(n_pairs, size=self.seq_len - n_stated)
-            tokens[0:n_stated:2], tokens[1:n_stated:2], tokens[n_stated:] = keys, values, keys[asked]
-            labels[n_stated:] = values[asked]
-        return as_row(tokens, labels, [self.seq_len], self.capacity)
+        if row == PADDING_ROW:
+            return as_row(tokens, labels, [self.seq_len], self.capacity)
+        random = np.random.default_rng([self.seed, STREAMS[self.stream], row])
+        length = self.episode_lengths[random.integers(len(self.episode_lengths))]
+        n_pairs = self.corpus.n_pairs
+        if length < self.seq_len:
+            n_pairs = min(n_pairs, length // TOKENS_PER_PAIR)
+        episodes, tail = divmod(self.seq_len, length)
+        for episode in range(episodes):
+            own = slice(episode * length, (episode + 1) * length)
+            tokens[own], labels[own] = self._episode(length, n_pairs, random)
+        return as_row(tokens, labels, [length] * episodes + [tail] * (tail > 0), self.capacity)
+
+    def _episode(self, length: int, n_pairs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, labels) of one episode: int64 (length,) each."""
+        keys = random.permutation(self.corpus.n_keys)[:n_pairs]
+        values = self.corpus.n_keys + random.integers(self.corpus.n_values, size=n_pairs)
+        asked = random.integers(n_pairs, size=length - 2 * n_pairs)
+        pairs = np.stack([keys, values], axis=1).ravel()
+        return np.concatenate([pairs, keys[asked]]), np.concatenate([np.full(2 * n_pairs, IGNORE), values[asked]])
 
 
 def recall_accuracy(logits: Tensor, labels: Tensor) -> float:

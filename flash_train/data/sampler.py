@@ -11,10 +11,9 @@ from flash_train.data.dataset import PADDING_ROW
 class EndlessBatchSampler:
     """Batches of row indices without end, from `start_batch` on.
 
-    Sample j of batch i of a rank is the stream's sample ``g = (i * world_size + rank) * batch_size + j``, and the stream
-    is one seeded permutation of the rows after another: epoch ``g // n_rows``, place ``g % n_rows``. Epochs flow into
-    one another inside a batch, and no row is dropped or repeated within an epoch. With ``shuffle=False`` the place is
-    the row.
+    Sample j of batch i of a rank is the stream's sample ``g = (i * world_size + rank) * batch_size + j``. The stream is
+    one seeded permutation of the rows after another: epoch ``g // n_rows``, place ``g % n_rows``. Epochs flow into one
+    another inside a batch; no row is dropped, or repeated within an epoch. With ``shuffle=False`` the place is the row.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from flash_train.data.cache import TokenCache
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of one part, as ranges of a cache's tokens. `begins`, `lengths`: (documents,) int64; `bytes`: of text."""
+    """Documents of one part, as ranges of a cache's tokens. begins, lengths: (documents,) int64; bytes: of text."""
 
     cache: TokenCache
     begins: np.ndarray

@@ -81,7 +81,7 @@ class JsonTokenizer:
     like a special token is encoded as ordinary text. `errors` says what to do with a document that is not UTF-8:
     "strict" raises ValueError naming it, "replace" puts U+FFFD for the invalid bytes, "skip" leaves the document out.
 
-    Raises FileNotFoundError for a missing file; ValueError for one that is no tokenizer or has no end-of-document token.
+    Raises FileNotFoundError for a missing file; ValueError for one that is no tokenizer or has no eos by a usual name.
     """
 
     def __init__(self, path: str | Path, errors: Errors = "strict") -> None:

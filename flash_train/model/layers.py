@@ -1,7 +1,5 @@
 """The parts of a decoder block. Activations are packed, (tokens, width), save inside unpacked attention."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +53,7 @@ class Attention(nn.Module):
         if packing is None:
             q, k, v = (t.unflatten(0, (batch_size, -1)) for t in (q, k, v))
         spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
-        mixed = cast(Tensor, attention(q, k, v, spec, packing=packing, backend=self.backend))
+        mixed = attention(q, k, v, spec, packing=packing, backend=self.backend)
         return self.out(mixed.reshape(len(x), -1))
 
 

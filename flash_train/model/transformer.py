@@ -35,7 +35,9 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Normal(0, 1/√width), about the usual 0.02 at width 2048; a fixed 0.02 would keep small models from attending.
 
-        What writes into the residual stream is smaller by √(2·n_layers), as in GPT-2 (Radford et al. 2019, 2.3).
+        What writes into the residual stream is smaller by √(2·n_layers), as in GPT-2 (Radford et al. 2019, 2.3). An
+        embedding that is not the head, too, is normal(0, 1): tokens then stay apart in a stream to which every layer
+        adds, without which small models do not learn associative recall.
         """
         std = self.config.width**-0.5
         for name, module in self.named_modules():
@@ -44,6 +46,8 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=std / (2 * self.config.n_layers) ** 0.5 if writes_residual else std)
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
+        if self.head is not None:
+            nn.init.normal_(self.embedding.weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -50,7 +50,7 @@ class AbsentDevice:
         return 0
 
 
-def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dtype, dropout: bool):  # noqa: ANN201
+def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dtype, dropout: bool):
     """The three large kernels of a causal, packed, grouped call, as compiled objects by name."""
     tiles = tiles_for(capability, dtype, head_dim, dropout)
     threshold = 230 if dropout else 256
@@ -59,7 +59,7 @@ def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dty
     qs, ks, ls = launch._strides(q), launch._strides(k), launch._lse_strides(stat)
     lengths = (8, 256, 256)
 
-    def constants(tile):  # noqa: ANN001, ANN202
+    def constants(tile):
         return launch._constants(q, k, cu, True, threshold, tile) | {"PRECISION": "tf32x3", "grid": (1,)}
 
     yield (
@@ -78,7 +78,7 @@ def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dty
     )  # fmt: skip
 
 
-def resources(kernel) -> dict[str, int]:  # noqa: ANN001
+def resources(kernel) -> dict[str, int]:
     """Registers, stack bytes (spills live there) and shared memory of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -11,9 +11,9 @@ from dataclasses import replace
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
+import torch
 
-from tests.attention.contract import CASES, run  # noqa: E402
+from tests.attention.contract import CASES, run
 
 INTERPRETED = [*CASES, *(replace(case, dtype=torch.float16) for case in CASES if case.name in ("gqa", "packed-cross"))]
 

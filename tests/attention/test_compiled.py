@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from tests.attention.compiled import SHARED_LIMIT, VARIANTS  # noqa: E402
+from tests.attention.compiled import SHARED_LIMIT, VARIANTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,5 +26,5 @@ def test_all_variants_compile(rows):
     assert len(rows) == 3 * len(VARIANTS)
     for row in rows:
         assert row["shared"] <= SHARED_LIMIT[tuple(row["capability"])], row
-        allowed = 768 if row["dtype"] == "torch.float32" else 512 if row["head_dim"] == 256 else 256  # bytes a thread
+        allowed = 1536 if row["dtype"] == "torch.float32" else 512 if row["head_dim"] == 256 else 256  # bytes a thread
         assert row["stack"] <= allowed, row

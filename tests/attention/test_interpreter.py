@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from tests.attention.interpreter import INTERPRETED  # noqa: E402
+from tests.attention.interpreter import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 

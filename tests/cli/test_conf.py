@@ -75,7 +75,13 @@ def test_model_is_built(choice):
         model = Transformer(build_model_config(config, BYTES, None), attention="sdpa")
     assert model.config.name == choice.stem
     assert model.config.vocab_size % 64 == 0
-    expected = {"nano": (1e5, 2e6), "125m": (85e6, 130e6), "350m": (290e6, 360e6), "1b3": (1.2e9, 1.4e9), "8b": (8e9, 8.1e9)}
+    expected = {
+        "nano": (1e5, 2e6),
+        "125m": (85e6, 130e6),
+        "350m": (290e6, 360e6),
+        "1b3": (1.2e9, 1.4e9),
+        "8b": (8e9, 8.1e9),
+    }
     low, high = expected[choice.stem]
     assert low < sum(parameter.numel() for parameter in model.parameters()) < high
 
@@ -145,7 +151,9 @@ def test_experiment_is_built(choice):
     given = ModelConfig(vocab_size=320, n_layers=1, width=8, n_heads=1, n_kv_heads=1, head_dim=8, mlp_width=8)
     with torch.device("meta"):
         model = build_model_config(config, BYTES, given if config.init_from else None)
-        module = CausalLMModule(model, build_optimizer(config, model.width), attention="sdpa", memory=config.memory.mode)
+        module = CausalLMModule(
+            model, build_optimizer(config, model.width), attention="sdpa", memory=config.memory.mode
+        )
     assert module.model.memory == config.memory.mode
 
 
@@ -159,7 +167,9 @@ def test_schema_and_library_have_the_same_fields():
 
 
 def test_every_rule_is_of_a_key_that_exists():
-    configs = [compose_config([f"data={name}", *NEEDS.get(f"data/{name}", [])]) for name in ("stdlib", "text", "hub", "recall")]
+    configs = [
+        compose_config([f"data={name}", *NEEDS.get(f"data/{name}", [])]) for name in ("stdlib", "text", "hub", "recall")
+    ]
     for key in RULES:
         *parents, name = key.split(".")
         holders = []

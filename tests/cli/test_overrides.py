@@ -49,7 +49,9 @@ def test_home_is_expanded():
     assert parse(override).value() == os.path.expanduser("~/x/epoch=0.ckpt")
 
 
-@pytest.mark.parametrize("text", ["resume=null", "resume='a b'", 'resume="a b"', "resume=", "seq_len=[ab]", "model=nano"])
+@pytest.mark.parametrize(
+    "text", ["resume=null", "resume='a b'", 'resume="a b"', "resume=", "seq_len=[ab]", "model=nano"]
+)
 def test_what_needs_no_quotes_is_left_alone(text):
     assert read([text]).overrides == (text,)
 

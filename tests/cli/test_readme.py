@@ -1,6 +1,7 @@
 """The README's figures are those of docs/results, and its commands are those that CI runs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,27 @@ def test_readme_is_up_to_date():
 def test_the_two_commands_stand_in_the_readme():
     assert "pip install -e . && python scripts/train.py seq_len=16384\n" in README
     assert "pip install -e '.[test]' && pytest\n" in README
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["trainer", "attention"])
+def test_its_python_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)  # of the token cache
+    shorter = {
+        "StdlibCorpus()": f"StdlibCorpus({str(Path(json.__file__).parent)!r})",
+        "seq_len=16384": "seq_len=64",
+        "max_steps=100": "max_steps=2, limit_val_batches=1",
+        "every=50": "every=1",
+    }
+    for long, short in shorter.items():
+        assert "Trainer" not in block or long in block
+        block = block.replace(long, short)
+    names: dict = {}
+    exec(block, names)
+    if "trainer" in names:
+        assert (tmp_path / "checkpoints" / "step-000002.ckpt").is_file()
+    else:
+        assert names["out"].shape == (2, 1024, 8, 64)
 
 
 def test_paths_of_the_tree_exist():

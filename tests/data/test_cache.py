@@ -48,11 +48,11 @@ def test_a_second_time_nothing_is_built(tmp_path):
 
 
 def test_key_covers_content_and_tokenizer(tmp_path):
-    tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]), "replace")
+    tokenizers = (ByteTokenizer(), JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]), "replace"))
     folders = {
         tokenize(ListCorpus(texts), tokenizer, tmp_path / "cache").folder
         for texts in (TEXTS, TEXTS[1:])
-        for tokenizer in (ByteTokenizer(), tokenizer)
+        for tokenizer in tokenizers
     }
     assert len(folders) == 4
 
@@ -60,7 +60,10 @@ def test_key_covers_content_and_tokenizer(tmp_path):
 def test_skipped_and_empty_documents_are_not_documents(tmp_path):
     tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]), "skip")
     cache = tokenize(ListCorpus([b"a", b"\xff", b"", b"b"]), tokenizer, tmp_path)
-    assert [tokenizer.decode(cache.tokens[b:e]) for b, e in zip(cache.offsets, cache.offsets[1:], strict=False)] == ["a", "b"]
+    assert [tokenizer.decode(cache.tokens[b:e]) for b, e in zip(cache.offsets, cache.offsets[1:], strict=False)] == [
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "keys.npy", "sizes.npy", "meta.json"])
@@ -72,7 +75,9 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, name, damage):
     if damage == "missing":
         path.unlink()
     else:
-        path.write_bytes(content[: len(content) // 2] if damage == "cut" else content.replace(content[-40:-20], b"x" * 20))
+        path.write_bytes(
+            content[: len(content) // 2] if damage == "cut" else content.replace(content[-40:-20], b"x" * 20)
+        )
     assert not is_whole(cache.folder)
     again = tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path)
     assert (again.folder / name).read_bytes() == content and is_whole(again.folder)

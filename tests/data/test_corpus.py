@@ -12,7 +12,14 @@ from tests.data.conftest import ListCorpus, random_texts
 
 
 def write_library(root: Path) -> Path:
-    for name in ("a.py", "pkg/b.py", "site-packages/no.py", "pkg/dist-packages/no.py", "pkg/__pycache__/c.py", "data.txt"):
+    for name in (
+        "a.py",
+        "pkg/b.py",
+        "site-packages/no.py",
+        "pkg/dist-packages/no.py",
+        "pkg/__pycache__/c.py",
+        "data.txt",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n")
     return root

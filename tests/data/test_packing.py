@@ -72,7 +72,7 @@ def test_capacity_counts_the_tail(lengths, seq_len):
 def test_standard_library_packs_with_99_percent(stdlib_lengths, seq_len):
     index = pack(stdlib_lengths, seq_len)
     least_rows = -(-int(stdlib_lengths.sum()) // seq_len)
-    # Where the library itself is so small that a last row cannot but stay empty by more than 1 %, no packing reaches 99.
+    # Of a library so small that the last row alone leaves more than 1 % empty, the least number of rows is asked.
     assert index.efficiency >= min(0.99, stdlib_lengths.sum() / (least_rows * seq_len))
 
 

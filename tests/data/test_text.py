@@ -31,7 +31,13 @@ def folder(tmp_path: Path) -> Path:
     write_parquet(root / "d.parquet", [{"text": "parquet 0"}, {"text": "parquet 1"}])
     (root / "sub").mkdir()
     (root / ".git").mkdir()
-    for name, text in {"a.txt": "txt", "sub/b.MD": "md", "e.csv": "no", ".git/x.txt": "no", "sub/empty.txt": ""}.items():
+    for name, text in {
+        "a.txt": "txt",
+        "sub/b.MD": "md",
+        "e.csv": "no",
+        ".git/x.txt": "no",
+        "sub/empty.txt": "",
+    }.items():
         (root / name).write_text(text)
     return root
 

@@ -81,7 +81,11 @@ def test_invalid_utf8_is_raised_replaced_or_skipped(tmp_path):
 def test_fingerprint_covers_the_file_and_the_errors(tmp_path):
     first = write_tokenizer(tmp_path / "1.json", ["</s>"])
     second = write_tokenizer(tmp_path / "2.json", ["</s>", "<s>"])
-    prints = {JsonTokenizer(first).fingerprint, JsonTokenizer(second).fingerprint, JsonTokenizer(first, "skip").fingerprint}
+    prints = {
+        JsonTokenizer(first).fingerprint,
+        JsonTokenizer(second).fingerprint,
+        JsonTokenizer(first, "skip").fingerprint,
+    }
     assert len(prints) == 3
     assert JsonTokenizer(first).fingerprint == JsonTokenizer(first).fingerprint
 

@@ -155,7 +155,7 @@ LENGTHS = (700, 1, 323, 1024)
 SHAPE = (2, 1024)
 
 
-def on_card(model_dtype=torch.float32, autocast=None, liger=True, monkeypatch=None, **options):
+def on_card(model_dtype=torch.float32, autocast=None, **options):
     """Logits and gradients of a small model, in fp64."""
     model = tiny_model(**({"width": 128, "head_dim": 32, "n_layers": 3} | options)).to("cuda", model_dtype)
     tokens, labels = (t.cuda() for t in random_batch(SHAPE, 96))

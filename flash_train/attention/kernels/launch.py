@@ -83,7 +83,8 @@ def backward(
     with _on_device(q):
         attention_backward_rows[(triton.cdiv(rows, block), q.shape[-2], batch)](
             out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse2,
-            *_strides(out), *_strides(dout), *_lse_strides(lse), rows, keep_rate, **constants, HAS_DLSE=dlse is not None,
+            *_strides(out), *_strides(dout), *_lse_strides(lse), rows, keep_rate,
+            **constants, HAS_DLSE=dlse is not None,
         )  # fmt: skip
         attention_backward_dkdv[(_slots(k, cu_seqlens_k, tiles.dkdv.block_n), k.shape[-2])](
             q, k, v, dout, lse2, delta, dk, dv, *shared,

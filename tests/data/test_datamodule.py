@@ -1,0 +1,141 @@
+from itertools import islice
+
+import pytest
+import torch
+
+from flash_train.data import IGNORE, PackedDataModule, RecallCorpus, TextCorpus
+from tests.data.conftest import random_texts
+
+
+class FakeTrainer:
+    """What PackedDataModule asks of a trainer about ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.global_rank, self.world_size = rank, world_size
+        total = type("Progress", (), {"processed": 0})
+        progress = type("BatchProgress", (), {"total": total, "current": total})
+        self.fit_loop = type("Loop", (), {"epoch_loop": type("Loop", (), {"batch_progress": progress})})
+        self.num_training_batches, self.accumulate_grad_batches = float("inf"), 1
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one["lengths"] == other["lengths"] and all(
+        torch.equal(one[name], other[name]) for name in ("tokens", "labels", "positions", "cu_seqlens")
+    )
+
+
+def test_batches_are_the_same_every_time_and_differ_by_seed(make_data):
+    first, second, other = (list(islice(make_data(seed=seed).train_dataloader(), 30)) for seed in (7, 7, 8))
+    assert all(map(equal, first, second))
+    assert not all(map(equal, first, other))
+
+
+def test_iterating_leaves_the_global_random_state_alone(make_data):
+    data = make_data()
+    data.setup()
+    before = torch.get_rng_state()
+    next(iter(data.train_dataloader()))
+    next(iter(data.val_dataloader()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_two_ranks_cover_what_one_does(make_data):
+    alone = make_data(batch_size=4)
+    ranks = [make_data(batch_size=2) for _ in range(2)]
+    for rank, data in enumerate(ranks):
+        data.trainer = FakeTrainer(rank, 2)
+    for kind in ("train_dataloader", "val_dataloader"):
+        whole = islice(getattr(alone, kind)(), 40)
+        shards = zip(*(getattr(data, kind)() for data in ranks), strict=True)
+        seen = [torch.cat([batch["tokens"] for batch in shard]) for shard in islice(shards, 40)]
+        expected = [batch["tokens"] for batch in whole]
+        if kind == "train_dataloader":
+            assert all(map(torch.equal, seen, expected))
+        else:  # dealt in turn: the same rows, in another order within a batch
+            assert [sorted(batch.tolist()) for batch in seen] == [sorted(batch.tolist()) for batch in expected]
+
+
+def test_workers_do_not_change_batches(make_data):
+    here, there = make_data(), make_data(num_workers=2)
+    assert all(map(equal, islice(here.train_dataloader(), 12), islice(there.train_dataloader(), 12)))
+    assert all(map(equal, here.val_dataloader(), there.val_dataloader()))
+
+
+def test_validation_is_every_document_once_whatever_the_seed_and_packing(make_data):
+    data, other = make_data(), make_data(seed=8, packing="concat")
+    assert len(data.val_dataloader()) == len(list(data.val_dataloader()))
+    batches = list(data.val_dataloader())
+    labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
+    assert labels == data.info["val"]["tokens"] - data.info["val"]["documents"]
+    assert {batch["tokens"].shape for batch in batches} == {(3, 64)}
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(batches, other.val_dataloader(), strict=True))
+
+
+def test_val_batches_limits_validation(make_data):
+    all_of_it, some = list(make_data().val_dataloader()), list(make_data(val_batches=2).val_dataloader())
+    assert len(some) == 2 and all(map(equal, some, all_of_it))
+
+
+def test_info_counts_what_the_rows_hold(make_data):
+    data = make_data()
+    info = data.info
+    assert info["train"]["documents"] + info["val"]["documents"] == 200
+    assert info["train"]["bytes"] == info["train"]["tokens"] - 2 * info["train"]["documents"]
+    assert info["train"]["packing_efficiency"] == info["train"]["tokens"] / (info["train"]["rows"] * 64)
+    assert info["capacity"] == max(info["train"]["capacity"], info["val"]["capacity"])
+    batch = next(iter(data.train_dataloader()))
+    assert batch["cu_seqlens"].shape == (3 * info["capacity"] + 1,)
+    val = info["val"]
+    assert data.bytes_per_token == val["bytes"] / (val["tokens"] - val["documents"])
+
+
+def test_concat_gives_one_entry_per_row(make_data):
+    batch = next(iter(make_data(packing="concat").train_dataloader()))
+    assert batch["lengths"] == (64, 64, 64)
+    assert batch["cu_seqlens"][:4].tolist() == [0, 64, 128, 192]
+
+
+def test_resuming_with_another_batch_size_repeats_at_most_part_of_a_batch(make_data):
+    data = make_data(batch_size=2)
+    data.load_state_dict({**make_data(batch_size=3).state_dict(), "consumed_batches": 5})
+    assert data.consumed_batches == 7  # 15 rows seen: 14 are whole batches of two
+
+
+def test_resuming_on_other_data_warns(make_data):
+    state = make_data().state_dict()
+    with pytest.warns(UserWarning, match="resuming on other data: seed was 7 and is 8"):
+        make_data(seed=8).load_state_dict(state)
+    with pytest.warns(UserWarning, match="resuming on other data: corpus_hash was"):
+        make_data(random_texts(200, 150, seed=1)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 1}, "seq_len=1: allowed is 2 or more"),
+        ({"batch_size": 0}, "batch_size=0: allowed is 1 or more"),
+        ({"seed": -1}, "seed=-1: allowed is 0 or more"),
+        ({"val_batches": 0}, "data.val_batches=0: allowed is 1 or more"),
+        ({"num_workers": -1}, "data.num_workers=-1: allowed is 0 or more"),
+        ({"packing": "tight"}, "data.packing='tight': allowed are best_fit, concat"),
+    ],
+)
+def test_impossible_options_are_named(make_data, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_data(**options)
+
+
+def test_a_folder_of_text_from_end_to_end(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.md").write_text(f"Document {i} says hello. " * 10)
+    data = PackedDataModule(TextCorpus(tmp_path), seq_len=32, batch_size=2, cache_dir=tmp_path / "cache")
+    batch = next(iter(data.train_dataloader()))
+    assert "says hello." in data.tokenizer.decode(batch["tokens"][0].numpy())
+
+
+def test_recall_needs_no_cache(tmp_path):
+    data = PackedDataModule(RecallCorpus(), seq_len=256, batch_size=2, cache_dir=tmp_path)
+    train, val = next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))
+    assert train["tokens"].shape == val["tokens"].shape == (2, 256)
+    assert data.bytes_per_token is None and data.info["chance"] == data.corpus.chance
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,120 @@
+"""A run that stops and goes on sees the batches of one that never stopped, with Lightning's own Trainer."""
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from tests.data.conftest import random_texts
+
+
+class Recorder(lightning.LightningModule):
+    """Keeps the tokens of every batch, by the optimizer step that they went into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[tuple[int, list]] = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.global_step, batch["tokens"].tolist()))
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class StopAtBatch(Callback):
+    """Saves a checkpoint in on_train_batch_end of a batch, counted in the whole of the run, and stops there."""
+
+    def __init__(self, batch: int, path) -> None:
+        self.batch, self.path = batch, path
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.batch:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def fit(data, path, *, steps, callbacks=(), resume=None, **options) -> list[tuple[int, list]]:
+    module = Recorder()
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        num_sanity_val_steps=0,
+        default_root_dir=path,
+        callbacks=list(callbacks),
+        check_val_every_n_epoch=None,
+        **options,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    return module.seen
+
+
+@pytest.mark.parametrize("stop", [2, 8, 30])  # early, in the middle of an epoch, and past its end
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 4}, {"limit_train_batches": 5}])
+def test_resumed_batches_are_those_of_an_uninterrupted_run(make_data, tmp_path, stop, options):
+    texts = random_texts(60, 150)
+    assert 8 * 3 < make_data(texts).info["train"]["rows"] < 30 * 3
+    whole = fit(make_data(texts), tmp_path, steps=20, accumulate_grad_batches=2, **options)
+    # With five batches to an epoch of Lightning's, its last step has one: a stop where a step is done, at any rate.
+    if "limit_train_batches" in options:
+        stop = {2: 4, 8: 10, 30: 29}[stop]
+    path = tmp_path / "stop.ckpt"
+    stopped = fit(
+        make_data(texts), tmp_path, steps=20, callbacks=[StopAtBatch(stop, path)], accumulate_grad_batches=2, **options
+    )
+    resumed = fit(make_data(texts), tmp_path, steps=20, resume=path, accumulate_grad_batches=2, **options)
+    assert len(stopped) == stop and stopped == whole[:stop]
+    assert stopped + resumed == whole
+
+
+def test_a_stop_in_the_middle_of_an_accumulation_repeats_its_batches(make_data, tmp_path):
+    path = tmp_path / "stop.ckpt"
+    whole = fit(make_data(), tmp_path, steps=6, accumulate_grad_batches=3)
+    fit(make_data(), tmp_path, steps=6, callbacks=[StopAtBatch(5, path)], accumulate_grad_batches=3)
+    resumed = fit(make_data(), tmp_path, steps=6, resume=path, accumulate_grad_batches=3)
+    # Batches 3 and 4 were seen, but their gradients are lost.
+    assert [tokens for _, tokens in resumed[:4]] == [tokens for _, tokens in whole[3:7]]
+
+
+def test_stopping_twice(make_data, tmp_path):
+    first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
+    whole = fit(make_data(), tmp_path, steps=12)
+    seen = fit(make_data(), tmp_path, steps=12, callbacks=[StopAtBatch(3, first)])
+    seen += fit(make_data(), tmp_path, steps=12, callbacks=[StopAtBatch(7, second)], resume=first)
+    assert seen + fit(make_data(), tmp_path, steps=12, resume=second) == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_model_checkpoints_count_no_batch_fetched_ahead(make_data, tmp_path, num_workers):
+    saving = ModelCheckpoint(
+        tmp_path, filename="{step}", auto_insert_metric_name=False, every_n_train_steps=1, save_top_k=-1
+    )
+    whole = fit(make_data(), tmp_path, steps=6, accumulate_grad_batches=2, callbacks=[saving])
+    for step in (1, 4):
+        state = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["PackedDataModule"]
+        assert state["consumed_batches"] == 2 * step
+    data = make_data(num_workers=num_workers)
+    assert fit(data, tmp_path, steps=6, accumulate_grad_batches=2, resume=tmp_path / "4.ckpt") == whole[8:]
+
+
+def test_a_new_trainer_without_a_checkpoint_starts_anew(make_data, tmp_path):
+    data = make_data()
+    assert fit(data, tmp_path, steps=3) == fit(data, tmp_path, steps=3)
+
+
+def test_a_trainer_with_a_distributed_sampler_of_its_own_leaves_batches_alone(make_data, tmp_path):
+    data = make_data()
+    seen = fit(data, tmp_path, steps=3, strategy="ddp", devices=1, use_distributed_sampler=True)
+    assert [tokens for _, tokens in seen] == [
+        batch["tokens"].tolist() for batch, _ in zip(make_data().train_dataloader(), range(3), strict=False)
+    ]
