@@ -36,13 +36,14 @@ _LARGE = {
     32: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     128: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 3)),
 }
 
 #: with dropout the mask takes registers and shared memory, so that smaller steps win
 _LARGE_DROPOUT = _LARGE | {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
 }
 
 #: 16-bit inputs elsewhere: within the 99 KiB of a consumer card
