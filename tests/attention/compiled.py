@@ -52,7 +52,7 @@ class AbsentDevice:
 
 def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dtype, dropout: bool):
     """The three large kernels of a causal, packed, grouped call, as compiled objects by name."""
-    tiles = tiles_for(capability, dtype, head_dim, dropout)
+    tiles = tiles_for(capability, dtype, head_dim, dropout, causal=True)
     threshold = 230 if dropout else 256
     q, k = torch.empty(256, 4, head_dim, dtype=dtype), torch.empty(256, 2, head_dim, dtype=dtype)
     stat, cu, rng = torch.empty(4, 256), torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)

@@ -38,7 +38,7 @@ def forward(
     lse = torch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
-    tile = (tiles or choose_tiles(q.device, q.dtype, q.shape[-1], keep_threshold < 256)).forward
+    tile = (tiles or choose_tiles(q.device, q.dtype, q.shape[-1], keep_threshold < 256, causal)).forward
     grid = (_slots(q, cu_seqlens_q, tile.block_m), q.shape[-2])
     with _on_device(q):
         attention_forward[grid](
@@ -72,7 +72,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    tiles = tiles or choose_tiles(q.device, q.dtype, q.shape[-1], keep_threshold < 256)
+    tiles = tiles or choose_tiles(q.device, q.dtype, q.shape[-1], keep_threshold < 256, causal)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     batch, rows = (1, q.shape[0]) if cu_seqlens_q is not None else q.shape[:2]
     block = 32

@@ -42,8 +42,13 @@ _LARGE = {
 #: with dropout the mask takes registers and shared memory, so that smaller steps win
 _LARGE_DROPOUT = _LARGE | {
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+}
+
+#: without a diagonal to mask, two small programs on a processor hide more than one large one
+_LARGE_DROPOUT_FULL = _LARGE_DROPOUT | {
+    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
 }
 
 #: 16-bit inputs elsewhere: within the 99 KiB of a consumer card
@@ -70,18 +75,20 @@ def block_d(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool) -> Tiles:
+def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, causal: bool) -> Tiles:
     """The shipped tiles for this device; the interpreter's on a CPU."""
     if device.type == "cpu":
         return INTERPRETER
-    return tiles_for(torch.cuda.get_device_capability(device), dtype, head_dim, dropout)
+    return tiles_for(torch.cuda.get_device_capability(device), dtype, head_dim, dropout, causal)
 
 
-def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, dropout: bool) -> Tiles:
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, dropout: bool, causal: bool) -> Tiles:
     """The shipped tiles for a compute capability, whether or not such a device is present."""
     columns = block_d(head_dim)
     if dtype == torch.float32:
         return _FLOAT32[columns]
     if capability in ((9, 0), (10, 0)):
-        return (_LARGE_DROPOUT if dropout else _LARGE)[columns]
+        if dropout:
+            return (_LARGE_DROPOUT if causal else _LARGE_DROPOUT_FULL)[columns]
+        return _LARGE[columns]
     return _SMALL[columns]
