@@ -1,7 +1,7 @@
 """Fill the README's tables from docs/results/*.json: `python scripts/update_readme.py`, with --check to change nothing.
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, which
-holds {"records": [...]}: for `training` the summary.json of each run, for `attention` the records of bench_attention.
+holds {"records": [...]}: for `training` and `recall` what collect_runs gathers, for `attention` bench_attention's.
 """
 
 import argparse
@@ -25,28 +25,45 @@ def training_table(records: list[dict[str, Any]]) -> str:
             number(record["tokens_per_second"], ",.0f"),
             number(record["mfu"], ".1%"),
             number(record["peak_memory_gib"], ".1f"),
-            number(record["train_loss"], ".3f"),
+            number(record["train_loss_last_10"], ".3f"),
         )
         for record in records
     ]
-    return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "final loss"), rows)
+    return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
 
 
 def attention_table(records: list[dict[str, Any]]) -> str:
-    """A row per case and implementation, which the records have one of for each direction."""
-    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    """A row per case: rates of each implementation, forward · backward, and the first one's ratios to FlashAttention-2."""
+    rates: dict[str, dict[tuple[str, str], float | None]] = {}
     for record in records:
-        cases.setdefault((record["case"], record["implementation"]), {})[record["direction"]] = record
+        rates.setdefault(record["case"], {})[record["implementation"], record["direction"]] = record.get("tflops")
+    names = {"triton": "this project", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
     rows = []
-    for (case, implementation), by_direction in cases.items():
-        directions = [by_direction.get(name, {}) for name in ("forward", "backward")]
-        rates = [number(record.get("tflops"), ".0f") for record in directions]
-        ratios = [number(record.get("ratio_to_fa2"), ".2f") for record in directions]
-        rows.append((case, implementation, *rates, " / ".join(ratios)))
-    return table(("case", "implementation", "forward TFLOP/s", "backward TFLOP/s", "ratio to FA2 (fwd / bwd)"), rows)
+    for case, found in rates.items():
+        pairs = [[found.get((name, way)) for way in ("forward", "backward")] for name in names]
+        ratios = [ours / theirs if ours and theirs else None for ours, theirs in zip(*pairs[:2], strict=True)]
+        cells = [" · ".join(number(rate, ".0f") for rate in pair) for pair in pairs]
+        rows.append((case, *cells, " · ".join(number(ratio, ".2f") for ratio in ratios)))
+    return table(("case", *names.values(), "ratio to FlashAttention-2"), rows)
 
 
-TABLES = {"training": training_table, "attention": attention_table}
+def recall_table(records: list[dict[str, Any]]) -> str:
+    """A row per run."""
+    rows = [
+        (
+            f"{record['seq_len']:,}",
+            record["attention"],
+            record["device"],
+            f"{record['steps']:,}",
+            number(record["answer_accuracy"], ".1%"),
+            number(record["chance_level"], ".1%"),
+        )
+        for record in records
+    ]
+    return table(("seq_len", "attention", "device", "steps", "right answers", "chance"), rows)
+
+
+TABLES = {"training": training_table, "attention": attention_table, "recall": recall_table}
 
 
 def number(value: float | None, form: str) -> str:

@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if row["direction"] == direction and row.get("tflops"):
                     for peer in SDPA:
                         row[f"ratio_to_{peer}"] = row["tflops"] / rates[peer] if rates.get(peer) else None
-        records += rows
+        records += [row | {key: environment[key] for key in ("gpu", "torch", "triton", "commit")} for row in rows]
         shown = ", ".join(
             f"{r['implementation']} {r['direction'][:3]} {r.get('tflops') or float('nan'):.0f}" for r in rows
         )

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from flash_train.cli.collect_runs import main as collect_runs
 from scripts.update_readme import TABLES, fill, main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 RUN = {"attention": "flash", "seq_len": 16384, "tokens_per_second": 12345.6, "mfu": 0.5123, "peak_memory_gib": 31.96}
-RUN |= {"train_loss": 1.23456, "status": "finished"}
+RUN |= {"train_loss_last_10": 1.23456, "status": "finished"}
 CASE = {"case": "d128-h16-n2048-causal", "implementation": "triton", "dropout": 0.0}
 
 
@@ -33,7 +34,7 @@ def test_training(results):
     folder = results("training", [RUN, {**RUN, "attention": "sdpa", "mfu": None}])
     assert fill(marked("training", "old\n"), folder) == marked(
         "training",
-        "| attention | seq_len | tokens/s | MFU | peak GiB | final loss |\n"
+        "| attention | seq_len | tokens/s | MFU | peak GiB | loss (mean of last 10) |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: |\n"
         "| flash | 16,384 | 12,346 | 51.2% | 32.0 | 1.235 |\n"
         "| sdpa | 16,384 | 12,346 | – | 32.0 | 1.235 |\n",
@@ -42,13 +43,39 @@ def test_training(results):
 
 def test_attention(results):
     records = [
-        {**CASE, "direction": "forward", "tflops": 400.4, "ratio_to_fa2": 1.26},
-        {**CASE, "direction": "backward", "tflops": 333.3, "ratio_to_fa2": None},
-        {**CASE, "implementation": "fa2", "direction": "forward", "reason": "wrong result"},
+        {**CASE, "direction": "forward", "tflops": 400.4},
+        {**CASE, "direction": "backward", "tflops": 333.3},
+        {**CASE, "implementation": "fa2", "direction": "forward", "tflops": 320.3},
+        {**CASE, "implementation": "fa2", "direction": "backward", "reason": "wrong result"},
     ]
     filled = fill(marked("attention"), results("attention", records))
-    assert "| d128-h16-n2048-causal | triton | 400 | 333 | 1.26 / – |\n" in filled
-    assert "| d128-h16-n2048-causal | fa2 | – | – | – / – |\n" in filled
+    assert "| d128-h16-n2048-causal | 400 · 333 | 320 · – | – · – | 1.25 · – |\n" in filled
+
+
+def test_recall(results):
+    run = {
+        "seq_len": 256,
+        "attention": "sdpa",
+        "device": "CPU",
+        "steps": 600,
+        "answer_accuracy": 0.987,
+        "chance_level": 1 / 64,
+    }
+    filled = fill(marked("recall"), results("recall", [run]))
+    assert "| 256 | sdpa | CPU | 600 | 98.7% | 1.6% |\n" in filled
+
+
+def test_runs_are_collected(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    summary = {"seq_len": 8, "tokens_per_second": 1.0, "run_dir": "x", "wandb_dir": None, "versions": {"commit": None}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "metrics.csv").write_text("step,train/loss\n" + "".join(f"{i},{float(i)}\n" for i in range(1, 13)))
+    assert collect_runs([str(run), "--out", str(tmp_path / "out.json"), "--commit", "abc"]) == 0
+    (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert record["train_loss_last_10"] == 7.5  # of 3 … 12
+    assert record["versions"]["commit"] == "abc"
+    assert "run_dir" not in record
 
 
 def test_without_results_nothing_changes(tmp_path):

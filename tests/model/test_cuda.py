@@ -180,7 +180,7 @@ def on_card(model_dtype=torch.float32, autocast=None, **options):
     ],
 )
 def test_the_model_with_liger_errs_no_more_than_with_pytorch(dtype, autocast, qk_norm, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert torch.get_float32_matmul_precision() == "highest"  # no TF32
     fused = on_card(dtype, autocast, qk_norm=qk_norm)
     exact = on_card(torch.float64, qk_norm=qk_norm, attention="standard")
     monkeypatch.setattr(ops, "_liger_runs", lambda x: False)
@@ -286,10 +286,14 @@ def test_changing_a_document_leaves_the_logits_of_the_others_bitwise_equal(atten
 
 
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
-def test_a_compiled_block_equals_the_plain_one(attention):
+def test_a_compiled_block_errs_no_more_than_the_plain_one(attention):
+    """Against fp32: both round to bf16, in different places."""
     model = tiny_model(attention=attention, width=128, head_dim=32).to("cuda", torch.bfloat16)
     x = draw(2048, 128, dtype=torch.bfloat16)
     tables = rope_tables(model.config, positions_of(LENGTHS, (2048,), "cuda"))
-    arguments = (x, *tables, packing_of(LENGTHS, device="cuda"), 2)
-    compiled = torch.compile(model.blocks[0], fullgraph=attention == "flash")
-    torch.testing.assert_close(compiled(*arguments), model.blocks[0](*arguments), rtol=2e-2, atol=6e-2)
+    rest = (*tables, packing_of(LENGTHS, device="cuda"), 2)
+    plain = model.blocks[0](x, *rest).float()
+    compiled = torch.compile(model.blocks[0], fullgraph=attention == "flash")(x, *rest).float()
+    exact = model.blocks[0].float()(x.float(), *rest)
+    assert (compiled - exact).norm() <= 1.5 * (plain - exact).norm()
+    assert (plain - exact).norm() <= 0.02 * exact.norm()
