@@ -33,7 +33,7 @@ def training_table(records: list[dict[str, Any]]) -> str:
 
 
 def attention_table(records: list[dict[str, Any]]) -> str:
-    """A row per case: rates of each implementation, forward · backward, and the first one's ratios to FlashAttention-2."""
+    """A row per case: each implementation's rates, forward · backward, and our ratios to FlashAttention-2."""
     rates: dict[str, dict[tuple[str, str], float | None]] = {}
     for record in records:
         rates.setdefault(record["case"], {})[record["implementation"], record["direction"]] = record.get("tflops")
