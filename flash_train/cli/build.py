@@ -32,6 +32,7 @@ VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
 BASE_LR, BASE_WIDTH = 6e-4, 768
 COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
+RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch keeps them in the optimizer's state, and loads them with it
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}  # the others compute in bfloat16
 # What the weights' shapes follow from.
 SHAPE = (
@@ -71,9 +72,7 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     if pretrained:
         module.model.load_state_dict(pretrained[1])
     if checkpoint:
-        step = check_checkpoint(checkpoint, module)
-        if step >= config.max_steps and not config.validate_only:
-            raise UsageError(f"max_steps={config.max_steps}: {checkpoint} is at step {step}; allowed: more than that")
+        check_checkpoint(checkpoint, module, None if config.validate_only else config.max_steps)
     # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.
     logger = build_logger(config.logger, run_dir, plain(config))
     trainer.logger = logger
@@ -262,12 +261,20 @@ class Sample:
         return self.tokenizer.decode(ids)
 
 
-def check_checkpoint(path: Path, module: CausalLMModule) -> int:
-    """Refuse a file that isn't a checkpoint of this model; the step it was written at."""
+def check_checkpoint(path: Path, module: CausalLMModule, max_steps: int | None) -> None:
+    """Refuse a file that isn't a checkpoint of this model, or with which training can't go on to `max_steps`."""
     with blame(f"resume={path}"):
         checkpoint = read_checkpoint(path)
         module.on_load_checkpoint(checkpoint)
-    return checkpoint["global_step"]
+    if max_steps is None:
+        return
+    step = checkpoint["global_step"]
+    if step >= max_steps:
+        raise UsageError(f"max_steps={max_steps}: {path} is at step {step}; allowed: more than that")
+    saved, own = checkpoint["hyper_parameters"]["optimizer"], module.optimizer_config.to_dict()
+    for name in RESTORED:
+        if saved[name] != own[name]:
+            raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

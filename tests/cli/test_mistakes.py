@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from flash_train.cli import train as command
 from flash_train.cli.errors import UsageError
 from flash_train.model import ModelConfig, Transformer, save_pretrained
+from flash_train.training import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,9 +88,11 @@ def test_at_once(flash_train, monkeypatch, tmp_path, arguments, says):
 
 def checkpoint(path: Path, **shape) -> Path:
     """What a run of another model saved."""
-    values = dict(vocab_size=320, n_layers=1, width=16, n_heads=2, n_kv_heads=1, head_dim=16, mlp_width=32, **shape)
+    values = dict(vocab_size=320, n_layers=1, width=16, n_heads=2, n_kv_heads=1, head_dim=16, mlp_width=32)
+    values |= {"tied_embeddings": False, **shape}
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"global_step": 5, "hyper_parameters": {"model": ModelConfig(**values).to_dict()}}, path)
+    hyper_parameters = {"model": ModelConfig(**values).to_dict(), "optimizer": OptimizerConfig(lr=0.5).to_dict()}
+    torch.save({"global_step": 5, "hyper_parameters": hyper_parameters}, path)
     return path
 
 
@@ -98,6 +101,13 @@ def test_another_model(flash_train, tiny, tmp_path):
     code, lines = flash_train(*tiny, f"resume={path}")
     assert code == 1 and len(lines) == 1, lines
     assert f"resume={path}: the checkpoint is of another model: rope_theta (5.0 saved, 10000.0 here)" in lines[0]
+
+
+def test_a_rate_that_the_checkpoint_would_override(flash_train, tiny, tmp_path):
+    path = checkpoint(tmp_path / "run" / "checkpoints" / "step-000005.ckpt")
+    code, lines = flash_train(*tiny, f"resume={path}", "max_steps=9", "optimizer.lr=0.1")
+    assert code == 1 and len(lines) == 1, lines
+    assert "optimizer.lr=0.1" in lines[0] and "allowed: 0.5" in lines[0]
 
 
 # Mistakes that only what the arguments point at can tell; `{tmp}` is the test's folder.
