@@ -117,7 +117,7 @@ def test_counts_parameters(overrides):
 @pytest.mark.parametrize(
     ("size", "vocab_size", "parameters"),
     [
-        ("nano", 320, 410_240),
+        ("nano", 320, 451_200),
         ("125m", 50_304, 123_587_328),
         ("350m", 50_304, 355_124_224),
         ("1b3", 32_768, 1_367_443_456),

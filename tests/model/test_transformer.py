@@ -122,8 +122,11 @@ def test_initial_weights_have_the_stated_spread_and_the_initial_loss_is_near_tha
     config = tiny_config(width=100, mlp_width=256, head_dim=32, n_layers=8, vocab_size=512)
     torch.manual_seed(0)
     model = Transformer(config)
-    for module in (model.embedding, model.head, model.blocks[0].mlp.gate, model.blocks[0].attention.q):
+    for module in (model.head, model.blocks[0].mlp.gate, model.blocks[0].attention.q):
         assert module.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert model.embedding.weight.std().item() == pytest.approx(1, rel=0.05)
+    tied = Transformer(tiny_config(width=100, head_dim=32, vocab_size=512, tied_embeddings=True))
+    assert tied.embedding.weight.std().item() == pytest.approx(0.1, rel=0.05)
     for module in (model.blocks[3].attention.out, model.blocks[3].mlp.down):
         assert module.weight.std().item() == pytest.approx(0.1 / 4, rel=0.05)
     tokens, labels = random_batch((2, 64), 512)

@@ -21,7 +21,8 @@ def results(folder: Path) -> tuple[list[dict], dict, dict]:
 
 
 def test_ranks_agree_with_one_process(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    port = 20000 + os.getpid() % 10000  # below the range of ports that any outgoing connection may take meanwhile
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2]), "MASTER_PORT": str(port)}
     command = [sys.executable, SCRIPT, tmp_path / "two"]
     ranks = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     threads = torch.get_num_threads()
