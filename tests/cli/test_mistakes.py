@@ -88,8 +88,8 @@ def test_at_once(flash_train, monkeypatch, tmp_path, arguments, says):
 
 def checkpoint(path: Path, **shape) -> Path:
     """What a run of another model saved."""
-    values = dict(vocab_size=320, n_layers=1, width=16, n_heads=2, n_kv_heads=1, head_dim=16, mlp_width=32)
-    values |= {"tied_embeddings": False, **shape}
+    values = {"vocab_size": 320, "n_layers": 1, "width": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
+    values |= {"mlp_width": 32, "tied_embeddings": False, **shape}
     path.parent.mkdir(parents=True, exist_ok=True)
     hyper_parameters = {"model": ModelConfig(**values).to_dict(), "optimizer": OptimizerConfig(lr=0.5).to_dict()}
     torch.save({"global_step": 5, "hyper_parameters": hyper_parameters}, path)
