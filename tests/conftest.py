@@ -1,6 +1,7 @@
 """For all tests: few threads, nothing written outside temporary folders, GPU tests skipped in words."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported; tensors here are tiny
 
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK", "GROUP_RANK")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,6 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Leave no process group behind, nor the variables by which Lightning tells ranks about it."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
 
 
 @pytest.fixture(autouse=True)
