@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flash_train.attention.masks import Causal, Full
+
 
 def attended_pairs(lengths: Iterable[int], causal: bool = True) -> int:
     """(query, key) pairs attended in self-attention over sequences of these lengths."""
-    return sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
+    mask = Causal() if causal else Full()
+    return sum(mask.pairs(n, n) for n in lengths)
 
 
 def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:

@@ -6,6 +6,7 @@ No kernel adds to memory that another program writes, so gradients are bitwise t
 import triton
 import triton.language as tl
 
+from flash_train.attention.kernels.device.mask import key_range, visible_keys
 from flash_train.attention.kernels.device.philox import keep_tile, keep_tile_transposed, stream_key
 from flash_train.attention.kernels.device.schedule import attended_length, find_tile, load_entry
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, store_tile
@@ -230,12 +231,7 @@ def attention_backward_dq(
         key0, key1 = stream_key(rng_ptr)
 
     shift = len_k - seq.len_q
-    if CAUSAL:
-        stop = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, len_k), 0)
-        whole = tl.maximum(tl.minimum(start_m + shift + 1, len_k), 0) // BLOCK_N * BLOCK_N
-    else:
-        stop = len_k
-        whole = len_k // BLOCK_N * BLOCK_N
+    whole, stop = key_range(start_m, shift, len_k, BLOCK_M, BLOCK_N, CAUSAL)
     for start_n in range(0, whole, BLOCK_N):
         dq = _dq_step(
             dq, q, dout, lse2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n,
@@ -268,10 +264,7 @@ def _dq_step(
     p = tl.exp2(s * scale_log2 - lse2[:, None])
     if MASKED:
         # keys past the end are zeros: without the mask their exponential could overflow and Inf * 0 poison dQ
-        offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
-        visible = offs_n < len_k
-        if CAUSAL:
-            visible = visible & (offs_n <= start_m + tl.arange(0, BLOCK_M)[:, None] + shift)
+        visible = visible_keys(start_m, start_n, shift, len_k, BLOCK_M, BLOCK_N, CAUSAL)
         p = tl.where(visible, p, 0.0)
     v = load_tile(v_ptrs + start_n64 * stride_vn, len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)

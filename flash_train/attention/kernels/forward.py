@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flash_train.attention.kernels.device.mask import key_range, visible_keys
 from flash_train.attention.kernels.device.philox import keep_tile, stream_key
 from flash_train.attention.kernels.device.schedule import attended_length, find_tile, load_entry
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, store_tile
@@ -54,12 +55,7 @@ def attention_forward(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     shift = len_k - seq.len_q  # causal: query i sees keys up to i + shift
-    if CAUSAL:
-        stop = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, len_k), 0)
-        whole = tl.maximum(tl.minimum(start_m + shift + 1, len_k), 0) // BLOCK_N * BLOCK_N
-    else:
-        stop = len_k
-        whole = len_k // BLOCK_N * BLOCK_N
+    whole, stop = key_range(start_m, shift, len_k, BLOCK_M, BLOCK_N, CAUSAL)
     for start_n in range(0, whole, BLOCK_N):
         acc, l_i, m_i = _step(
             acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
@@ -101,10 +97,7 @@ def _step(
     k = load_tile(k_ptrs + start_n64 * stride_kn, len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if MASKED:
-        offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
-        visible = offs_n < len_k
-        if CAUSAL:
-            visible = visible & (offs_n <= start_m + tl.arange(0, BLOCK_M)[:, None] + shift)
+        visible = visible_keys(start_m, start_n, shift, len_k, BLOCK_M, BLOCK_N, CAUSAL)
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN
