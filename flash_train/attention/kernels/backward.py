@@ -29,7 +29,7 @@ def attention_backward_rows(
     Grid (row tiles, heads, batch).
     """
     start_m = tl.program_id(0) * BLOCK_M
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
     batch = tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, BLOCK_M)
     inside = rows < n_rows - start_m
@@ -41,7 +41,7 @@ def attention_backward_rows(
         row_pointers(dout_ptr + batch * stride_db + head * stride_dh, start_m, stride_dm, BLOCK_M, BLOCK_D),
         n_rows - start_m, True, BLOCK_M, BLOCK_D, HEAD_DIM,
     )  # fmt: skip
-    offs = batch * stride_lb + head.to(tl.int64) * stride_lh + start_m + rows
+    offs = batch * stride_lb + head * stride_lh + start_m + rows
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + offs, mask=inside, other=0.0)
@@ -69,7 +69,7 @@ def attention_backward_dkdv(
     Works on Sᵀ, [BLOCK_N, BLOCK_M], so that Pᵀ and dSᵀ enter their products from registers. ``grad_scale`` is the scale
     over the rate of keeping: what survives dropout is scaled once, here, and not per weight.
     """
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
     entry, tile = find_tile(tl.program_id(0), cu_k_ptr, n_entries, seqlen_k, BLOCK_N, PACKED)
     seq = load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, PACKED)
     len_q = attended_length(entry, seq.len_q, n_entries, PACKED)
@@ -151,7 +151,7 @@ def _dkdv_step(
     """Add one block of queries of one head to dK and dV (FlashAttention-2, algorithm 2)."""
     rows = tl.arange(0, BLOCK_M)
     row = q_row + start_m
-    stats = tl.cast(head, tl.int64) * stride_lh + start_m + rows
+    stats = head * stride_lh + start_m + rows
     q_ptrs = row_pointers(q_base + head * stride_qh, row, stride_qm, BLOCK_M, BLOCK_D)
     q = load_tile(q_ptrs, len_q - start_m, CHECK, BLOCK_M, BLOCK_D, HEAD_DIM)
     if CHECK:
@@ -196,7 +196,7 @@ def attention_backward_dq(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles of all entries, query heads): dQ of one tile over all its keys; ``grad_scale`` as for dK."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
     entry, tile = find_tile(tl.program_id(0), cu_q_ptr, n_entries, seqlen_q, BLOCK_M, PACKED)
     seq = load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, PACKED)
     len_k = attended_length(entry, seq.len_k, n_entries, PACKED)
@@ -218,7 +218,7 @@ def attention_backward_dq(
     )
     q = load_tile(q_ptrs, left, True, BLOCK_M, BLOCK_D, HEAD_DIM)
     dout = load_tile(d_ptrs, left, True, BLOCK_M, BLOCK_D, HEAD_DIM)
-    stats = batch * stride_lb + head.to(tl.int64) * stride_lh + seq.q_row + start_m + rows
+    stats = batch * stride_lb + head * stride_lh + seq.q_row + start_m + rows
     lse2 = tl.load(lse2_ptr + stats, mask=rows < left, other=float("inf"))
     delta = tl.load(delta_ptr + stats, mask=rows < left, other=0.0)
     k_ptrs = row_pointers(k_ptr + batch * stride_kb + kv_head * stride_kh, seq.k_row, stride_kn, BLOCK_N, BLOCK_D)

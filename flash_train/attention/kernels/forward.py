@@ -24,7 +24,7 @@ def attention_forward(
     PACKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles of all entries, query heads); lse is natural and fp32."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
     entry, tile = find_tile(tl.program_id(0), cu_q_ptr, n_entries, seqlen_q, BLOCK_M, PACKED)
     seq = load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, PACKED)
     len_k = attended_length(entry, seq.len_k, n_entries, PACKED)
@@ -81,7 +81,7 @@ def attention_forward(
         acc, seq.len_q - start_m, BLOCK_M, BLOCK_D, HEAD_DIM,
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
-    lse_ptrs = lse_ptr + seq.batch.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh + seq.q_row + start_m + rows
+    lse_ptrs = lse_ptr + seq.batch.to(tl.int64) * stride_lb + head * stride_lh + seq.q_row + start_m + rows
     tl.store(lse_ptrs, lse, mask=rows < seq.len_q - start_m)
 
 
