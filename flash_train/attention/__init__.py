@@ -8,22 +8,29 @@ from flash_train.attention.backends import BACKENDS, flash_unavailable, resolve_
 from flash_train.attention.dropout import RngState, keep_mask
 from flash_train.attention.flops import attended_pairs, attention_flops
 from flash_train.attention.functional import attention
-from flash_train.attention.masks import Causal, Full, Mask
+from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, MaskFunction, Tree, Window
+from flash_train.attention.merge import merge
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Packing
 
 __all__ = [
     "BACKENDS",
     "AttentionSpec",
+    "BlockSparse",
     "Causal",
+    "Document",
     "Full",
     "Mask",
+    "MaskFunction",
     "Packing",
     "RngState",
+    "Tree",
+    "Window",
     "attended_pairs",
     "attention",
     "attention_flops",
     "flash_unavailable",
     "keep_mask",
+    "merge",
     "resolve_backend",
 ]

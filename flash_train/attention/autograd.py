@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,16 +19,26 @@ def attention_forward(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     rng: Tensor | None,
-    causal: bool,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_map: Tensor | None,
+    term_tensors: Sequence[Tensor],
+    terms: str,
+    bounds: Sequence[int],
+    origin: Sequence[int],
     scale: float,
+    softcap: float,
     keep_threshold: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; the backward recomputes the rest from them."""
+    """Output and natural log-sum-exp; the backward recomputes the rest from them. ``arguments.Call`` names the rest."""
     from flash_train.attention.kernels import launch
+    from flash_train.attention.kernels.arguments import Call
 
-    return launch.forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, rng, causal=causal, scale=scale, keep_threshold=keep_threshold
-    )
+    call = Call(
+        cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
+        softcap, keep_threshold,
+    )  # fmt: skip
+    return launch.forward(q, k, v, call)
 
 
 @torch.library.custom_op("flash_train::attention_backward", mutates_args=())
@@ -42,65 +53,77 @@ def attention_backward(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     rng: Tensor | None,
-    causal: bool,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_map: Tensor | None,
+    term_tensors: Sequence[Tensor],
+    terms: str,
+    bounds: Sequence[int],
+    origin: Sequence[int],
     scale: float,
+    softcap: float,
     keep_threshold: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    needs_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, the slopes and the sinks; empty for slopes that need none and sinks that are not there."""
     from flash_train.attention.kernels import launch
+    from flash_train.attention.kernels.arguments import Call
 
-    return launch.backward(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        rng,
-        causal=causal,
-        scale=scale,
-        keep_threshold=keep_threshold,
-    )
+    call = Call(
+        cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
+        softcap, keep_threshold,
+    )  # fmt: skip
+    dq, dk, dv, dslopes, dsinks = launch.backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
+    nothing = q.new_empty(0)
+    return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
 
 
 @attention_forward.register_fake
-def _forward_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    causal: bool,
-    scale: float,
-    keep_threshold: int,
-) -> tuple[Tensor, Tensor]:
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=torch.float32)
 
 
 @attention_backward.register_fake
 def _backward_shapes(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    needs_slopes = rest[-1]
+    dslopes = alibi_slopes.new_empty(alibi_slopes.shape) if needs_slopes else q.new_empty(0)
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dslopes, dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, rng, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, rng)
+    q, k, v, *optional, term_tensors, terms, bounds, origin, scale, softcap, keep_threshold = inputs
+    ctx.save_for_backward(q, k, v, *output, *optional, *term_tensors)
+    ctx.settings = (terms, bounds, origin, scale, softcap, keep_threshold)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rng = ctx.saved_tensors
+    q, k, v, out, lse, *optional = ctx.saved_tensors
+    optional, term_tensors = optional[:6], optional[6:]
+    needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    grads = attention_backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rng, *ctx.settings)
-    return (*grads, *(None,) * 6)
+    dq, dk, dv, dslopes, dsinks = attention_backward(
+        dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
+    )
+    dslopes, dsinks = dslopes if needs_slopes else None, dsinks if needs_sinks else None
+    return (dq, dk, dv, None, None, None, dslopes, dsinks, None, [None] * len(term_tensors), *(None,) * 6)
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)

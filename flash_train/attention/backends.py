@@ -6,13 +6,18 @@ import importlib.util
 
 import torch
 
-BACKENDS = ("auto", "flash", "sdpa", "standard", "reference")
+from flash_train.attention.baselines import sdpa_unavailable
+from flash_train.attention.masks import And, BlockSparse, Mask
+from flash_train.attention.spec import AttentionSpec
+
+#: ``flash`` is the best of this project's kernels that runs; ``triton`` the portable ones
+BACKENDS = ("auto", "flash", "triton", "sdpa", "standard", "chunked", "reference")
 MAX_HEAD_DIM = 256
 
 
 @torch.compiler.assume_constant_result
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why this project's kernels cannot run here, or None where they can."""
+    """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it exists for Linux only)"
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -33,24 +38,53 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -
     return f"there is no NVIDIA GPU: the tensors are on {device.type}"
 
 
-def resolve_backend(name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+def mask_unavailable(mask: Mask) -> str | None:
+    """Why the kernels cannot run this mask, or None where they can."""
+    for term in mask.terms if isinstance(mask, And) else (mask,):
+        if isinstance(term, BlockSparse):
+            for size in term.sizes:
+                if size < 16 or size & (size - 1):
+                    return f"BlockSparse blocks of {size} are no power of two of at least 16"
+    return None
+
+
+def resolve_backend(
+    name: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    spec: AttentionSpec | None = None,
+    sinks: bool = False,
+) -> tuple[str, str]:
     """The backend that runs and why, in words.
 
     Args:
-        name: one of ``BACKENDS``. ``auto`` takes ``flash`` where it runs, else ``sdpa``.
+        name: one of ``BACKENDS``. ``auto`` takes this project's kernels where they run, else ``sdpa``, else
+            ``reference``.
+        head_dim: the larger of q's and v's.
+        spec: what is to be computed; without it, what every backend can.
+        sinks: whether there are sinks.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run here. A named backend is never replaced.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: must be one of {', '.join(BACKENDS)}")
-    reason = flash_unavailable(torch.device(device), dtype, head_dim)
-    if name == "auto":
-        return (
-            ("flash", "this project's kernels run here") if reason is None else ("sdpa", f"flash cannot run: {reason}")
-        )
-    if name == "flash" and reason is not None:
-        raise ValueError(f"attention=flash cannot run here: {reason}; use attention=sdpa or attention=auto")
+    spec = AttentionSpec() if spec is None else spec
+    if name in ("auto", "flash", "triton"):
+        reason = flash_unavailable(torch.device(device), dtype, head_dim) or mask_unavailable(spec.mask)
+        if reason is None:
+            return "triton" if name == "triton" else "flash", "this project's kernels run here"
+        if name != "auto":
+            raise ValueError(f"attention={name} cannot run here: {reason}; use attention=sdpa or attention=auto")
+    if name in ("auto", "sdpa"):
+        missing = sdpa_unavailable(spec, sinks=sinks)
+        if missing is None:
+            return "sdpa", "as asked" if name == "sdpa" else f"flash cannot run: {reason}"
+        if name == "sdpa":
+            raise ValueError(f"attention=sdpa cannot run this: {missing}; use attention=flash or attention=reference")
+        return "reference", f"flash cannot run: {reason}; neither can sdpa: {missing}"
     return name, "as asked"
 
 

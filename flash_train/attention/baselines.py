@@ -1,105 +1,116 @@
-"""What users compare with: PyTorch's own fused attention, and standard attention that materialises S and P.
-
-Both draw dropout from PyTorch's generator; the exact mask of this project belongs to ``flash`` and ``reference``.
-"""
+"""PyTorch's own fused attention, as users have it without this package."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from flash_train.attention.masks import Band, Causal
+from flash_train.attention.sequences import (
+    Part,
+    attend_nothing,
+    distance,
+    join_out,
+    opened,
+    repeat_heads,
+    split,
+    statistics_dtype,
+    visible,
+)
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Packing
 
-Dense = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+
+def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool) -> str | None:
+    """Why PyTorch's fused attention cannot compute this, or None where it can."""
+    if spec.softcap:
+        return f"it has no softcap ({spec.softcap:g} was given)"
+    if sinks:
+        return "it has no sinks"
+    return None
 
 
 def sdpa_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing | None = None
-) -> torch.Tensor:
-    """``scaled_dot_product_attention``; packed, ``varlen_attn`` where it applies, else one call per entry."""
-    if packing is not None and _varlen_applies(q, spec, packing):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None = None,
+    *,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """``scaled_dot_product_attention``; packed, ``varlen_attn`` where it applies, else one call per entry.
+
+    Full and square causal masks are PyTorch's own; any other is given as a bool tensor of all pairs, and ALiBi as an
+    additive one in the dtype of q. Dropout is PyTorch's too: its generator, and the probability as it stands.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), packed (total_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim), packed (total_k, kv_heads, head_dim).
+        v: as k, with a head_dim of its own.
+        alibi_slopes: (heads,) or (entries, heads); may require a gradient.
+
+    Returns:
+        out like q with v's head_dim; 0 for queries that see no key and rows that belong to no entry.
+
+    Raises:
+        ValueError: a spec with a softcap.
+    """
+    missing = sdpa_unavailable(spec, sinks=False)
+    if missing is not None:
+        raise ValueError(f"PyTorch's fused attention cannot run this: {missing}")
+    if packing is not None and alibi_slopes is None and _varlen_applies(q, k, v, spec, packing):
         return _varlen(q, k, v, spec, packing)
-    return _by_entry(_sdpa, q, k, v, spec, packing)
+    outs = [_attend(part, spec) for part in split(q, k, v, packing, alibi_slopes)]
+    return join_out(outs, q, v, packing)
 
 
-def standard_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing | None = None
-) -> torch.Tensor:
-    """Scores, softmax, dropout and product as separate operations, each (heads, seqlen_q, seqlen_k) in memory."""
-    return _by_entry(_standard, q, k, v, spec, packing)
-
-
-def _by_entry(
-    dense: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing | None
-) -> torch.Tensor:
-    if packing is None:
-        return dense(q, k, v, spec)
-    outs, end = [], 0
-    for q0, q1, k0, k1 in packing.host_spans():
-        if q1 > q0:
-            outs.append(dense(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], spec)[0])
-        end = q1
-    if end < q.shape[0]:
-        outs.append(torch.zeros_like(q[end:]))
-    return torch.cat(outs) if outs else torch.zeros_like(q)
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """(batch, seqlen, heads, head_dim) through PyTorch's fused kernels."""
-    if k.shape[1] == 0:
-        return torch.zeros_like(q)
+def _attend(part: Part, spec: AttentionSpec) -> Tensor:
+    if part.empty:
+        return attend_nothing(part)[0]
+    q, k, v = part.q, part.k, part.v
     grouped = q.shape[2] != k.shape[2]
     if grouped and q.device.type == "cpu":  # PyTorch's grouped backward there is eight times slower than copied heads
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        k, v = repeat_heads(k, v, q.shape[2])
         grouped = False
-    mask = None
-    if spec.mask.causal and q.shape[1] != k.shape[1]:  # PyTorch's is_causal aligns sequences at their beginnings
-        mask = spec.mask.dense(q.shape[1], k.shape[1], q.device)
+    # PyTorch's is_causal aligns sequences at their beginnings
+    native = isinstance(spec.mask, Causal) and q.shape[1] == k.shape[1] and part.slopes is None
+    mask, seeing = opened(None if native else visible(spec.mask, part))
+    if part.slopes is not None:
+        slopes = part.slopes.to(statistics_dtype(q))
+        bias = -slopes[:, :, None, None] * distance(part.entries[0], q.device)
+        mask = (bias if mask is None else bias.masked_fill(~mask, float("-inf"))).to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=spec.mask.causal and mask is None,
+        is_causal=native,
         dropout_p=spec.dropout,
         scale=spec.scale,
         enable_gqa=grouped,
-    ).transpose(1, 2)
-    return out if mask is None else torch.where(mask.any(-1)[:, None, None], out, 0.0)
+    )
+    return (out if seeing is None else torch.where(seeing, out, 0.0)).transpose(1, 2)
 
 
-def _standard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """(batch, seqlen, heads, head_dim) by FlashAttention's algorithm 0, in the dtype of the inputs."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    scores = (q @ k.transpose(-1, -2)) * spec.scale_for(q.shape[-1])
-    if spec.mask.causal:
-        visible = spec.mask.dense(q.shape[2], k.shape[2], q.device)
-        seeing = visible.any(-1)[:, None]
-        weights = torch.where(seeing, scores.masked_fill(~visible & seeing, float("-inf")).softmax(-1), 0.0)
-    else:
-        weights = scores.softmax(-1)
-    weights = F.dropout(weights, spec.dropout)
-    return (weights @ v).transpose(1, 2)
-
-
-def _varlen_applies(q: torch.Tensor, spec: AttentionSpec, packing: Packing) -> bool:
-    """PyTorch's packed kernel: CUDA, 16 bits, no dropout, head_dim of whole 16-byte vectors."""
+def _varlen_applies(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> bool:
+    """PyTorch's packed kernel: CUDA, 16 bits, a band, no dropout, head_dim of whole 16-byte vectors."""
     return (
         q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
+        and isinstance(spec.mask, Band)
         and spec.dropout == 0.0
         and q.shape[-1] % 8 == 0
-        and (packing.lengths is not None or packing.max_seqlen_q is not None)
+        and q.shape[-1] == v.shape[-1]
+        and (packing.lengths is not None or None not in (packing.max_seqlen_q, packing.max_seqlen_k))
     )
 
 
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, packing: Packing) -> torch.Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k
@@ -107,8 +118,20 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
     if packing.lengths is not None:  # the entries that hold something come first: leave the empty ones out
         cu_q, cu_k = cu_q[: len(packing.lengths) + 1], cu_k[: len(packing.lengths) + 1]
         longest_q = longest_k = max(packing.lengths, default=1)
-    window = (-1, 0) if spec.mask.causal else (-1, -1)
+    band = cast(Band, spec.mask)
+    window = tuple(-1 if bound is None else bound for bound in (band.left, band.right))
     options: dict[str, Any] = {"window_size": window, "scale": spec.scale}
     if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12
         options["enable_gqa"] = True
-    return cast(torch.Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
+    if packing.lengths is not None and sum(packing.lengths) == q.shape[0] == k.shape[0]:
+        return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
+    # The kernel leaves rows that belong to no entry as it finds them, in the output and in the gradients.
+    inside_q, inside_k = _inside(q, cu_q), _inside(k, cu_k)
+    q, k, v = (torch.where(inside, x, 0.0) for inside, x in ((inside_q, q), (inside_k, k), (inside_k, v)))
+    out = cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
+    return torch.where(inside_q, out, 0.0)
+
+
+def _inside(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """bool (total, 1, 1), True in rows before the last boundary."""
+    return (torch.arange(x.shape[0], device=x.device) < cu_seqlens[-1])[:, None, None]

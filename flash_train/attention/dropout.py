@@ -37,10 +37,31 @@ STREAM_DOMAIN = (0x666C6173, 0x68747261)
 
 @dataclass(frozen=True)
 class RngState:
-    """The generator state of one attention call: 64-bit ``seed`` and ``offset``, ints or int64 device scalars."""
+    """The generator state of one attention call, and where the call lies in the whole mask.
+
+    Attributes:
+        seed, offset: 64 bits each, ints or int64 device scalars.
+        entry, head, query, key: coordinates of the call's first entry, head, query and key, so that a shard of a larger
+            attention draws its part of the whole mask. Multiples of 16 for query and key are the fast case.
+    """
 
     seed: int | torch.Tensor
     offset: int | torch.Tensor = 0
+    entry: int = 0
+    head: int = 0
+    query: int = 0
+    key: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("entry", "head", "query", "key"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 <= value < 2**31:
+                raise ValueError(f"RngState({name}={value!r}): must be an integer in [0, 2**31)")
+
+    @property
+    def origin(self) -> tuple[int, int, int, int]:
+        """(entry, head, query, key) of the call's first element."""
+        return self.entry, self.head, self.query, self.key
 
     def as_tensor(self, device: torch.device) -> torch.Tensor:
         """The state as int64 (2,) on the device, without a host synchronisation."""

@@ -1,22 +1,171 @@
-"""Analytic counts of the work an attention does, from the same masks the kernels run."""
+"""Analytic counts of the work an attention does, from the same masks the kernels run.
+
+Model FLOPs count what the algorithm needs: pairs that attend, two products in the forward and five in the backward
+(one of them the recomputed scores). PyTorch counts its own attention so too, but takes every pair of a causal one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from flash_train.attention.masks import Causal, Full
+import torch
+from torch import Tensor
+
+from flash_train.attention.masks import Causal, Full, Mask, Window
+from flash_train.attention.varlen import Entry
 
 
-def attended_pairs(lengths: Iterable[int], causal: bool = True) -> int:
-    """(query, key) pairs attended in self-attention over sequences of these lengths."""
-    mask = Causal() if causal else Full()
-    return sum(mask.pairs(n, n) for n in lengths)
+def attended_pairs(
+    sequences: Iterable[int | Entry], mask: Mask | None = None, *, causal: bool = True, n_heads: int = 1
+) -> int:
+    """(query, key) pairs attended over sequences.
 
-
-def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:
-    """Floating-point operations of one forward: two products of 2 * head_dim per attended pair and head.
-
-    A backward does 2.5 times as many (five products, one of them the recomputed scores); model FLOPs, which leave
-    recomputation out, count 2 times.
+    Args:
+        sequences: lengths of self-attention, or entries (``Packing.entries()``) where queries and keys differ, or the
+            mask asks which sequence it is.
+        mask: what attends; without it ``Causal()``, or ``Full()`` with ``causal=False``.
+        n_heads: heads to count over. A mask that differs between heads needs the true number; others scale.
     """
-    return 4 * pairs * n_heads * head_dim
+    if mask is None:
+        mask = Causal() if causal else Full()
+    return sum(
+        mask.pairs(Entry(i, i, 0, 0, sequence, sequence) if isinstance(sequence, int) else sequence, n_heads)
+        for i, sequence in enumerate(sequences)
+    )
+
+
+def attention_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
+    """Floating-point operations of one forward: 2 * head_dim for the score of each attended pair and head, and
+    2 * v_head_dim for its value.
+
+    A backward does 2.5 times as many (``attention_backward_flops``); model FLOPs, which leave recomputation out, count
+    2 times.
+    """
+    return 2 * pairs * n_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim))
+
+
+def attention_backward_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
+    """Floating-point operations of one backward: the scores again, dP, dV, dQ and dK.
+
+    It counts FlashAttention's five products, whatever an implementation does beside them: kernels that compute dQ
+    apart from dK and dV recompute scores and dP once more.
+    """
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    return 2 * pairs * n_heads * (3 * head_dim + 2 * v_head_dim)
+
+
+def call_pairs(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_map: Tensor | None,
+    bounds: Sequence[int],
+) -> int:
+    """Pairs over all heads that one call of the operator attends, from the operator's arguments.
+
+    Exact for bands, and for a map of blocks that composes with one; element-wise terms (documents, trees, functions)
+    count as if all of the band within the map's blocks attended, an upper bound. Reads ``cu_seqlens`` and the map.
+    Where they are fake there is nothing to read: a packed call then counts as one sequence, and a map as full.
+
+    Args:
+        q, k: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,), packed.
+        block_map: bool (entries or 1, heads or 1, query blocks, key blocks).
+        bounds: the band's left and right, the terms' tail, the map's block sizes; -1 for none.
+    """
+    left, right, _, block_q, block_k = bounds
+    mask = Window(None if left < 0 else left, None if right < 0 else right)
+    n_heads = q.shape[-2]
+    if cu_seqlens_q is None:
+        found = [Entry(i, i, 0, 0, q.shape[1], k.shape[1]) for i in range(q.shape[0])]
+    elif cu_seqlens_k is None or _unreadable(cu_seqlens_q) or _unreadable(cu_seqlens_k):
+        found = [Entry.of_lengths(q.shape[0], k.shape[0])]
+    else:
+        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+        found = [Entry(i, 0, 0, 0, len_q, len_k) for i, (len_q, len_k) in enumerate(lengths)]
+    if block_map is None or _unreadable(block_map):
+        return sum(mask.pairs(entry, n_heads) for entry in found)
+    visited = block_map.cpu()
+    pairs = 0
+    for entry in found:
+        own = visited[entry.index if visited.shape[0] > 1 else 0]
+        inside = _pairs_by_block(mask, entry, block_q, block_k)
+        rows, columns = (min(a, b) for a, b in zip(own.shape[1:], inside.shape, strict=True))
+        counted = (own[:, :rows, :columns] * inside[:rows, :columns]).sum()
+        pairs += int(counted) * (n_heads // own.shape[0])
+    return pairs
+
+
+def register() -> None:
+    """Teach ``torch.utils.flop_counter.FlopCounterMode`` the operators; call it once, when they are defined."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(torch.ops.flash_train.attention_forward, get_raw=True)(_forward_flops)
+    register_flop_formula(torch.ops.flash_train.attention_backward, get_raw=True)(_backward_flops)
+
+
+def _forward_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_map: Tensor | None,
+    term_tensors: Sequence[Tensor],
+    terms: str,
+    bounds: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    pairs = call_pairs(q, k, cu_seqlens_q, cu_seqlens_k, block_map, bounds)
+    return attention_flops(pairs, 1, q.shape[-1], v.shape[-1])
+
+
+def _backward_flops(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    block_map: Tensor | None,
+    term_tensors: Sequence[Tensor],
+    terms: str,
+    bounds: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    pairs = call_pairs(q, k, cu_seqlens_q, cu_seqlens_k, block_map, bounds)
+    return attention_backward_flops(pairs, 1, q.shape[-1], v.shape[-1])
+
+
+def _pairs_by_block(mask: Window, entry: Entry, block_q: int, block_k: int) -> Tensor:
+    """Pairs of a band in each block, int64 (query blocks, key blocks)."""
+    own = torch.arange(entry.len_q) + (entry.len_k - entry.len_q)
+    first = torch.zeros_like(own) if mask.left is None else own - mask.left
+    stop = torch.full_like(own, entry.len_k) if mask.right is None else own + mask.right + 1
+    begin = torch.arange(0, entry.len_k, block_k)
+    end = (begin + block_k).clamp(max=entry.len_k)
+    rows = (torch.minimum(stop[:, None], end) - torch.maximum(first[:, None], begin)).clamp(min=0)
+    blocks = -(-entry.len_q // block_q)
+    inside = torch.zeros(blocks, begin.numel(), dtype=torch.int64)
+    return inside.index_add_(0, torch.arange(entry.len_q) // block_q, rows)
+
+
+def _unreadable(x: Tensor) -> bool:
+    """Whether a tensor holds no values: a fake one, as under ``torch.compile``, or one on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor)) or x.device.type == "meta"

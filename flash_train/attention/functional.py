@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from flash_train.attention.autograd import attention_forward
 from flash_train.attention.backends import resolve_backend
-from flash_train.attention.baselines import sdpa_attention, standard_attention
+from flash_train.attention.baselines import sdpa_attention
+from flash_train.attention.chunked import chunked_attention
 from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.reference import reference_attention
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.standard import standard_attention
 from flash_train.attention.varlen import Packing
 
 FULL = AttentionSpec()
@@ -26,6 +28,8 @@ def attention(
     *,
     packing: Packing | None = ...,
     rng: RngState | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -38,6 +42,8 @@ def attention(
     *,
     packing: Packing | None = ...,
     rng: RngState | None = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -49,71 +55,138 @@ def attention(
     *,
     packing: Packing | None = None,
     rng: RngState | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention, ``dropout(softmax(scale * q @ k.T + mask)) @ v``, differentiable.
+    """Exact attention, ``dropout(softmax(softcap(scale * q @ k.T) + bias + mask)) @ v``, differentiable.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``packing``; bf16, fp16 or fp32.
-        k, v: (batch, seqlen_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim); kv_heads divides heads.
-        spec: mask, scale and dropout probability.
+        k: (batch, seqlen_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim); kv_heads divides heads.
+        v: as k; its head_dim may differ, and is the output's.
+        spec: mask, scale, softcap and dropout probability.
         packing: boundaries of the packed entries; queries see the keys of their own entry only.
         rng: dropout state. Without it one is drawn from PyTorch's generator of the device.
-        backend: ``flash`` (this project's kernels), ``sdpa``, ``standard``, ``reference``, or ``auto``.
-        return_lse: also return the natural log-sum-exp of the scaled scores, fp32, (batch, heads, seqlen_q), packed
-            (heads, total_q); -inf for queries that see nothing; differentiable. ``flash`` and ``reference`` have it.
+        alibi_slopes: (heads,), or (batch or entries, heads): the bias ``-slope * abs(i + len_k - len_q - j)`` is added
+            to the logit of query i and key j. May be learnable.
+        sinks: (heads,): a logit per head that joins the softmax's sum and has no value. May be learnable.
+        backend: ``flash`` or ``triton`` (this project's kernels), ``sdpa``, ``standard``, ``chunked``, ``reference``,
+            or ``auto``: flash where it runs, else sdpa, else reference.
+        return_lse: also return the natural log-sum-exp of the logits, fp32, (batch, heads, seqlen_q), packed
+            (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable. All but ``sdpa``.
 
     Returns:
-        out like q, and the log-sum-exp where asked for. Queries that see no key give exactly 0.
+        out like q with v's head_dim, and the log-sum-exp where asked for. Queries that see no key give exactly 0.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together, or a named backend that cannot run; before any launch.
 
     Source: FlashAttention-2 (Dao, 2023, arXiv:2307.08691), algorithms 1 and 2; dropout as in FlashAttention
-    (arXiv:2205.14135), with the counter map of ``flash_train.attention.dropout``.
+    (arXiv:2205.14135), with the counter map of ``flash_train.attention.dropout``; ALiBi (Press et al.,
+    arXiv:2108.12409); sinks as in "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453) and the
+    learnable form of gpt-oss.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _validate(q, k, v, packing)
-    name, _ = resolve_backend(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
-    if name in ("sdpa", "standard"):
+    _validate(q, k, v, spec, packing, alibi_slopes, sinks)
+    name, _ = resolve_backend(
+        backend,
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=max(q.shape[-1], v.shape[-1]),
+        spec=spec,
+        sinks=sinks is not None,
+    )
+    if name == "sdpa":
         if rng is not None or return_lse:
             given = "rng" if rng is not None else "return_lse"
-            raise ValueError(f"{given} was given with backend={name}: only flash and reference take it")
-        return (sdpa_attention if name == "sdpa" else standard_attention)(q, k, v, spec, packing)
+            raise ValueError(f"{given} was given with backend=sdpa: PyTorch's fused attention does not take it")
+        return sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
 
-    state = None
-    if spec.dropout > 0:
-        state = draw_state(q.device) if rng is None else rng.as_tensor(q.device)
-    if name == "reference":
-        out, lse = reference_attention(q, k, v, spec, packing, state)
+    state, origin = None, (0, 0, 0, 0)
+    if spec.dropout > 0 and rng is not None:
+        state, origin = rng.as_tensor(q.device), rng.origin
+    if name in DENSE:
+        if name == "reference" and spec.dropout > 0 and state is None:
+            state = draw_state(q.device)
+        out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
     else:
-        cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        out, lse = attention_forward(
-            q, k, v, cu_q, cu_k, state, spec.mask.causal, spec.scale_for(q.shape[-1]), spec.keep_threshold
-        )
+        if spec.dropout > 0 and state is None:
+            state = draw_state(q.device)
+        out, lse = attention_forward(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
     return (out, lse) if return_lse else out
 
 
-def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing | None) -> None:
+#: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given
+DENSE = {"standard": standard_attention, "chunked": chunked_attention, "reference": reference_attention}
+
+
+def _operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None,
+    state: torch.Tensor | None,
+    origin: tuple[int, int, int, int],
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """The specification as the operator's arguments."""
+    cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    lowered = spec.mask.lower()
+    blocks = spec.mask.block_map(q.shape[-3], k.shape[-3], packing is not None)
+    visited, sizes = (None, (-1, -1)) if blocks is None else (blocks.visited, blocks[1:])
+    bounds = [lowered.left, lowered.right, lowered.tail, *sizes]
+    return (
+        cu_q, cu_k, state, alibi_slopes, sinks, visited, lowered.tensors, lowered.terms, bounds, list(origin),
+        spec.scale_for(q.shape[-1]), spec.softcap, spec.keep_threshold,
+    )  # fmt: skip
+
+
+def _validate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if packing is None else (3, "(total, heads, head_dim)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: must be {layout}" + _packing_hint(packing))
         if x.dtype != q.dtype or x.device != q.device:
             raise TypeError(f"{name} is {x.dtype} on {x.device} and q is {q.dtype} on {q.device}: must be equal")
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: must be equal")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"q is {q.dtype}: must be a floating-point dtype")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: must be equal up to head_dim")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has head_dim {q.shape[-1]} and k {k.shape[-1]}: must be equal")
     if packing is None and q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} and k {k.shape[0]}: must be equal")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"q has {q.shape[-2]} heads and k {k.shape[-2]}: q's must be a multiple of k's")
+    n_heads = q.shape[-2]
+    if k.shape[-2] == 0 or n_heads % k.shape[-2]:
+        raise ValueError(f"q has {n_heads} heads and k {k.shape[-2]}: q's must be a multiple of k's")
     if packing is not None:
         packing.validate(q.device)
+    entries = q.shape[0] if packing is None else packing.cu_seqlens_q.numel() - 1
+    spec.mask.validate(entries, q.shape[-3], k.shape[-3], n_heads, q.device, packing is not None)
+    for name, x, allowed in (
+        ("alibi_slopes", alibi_slopes, [(n_heads,), (entries, n_heads)]),
+        ("sinks", sinks, [(n_heads,)]),
+    ):
+        if x is None:
+            continue
+        if tuple(x.shape) not in allowed or not x.dtype.is_floating_point:
+            shapes = " or ".join(map(str, allowed))
+            raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}: must be floating-point {shapes}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}: must be the same device")
 
 
 def _packing_hint(packing: Packing | None) -> str:

@@ -6,65 +6,113 @@ Memory is quadratic in length. Every other backend is held to this one.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flash_train.attention.dropout import keep_mask
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.varlen import Packing
+from flash_train.attention.varlen import Entry, Packing, entries
 
 
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     spec: AttentionSpec,
     packing: Packing | None = None,
-    rng: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rng: Tensor | None = None,
+    *,
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp, differentiable, computed in the dtype of the inputs.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), packed (total_q, heads, head_dim).
-        k, v: (batch, seqlen_k, kv_heads, head_dim), packed (total_k, kv_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim), packed (total_k, kv_heads, head_dim).
+        v: as k, with a head_dim of its own.
         rng: int64 (2,), the dropout state; required where ``spec.dropout > 0``.
+        origin: (entry, head, query, key) of the call's first element in the whole dropout mask.
+        alibi_slopes: (heads,) or (entries, heads).
+        sinks: (heads,).
 
     Returns:
-        out like q; lse (batch, heads, seqlen_q), packed (heads, total_q). Queries that see no key have output 0 and
-        log-sum-exp -inf, as have the rows of a packed tensor that belong to no entry.
+        out like q with v's head_dim; lse (batch, heads, seqlen_q), packed (heads, total_q). Queries that see no key
+        have output 0 and log-sum-exp -inf (with sinks: the sink), as have the rows of a packed tensor that belong to no
+        entry (-inf with sinks, too).
     """
-    if packing is None:
-        rows = [_sequence(q[b], k[b], v[b], spec, rng, b) for b in range(q.shape[0])]
-        if not rows:
-            return torch.zeros_like(q), q.new_zeros(0, q.shape[2], q.shape[1])
-        return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
     outs, lses, end = [], [], 0
-    for entry, (q0, q1, k0, k1) in enumerate(packing.host_spans()):
-        out, lse = _sequence(q[q0:q1], k[k0:k1], v[k0:k1], spec, rng, entry)
+    for entry in entries(q, k, packing):
+        rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
+        tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
+        out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
         outs.append(out)
         lses.append(lse)
-        end = q1
+        end = rows.stop
+    if packing is None:
+        if not outs:
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(0, q.shape[2], q.shape[1])
+        return torch.stack(outs), torch.stack(lses)
     tail = q.shape[0] - end
     outs.append(q.new_zeros(tail, q.shape[1], v.shape[2]))
     lses.append(q.new_full((q.shape[1], tail), float("-inf")))
     return torch.cat(outs), torch.cat(lses, 1)
 
 
+def scores(q: Tensor, k: Tensor, spec: AttentionSpec, entry: Entry, slopes: Tensor | None = None) -> Tensor:
+    """Logits of one sequence before the mask, (heads, len_q, len_k), from (seqlen, heads, head_dim) tensors.
+
+    The softcap comes before the ALiBi bias ``-slope * abs(i + len_k - len_q - j)`` (Press et al., arXiv:2108.12409),
+    as in flash-attn.
+    """
+    logits = torch.einsum("qhd,khd->hqk", q, k) * spec.scale_for(q.shape[-1])
+    if spec.softcap:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    if slopes is not None:
+        position = torch.arange(entry.len_q, device=q.device)[:, None] + (entry.len_k - entry.len_q)
+        distance = (position - torch.arange(entry.len_k, device=q.device)[None, :]).abs()
+        logits = logits - slopes.to(logits.dtype)[:, None, None] * distance
+    return logits
+
+
 def _sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, rng: torch.Tensor | None, entry: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    entry: Entry,
+    rng: Tensor | None,
+    origin: tuple[int, int, int, int],
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """(seqlen, heads, head_dim) tensors of one sequence to its output and (heads, seqlen_q) log-sum-exp."""
-    len_q, n_heads, head_dim = q.shape
-    len_k = k.shape[0]
+    n_heads = q.shape[1]
     group = n_heads // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale_for(head_dim)
-    visible = spec.mask.dense(len_q, len_k, q.device)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    seeing = visible.any(-1)  # a row of -inf has no gradient to give: its weights are set, not computed
-    lse = torch.where(seeing, torch.where(seeing[:, None], scores, 0.0).logsumexp(-1), float("-inf"))
-    weights = torch.where(seeing[:, None], torch.exp(scores - torch.where(seeing, lse, 0.0)[..., None]), 0.0)
+    visible = spec.mask.dense(entry, n_heads, q.device)
+    logits = scores(q, k, spec, entry, slopes).masked_fill(~visible, float("-inf"))
+    seeing = visible.any(-1).expand(n_heads, -1)  # a row of -inf has no gradient to give: it is set, not computed
+    lse = torch.where(seeing, torch.where(seeing[..., None], logits, 0.0).logsumexp(-1), float("-inf"))
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    weights = torch.where(seeing[..., None], torch.exp(logits - torch.where(seeing, lse, 0.0)[..., None]), 0.0)
     if spec.dropout > 0:
         assert rng is not None
-        queries, keys = torch.arange(len_q), torch.arange(len_k)
-        keep = torch.stack([keep_mask(rng, entry, h, queries, keys, spec.keep_threshold) for h in range(n_heads)])
+        keep = dropout_mask(rng, entry, n_heads, spec, origin)
         weights = torch.where(keep, weights * (256 / spec.keep_threshold), 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def dropout_mask(
+    rng: Tensor, entry: Entry, n_heads: int, spec: AttentionSpec, origin: tuple[int, int, int, int]
+) -> Tensor:
+    """The mask of one sequence, bool (heads, len_q, len_k)."""
+    first_entry, first_head, first_query, first_key = origin
+    queries = torch.arange(first_query, first_query + entry.len_q)
+    keys = torch.arange(first_key, first_key + entry.len_k)
+    heads = range(first_head, first_head + n_heads)
+    return torch.stack(
+        [keep_mask(rng, first_entry + entry.index, h, queries, keys, spec.keep_threshold) for h in heads]
+    )

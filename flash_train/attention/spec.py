@@ -10,20 +10,24 @@ from flash_train.attention.masks import Full, Mask
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention: ``out = dropout(softmax(scale * q @ k.T + mask)) @ v``.
+    """One attention: ``out = dropout(softmax(softcap(scale * q @ k.T) + mask)) @ v``.
 
     Attributes:
-        mask: which keys a query may attend to: ``Full()`` or ``Causal()``.
+        mask: which keys a query may attend to: ``Full()``, ``Causal()``, ``Window(left, right)``, ``BlockSparse``,
+            ``Document``, ``Tree``, ``MaskFunction``, and what ``&`` makes of them.
         scale: factor on the scores, positive; ``None`` means ``1 / sqrt(head_dim)``.
+        softcap: where positive, scores become ``softcap * tanh(scores / softcap)`` before the mask; 0 leaves them.
         dropout: probability in [0, 1) of dropping an attention weight. It is rounded to ``1 - k / 256`` with
             ``k = round(256 * (1 - dropout))``; survivors are scaled by ``256 / k``, so the output stays unbiased.
 
     Raises:
-        ValueError: for a scale that is not positive, or a dropout that is outside [0, 1) or rounds to 0 or 1.
+        ValueError: for a scale that is not positive, a negative softcap, or a dropout that is outside [0, 1) or rounds to
+            0 or 1.
     """
 
     mask: Mask = field(default_factory=Full)
     scale: float | None = None
+    softcap: float = 0.0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -31,6 +35,8 @@ class AttentionSpec:
             raise TypeError(f"mask={self.mask!r}: must be a mask such as Full() or Causal()")
         if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
             raise ValueError(f"scale={self.scale}: must be a positive number, or None for 1/sqrt(head_dim)")
+        if not (self.softcap >= 0 and math.isfinite(self.softcap)):
+            raise ValueError(f"softcap={self.softcap}: must be a positive number, or 0 for none")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: must be in [0, 1)")
         if self.dropout > 0.0 and not 1 <= self.keep_threshold <= 255:

@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Entry(NamedTuple):
+    """One sequence of a call: a row of a padded batch, or an entry of a packed one. The same here and in the kernels.
+
+    ``batch`` is the tensors' batch row (0 where packed), ``q_row`` and ``k_row`` the first rows within it (0 where
+    padded), ``index`` counts the sequences.
+    """
+
+    index: Any
+    batch: Any
+    q_row: Any
+    k_row: Any
+    len_q: Any
+    len_k: Any
+
+    @classmethod
+    def of_lengths(cls, len_q: int, len_k: int) -> Entry:
+        """The only sequence of a call."""
+        return cls(0, 0, 0, 0, len_q, len_k)
 
 
 @dataclass(frozen=True)
@@ -45,16 +66,28 @@ class Packing:
                 f"{self.cu_seqlens_k.numel() - 1}: must be equal"
             )
 
-    def host_spans(self) -> list[tuple[int, int, int, int]]:
-        """(q begin, q end, k begin, k end) of every entry, on the host; synchronises unless ``lengths`` is given.
+    def check(self) -> None:
+        """Check the values too: boundaries that start at 0 and never decrease. Reads device memory: for debugging."""
+        for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+            bounds = cu.tolist()
+            if bounds[0] != 0 or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+                raise ValueError(f"{name} is {bounds}: must start at 0 and never decrease")
 
-        Entries for which both queries and keys are empty are left out where ``lengths`` is given.
-        """
+    def entries(self) -> list[Entry]:
+        """Every entry, on the host; synchronises unless ``lengths`` is given, which leaves empty entries out."""
         if self.lengths is not None:
-            ends, end = [], 0
-            for n in self.lengths:
-                ends.append((end, end + n, end, end + n))
-                end += n
-            return ends
+            lengths, begin = list(self.lengths), 0
+            found = []
+            for i, n in enumerate(lengths):
+                found.append(Entry(i, 0, begin, begin, n, n))
+                begin += n
+            return found
         q, k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
-        return [(q[i], q[i + 1], k[i], k[i + 1]) for i in range(len(q) - 1)]
+        return [Entry(i, 0, q[i], k[i], q[i + 1] - q[i], k[i + 1] - k[i]) for i in range(len(q) - 1)]
+
+
+def entries(q: torch.Tensor, k: torch.Tensor, packing: Packing | None) -> list[Entry]:
+    """The sequences of a call on (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim) tensors."""
+    if packing is not None:
+        return packing.entries()
+    return [Entry(b, b, 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]

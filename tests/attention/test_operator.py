@@ -5,13 +5,13 @@ import torch
 
 from flash_train.attention import (
     AttentionSpec,
+    BlockSparse,
     Causal,
     Full,
     Packing,
     RngState,
-    attended_pairs,
+    Tree,
     attention,
-    attention_flops,
     resolve_backend,
 )
 
@@ -59,41 +59,6 @@ def test_causal_is_aligned_at_the_ends(backend, lengths):
     assert (out[0, unseeing:] != 0).any(-1).all()
 
 
-def test_worked_example():
-    """One query over two blocks of four keys, worked by hand in base e; rounded to three digits."""
-    q = torch.tensor([1.0, 0, 2, 1]).view(1, 1, 1, 4)
-    k = torch.tensor(
-        [
-            [1.0, 1, 0, 0],
-            [0, 1, 1, 0],
-            [1, 0, 1, 1],
-            [0, 0, 1, 0],
-            [2, 1, 1, 1],
-            [0, 1, 0, 1],
-            [1, 1, 1, 0],
-            [0, 0, 0, 1],
-        ]
-    )
-    v = torch.tensor(
-        [
-            [2.0, 1, 0, 3],
-            [1, 0, 1, 2],
-            [0, 2, 1, 1],
-            [3, 1, 0, 0],
-            [1, 3, 2, 0],
-            [0, 1, 0, 2],
-            [2, 0, 1, 1],
-            [1, 0, 0, 3],
-        ]
-    )
-    spec = AttentionSpec(scale=1.0)
-    out, lse = attention(q, k.view(1, 8, 1, 4), v.view(1, 8, 1, 4), spec, backend="reference", return_lse=True)
-    weights = torch.exp(torch.tensor([1.0, 2, 4, 2, 5, 1, 3, 1]))
-    torch.testing.assert_close(out.flatten(), weights @ v / weights.sum())
-    torch.testing.assert_close(lse.flatten(), weights.sum().log()[None])
-    torch.testing.assert_close(out.flatten(), torch.tensor([0.920, 2.306, 1.540, 0.452]), atol=0.03, rtol=0)
-
-
 def test_documents_do_not_see_each_other():
     torch.manual_seed(0)
     q, k, v = (x.detach() for x in qkv(50, 2, 8))
@@ -105,16 +70,6 @@ def test_documents_do_not_see_each_other():
     assert torch.equal(before[:20], after[:20])
     assert torch.equal(before[27:], after[27:])
     assert not torch.equal(before[20:27], after[20:27])
-
-
-def test_masks_count_what_they_show():
-    for mask in (Causal(), Full()):
-        for len_q in range(6):
-            for len_k in range(6):
-                assert mask.pairs(len_q, len_k) == mask.dense(len_q, len_k).sum()
-    assert attended_pairs([3, 5]) == Causal().pairs(3, 3) + Causal().pairs(5, 5)
-    assert attended_pairs([3, 5], causal=False) == 34
-    assert attention_flops(10, 4, 16) == 2 * 2 * 10 * 4 * 16
 
 
 def test_dropout_needs_no_state_and_takes_one():
@@ -135,6 +90,9 @@ def test_auto_says_what_it_chose():
     name, why = resolve_backend("auto", device="cpu", dtype=torch.float32, head_dim=64)
     assert name == "sdpa"
     assert "no NVIDIA GPU" in why
+    name, why = resolve_backend("auto", device="cpu", dtype=torch.float32, head_dim=64, spec=AttentionSpec(softcap=5.0))
+    assert name == "reference"
+    assert "softcap" in why
 
 
 BAD_SPECS = [
@@ -145,6 +103,7 @@ BAD_SPECS = [
     ({"dropout": 0.9999}, "steps of 1/256"),
     ({"scale": 0.0}, "scale=0.0"),
     ({"scale": float("inf")}, "scale=inf"),
+    ({"softcap": -1.0}, "softcap=-1.0"),
 ]
 
 
@@ -158,12 +117,21 @@ def test_bad_specs(fields, message):
 
 X = torch.randn(1, 8, 4, 16)
 P = torch.randn(8, 4, 16)
+ODD = BlockSparse(torch.ones(1, 1, dtype=torch.bool), 24)
 BAD_CALLS = [
     ((P, P, P), {}, ValueError, "must be .batch, seqlen, heads, head_dim.; packed tensors need packing"),
     ((X, X, X), {"packing": pack(8)}, ValueError, "must be .total, heads, head_dim. where packing is given"),
     ((X, X.half(), X), {}, TypeError, "k is torch.float16"),
     ((X, X[:, :, :3], X[:, :, :3]), {}, ValueError, "q has 4 heads and k 3"),
     ((X, X, X[:, :4]), {}, ValueError, "k has shape"),
+    ((X.int(), X.int(), X.int()), {}, TypeError, "must be a floating-point dtype"),
+    ((X, X, X), {"sinks": torch.zeros(3)}, ValueError, r"sinks is torch.float32 of shape .3,.: must be .* .4,."),
+    ((X, X, X), {"alibi_slopes": torch.zeros(2, 4)}, ValueError, r"alibi_slopes is .* must be .* .4,. or .1, 4."),
+    ((X, X, X), {"alibi_slopes": torch.zeros(4).int()}, ValueError, "alibi_slopes is torch.int32"),
+    ((X, X, X), {"spec": AttentionSpec(ODD), "backend": "flash"}, ValueError, "cannot run here"),
+    ((X, X, X), {"spec": AttentionSpec(softcap=3.0), "backend": "sdpa"}, ValueError, "attention=sdpa cannot run this"),
+    ((X, X, X), {"sinks": torch.zeros(4), "backend": "sdpa"}, ValueError, "attention=sdpa cannot run this"),
+    ((X, X, X), {"spec": AttentionSpec(Tree([[-1, 0], [-1, 0]]))}, ValueError, "2 trees for 1 sequences"),
     ((X, X[..., :8], X[..., :8]), {}, ValueError, "head_dim 16 and k 8"),
     ((X, X.expand(2, -1, -1, -1), X.expand(2, -1, -1, -1)), {}, ValueError, "q has batch 1 and k 2"),
     ((P, P, P), {"packing": Packing(cu(8).long(), cu(8).long())}, ValueError, "cu_seqlens_q is torch.int64"),
@@ -171,7 +139,7 @@ BAD_CALLS = [
     ((X, X, X), {"backend": "fastest"}, ValueError, "must be one of auto, flash"),
     ((X, X, X), {"backend": "flash"}, ValueError, "attention=flash cannot run here: there is no NVIDIA GPU"),
     ((X, X, X), {"backend": "sdpa", "return_lse": True}, ValueError, "return_lse was given with backend=sdpa"),
-    ((X, X, X), {"backend": "standard", "rng": RngState(1)}, ValueError, "rng was given with backend=standard"),
+    ((X, X, X), {"backend": "sdpa", "rng": RngState(1)}, ValueError, "rng was given with backend=sdpa"),
 ]
 
 
@@ -179,3 +147,15 @@ BAD_CALLS = [
 def test_bad_calls(tensors, options, error, message):
     with pytest.raises(error, match=message):
         attention(*tensors, **options)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 1.5])
+def test_bad_origins(value):
+    with pytest.raises(ValueError, match="query="):
+        RngState(1, query=value)
+
+
+def test_check_reads_the_boundaries():
+    Packing(cu(3, 0, 4), cu(3, 0, 4)).check()
+    with pytest.raises(ValueError, match="cu_seqlens_k is .*: must start at 0 and never decrease"):
+        Packing(cu(3, 4), torch.tensor([0, 5, 4], dtype=torch.int32)).check()

@@ -3,114 +3,109 @@
 import triton
 import triton.language as tl
 
-from flash_train.attention.kernels.device.mask import key_range, visible_keys
-from flash_train.attention.kernels.device.philox import keep_tile, stream_key
-from flash_train.attention.kernels.device.schedule import attended_length, find_tile, load_entry
-from flash_train.attention.kernels.device.tile import load_tile, row_pointers, store_tile
+from flash_train.attention.kernels.device.mask import block_start, count_edges, edge_block, key_visits, visible
+from flash_train.attention.kernels.device.philox import keep_tile, load_key
+from flash_train.attention.kernels.device.schedule import find_tile, load_entry
+from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
+from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
 def attention_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, rng_ptr,
-    stride_qb, stride_qm, stride_qh,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh,
-    stride_ob, stride_om, stride_oh,
-    stride_lb, stride_lh,
-    n_entries, seqlen_q, seqlen_k, scale_log2, keep_threshold,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, out, lse, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles of all entries, query heads); lse is natural and fp32."""
     head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
-    entry, tile = find_tile(tl.program_id(0), cu_q_ptr, n_entries, seqlen_q, BLOCK_M, PACKED)
-    seq = load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, PACKED)
-    len_k = attended_length(entry, seq.len_k, n_entries, PACKED)
+    entry, tile = find_tile(tl.program_id(0), cu_q, n_entries, seqlen_q, BLOCK_M)
+    seq = load_entry(entry, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, WALKS_KEYS=True)
     n_tiles = tl.cdiv(seq.len_q, BLOCK_M)
     if tile >= n_tiles:
         return
-    if CAUSAL:  # the longest rows first, so that no long program starts last
+    if mask.right is not None:  # the longest rows first, so that no long program starts last
         tile = n_tiles - 1 - tile
     start_m = tile * BLOCK_M
+    left = seq.len_q - start_m
 
-    q_base = q_ptr + seq.batch.to(tl.int64) * stride_qb + head * stride_qh
-    k_base = k_ptr + seq.batch.to(tl.int64) * stride_kb + (head // GROUP) * stride_kh
-    v_base = v_ptr + seq.batch.to(tl.int64) * stride_vb + (head // GROUP) * stride_vh
-    q = load_tile(
-        row_pointers(q_base, seq.q_row + start_m, stride_qm, BLOCK_M, BLOCK_D),
-        seq.len_q - start_m, True, BLOCK_M, BLOCK_D, HEAD_DIM,
-    )  # [BLOCK_M, BLOCK_D]  # fmt: skip
-    k_ptrs = row_pointers(k_base, seq.k_row, stride_kn, BLOCK_N, BLOCK_D)
-    v_ptrs = row_pointers(v_base, seq.k_row, stride_vn, BLOCK_N, BLOCK_D)
-
-    key0 = 0
-    key1 = 0
-    if DROPOUT:
-        key0, key1 = stream_key(rng_ptr)
+    q_ptrs = row_pointers(q, seq.batch, head, seq.q_row + start_m, BLOCK_M, BLOCK_D)
+    q_tile = load_tile(q_ptrs, left, True, BLOCK_M, BLOCK_D, HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+    k_ptrs = row_pointers(k, seq.batch, head // GROUP, seq.k_row, BLOCK_N, BLOCK_D)
+    v_ptrs = row_pointers(v, seq.batch, head // GROUP, seq.k_row, BLOCK_N, BLOCK_DV)
+    key0, key1 = load_key(dropout)
+    slope = load_slope(score, seq, head)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log2
     l_i = tl.zeros([BLOCK_M], tl.float32)  # running sum of exponentials
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    shift = len_k - seq.len_q  # causal: query i sees keys up to i + shift
-    whole, stop = key_range(start_m, shift, len_k, BLOCK_M, BLOCK_N, CAUSAL)
-    for start_n in range(0, whole, BLOCK_N):
+    visits = key_visits(mask, seq, head, start_m, BLOCK_M, BLOCK_N)
+    for block in range(visits.clear_from, visits.clear_to):
         acc, l_i, m_i = _step(
-            acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
-            key0, key1, scale_log2, keep_threshold,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, DROPOUT, PRECISION, MASKED=False,
+            acc, l_i, m_i, q_tile, k, v, k_ptrs, v_ptrs, mask, score, slope, dropout, key0, key1, seq, head, start_m,
+            block_start(visits, mask, block, BLOCK_N),
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=False,
         )  # fmt: skip
-    for start_n in range(whole, stop, BLOCK_N):
+    for i in range(0, count_edges(visits)):
         acc, l_i, m_i = _step(
-            acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, seq.index, head, shift, len_k,
-            key0, key1, scale_log2, keep_threshold,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, DROPOUT, PRECISION, MASKED=True,
+            acc, l_i, m_i, q_tile, k, v, k_ptrs, v_ptrs, mask, score, slope, dropout, key0, key1, seq, head, start_m,
+            block_start(visits, mask, edge_block(visits, mask, i), BLOCK_N),
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=True,
         )  # fmt: skip
 
+    if sinks is not None:  # a logit without a value
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        m_new = tl.maximum(m_i, sink)
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - reference)
+        acc = acc * alpha[:, None]
+        l_i = l_i * alpha + tl.exp2(sink - reference)
+        m_i = m_new
     seen = l_i > 0.0
-    lse = tl.where(seen, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
+    lse_tile = tl.where(seen, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
+    if cu_q is not None:
+        lse_tile = tl.where(entry < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
     norm = tl.where(seen, l_i, 1.0)
-    if DROPOUT:
-        norm *= keep_threshold * (1.0 / 256.0)
+    if dropout.state is not None:
+        norm *= dropout.threshold * (1.0 / 256.0)
     acc = acc / norm[:, None]
-    o_base = out_ptr + seq.batch.to(tl.int64) * stride_ob + head * stride_oh
-    store_tile(
-        row_pointers(o_base, seq.q_row + start_m, stride_om, BLOCK_M, BLOCK_D),
-        acc, seq.len_q - start_m, BLOCK_M, BLOCK_D, HEAD_DIM,
-    )  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)
-    lse_ptrs = lse_ptr + seq.batch.to(tl.int64) * stride_lb + head * stride_lh + seq.q_row + start_m + rows
-    tl.store(lse_ptrs, lse, mask=rows < seq.len_q - start_m)
+    out_ptrs = row_pointers(out, seq.batch, head, seq.q_row + start_m, BLOCK_M, BLOCK_DV)
+    store_tile(out_ptrs, acc, left, BLOCK_M, BLOCK_DV, HEAD_DIM_V)
+    tl.store(
+        stat_pointers(lse, seq.batch, head, seq.q_row + start_m, BLOCK_M), lse_tile, mask=tl.arange(0, BLOCK_M) < left
+    )
 
 
 @triton.jit
 def _step(
-    acc, l_i, m_i, q, k_ptrs, v_ptrs, stride_kn, stride_vn, start_m, start_n, entry, head, shift, len_k,
-    key0, key1, scale_log2, keep_threshold,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    acc, l_i, m_i, q_tile, k, v, k_ptrs, v_ptrs, mask, score, slope, dropout, key0, key1, seq, head, start_m, start_n,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold one block of keys into the running softmax (FlashAttention-2, algorithm 1), in base 2."""
     start_n64 = tl.cast(start_n, tl.int64)
-    k = load_tile(k_ptrs + start_n64 * stride_kn, len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    offs_m = start_m + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
+    k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
+    s, scale = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
     if MASKED:
-        visible = visible_keys(start_m, start_n, shift, len_k, BLOCK_M, BLOCK_N, CAUSAL)
-        s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
+        s = tl.where(visible(mask, seq, head, offs_m, offs_n), s, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         reference = m_new
     alpha = tl.exp2(m_i - reference)
-    p = tl.exp2(s * scale_log2 - reference[:, None])
+    p = tl.exp2(s * scale - reference[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
-    if DROPOUT:
-        keep = keep_tile(key0, key1, entry, head, start_m, start_n, keep_threshold, BLOCK_M, BLOCK_N)
+    if dropout.state is not None:
+        keep = keep_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
         p = tl.where(keep, p, 0.0)
     acc = acc * alpha[:, None]
-    v = load_tile(v_ptrs + start_n64 * stride_vn, len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    v_tile = load_tile(v_ptrs + start_n64 * v.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     return acc, l_i, m_new

@@ -1,161 +1,200 @@
-"""From tensors and a specification to kernel arguments. The only place that launches the kernels."""
+"""Launches the forward and the backward kernels."""
 
 from __future__ import annotations
 
-import contextlib
-import math
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
+from flash_train.attention.kernels.arguments import (
+    UNUSED,
+    Call,
+    Launch,
+    constants,
+    contiguous_columns,
+    dropout_arguments,
+    mask_rule,
+    on_device,
+    score_arguments,
+    stats,
+    strided,
+)
 from flash_train.attention.kernels.backward import (
     attention_backward_dkdv,
     attention_backward_dq,
     attention_backward_rows,
 )
 from flash_train.attention.kernels.forward import attention_forward
-from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, choose_tiles
-
-LOG2_E = math.log2(math.e)
+from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, choose_tiles, variant_of
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    *,
-    causal: bool,
-    scale: float,
-    keep_threshold: int,
-    tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """Output like q, and the natural log-sum-exp: fp32 (batch, heads, seqlen), packed (heads, total)."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
-    if q.numel() == 0:
-        return out, lse
-    tile = (tiles or choose_tiles(q.device, q.dtype, q.shape[-1], keep_threshold < 256, causal)).forward
-    grid = (_slots(q, cu_seqlens_q, tile.block_m), q.shape[-2])
-    with _on_device(q):
-        attention_forward[grid](
-            q, k, v, out, lse, *_pointers(q, cu_seqlens_q, cu_seqlens_k, rng),
-            *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            *_lengths(q, k, cu_seqlens_q), scale * LOG2_E, keep_threshold,
-            **_constants(q, k, cu_seqlens_q, causal, keep_threshold, tile),
-        )  # fmt: skip
+    q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    if q.shape[:-1].numel() > 0:
+        with on_device(q):
+            forward_launch(q, k, v, out, lse, call, _tiles(q, v, call, tiles).forward).run()
     return out, lse
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    *,
-    causal: bool,
-    scale: float,
-    keep_threshold: int,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    needs_slopes: bool = False,
     tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous and in the dtype of the inputs; bitwise the same at every call."""
-    q, k, v, out, dout = _rows(q), _rows(k), _rows(v), _rows(out), _rows(dout)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv, and the gradients of slopes (where wanted) and sinks; bitwise the same at every call."""
+    q, k, v, out, dout = (
+        contiguous_columns(q),
+        contiguous_columns(k),
+        contiguous_columns(v),
+        contiguous_columns(out),
+        contiguous_columns(dout),
+    )
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    tiles = tiles or choose_tiles(q.device, q.dtype, q.shape[-1], keep_threshold < 256, causal)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    batch, rows = (1, q.shape[0]) if cu_seqlens_q is not None else q.shape[:2]
+    dslope = torch.zeros_like(lse) if needs_slopes else None
+    tiles = _tiles(q, v, call, tiles)
+    with on_device(q):
+        if q.shape[:-1].numel() > 0:
+            rows_launch(out, dout, lse, dlse, delta, lse2, call).run()
+        if q.numel() > 0 and k.numel() > 0:
+            if tiles.dv is None:
+                dkdv_launch(q, k, v, dout, lse2, delta, dk, dv, call, tiles.dkdv).run()
+            else:
+                dkdv_launch(q, k, v, dout, lse2, delta, dk, None, call, tiles.dkdv).run()
+                dkdv_launch(q, k, v, dout, lse2, delta, None, dv, call, tiles.dv).run()
+            dq_launch(q, k, v, dout, lse2, delta, dq, dslope, call, tiles.dq).run()
+        else:
+            dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
+    slopes = None if dslope is None else _slope_gradient(dslope, call)
+    return dq, dk, dv, slopes, None if call.sinks is None else _sink_gradient(delta, lse, call)
+
+
+def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: Tile) -> Launch:
+    rule, score, dropout = _what(call, tile, walks_keys=True)
+    arguments = (
+        *map(strided, (q, k, v, out)), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, call.sinks,
+        dropout, *_lengths(q, k, call),
+    )  # fmt: skip
+    grid = (_slots(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
+    return Launch(attention_forward, grid, arguments, _constants(q, k, v, tile))
+
+
+def rows_launch(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, lse2: Tensor, call: Call
+) -> Launch:
     block = 32
-    constants = {"HEAD_DIM": q.shape[-1], "BLOCK_D": block_d(q.shape[-1]), "BLOCK_M": block}
-    shared = _pointers(q, cu_seqlens_q, cu_seqlens_k, rng)
-    keep_rate = keep_threshold / 256
-    numbers = (*_lengths(q, k, cu_seqlens_q), scale / keep_rate, scale * LOG2_E, keep_threshold)
-    with _on_device(q):
-        attention_backward_rows[(triton.cdiv(rows, block), q.shape[-2], batch)](
-            out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse2,
-            *_strides(out), *_strides(dout), *_lse_strides(lse), rows, keep_rate,
-            **constants, HAS_DLSE=dlse is not None,
-        )  # fmt: skip
-        attention_backward_dkdv[(_slots(k, cu_seqlens_k, tiles.dkdv.block_n), k.shape[-2])](
-            q, k, v, dout, lse2, delta, dk, dv, *shared,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dk), *_strides(dv), *_lse_strides(lse),
-            *numbers, **_constants(q, k, cu_seqlens_q, causal, keep_threshold, tiles.dkdv),
-        )  # fmt: skip
-        attention_backward_dq[(_slots(q, cu_seqlens_q, tiles.dq.block_m), q.shape[-2])](
-            q, k, v, dout, lse2, delta, dq, *shared,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(dout), *_strides(dq), *_lse_strides(lse),
-            *numbers, **_constants(q, k, cu_seqlens_q, causal, keep_threshold, tiles.dq),
-        )  # fmt: skip
-    return dq, dk, dv
+    batch, rows = (1, out.shape[0]) if out.dim() == 3 else out.shape[:2]
+    arguments = (
+        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse.contiguous()),
+        stats(delta), stats(lse2), rows, call.keep_rate,
+    )  # fmt: skip
+    fixed = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK_M": block}
+    return Launch(attention_backward_rows, (triton.cdiv(rows, block), out.shape[-2], batch), arguments, fixed)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """The kernels take any strides but the last, which must be 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def dkdv_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    call: Call,
+    tile: Tile,
+) -> Launch:
+    rule, score, dropout = _what(call, tile, walks_keys=False)
+    arguments = (
+        *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dk), strided(dv), call.cu_seqlens_q,
+        call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *_lengths(q, k, call),
+    )  # fmt: skip
+    grid = (_slots(k, call.cu_seqlens_k, tile.block_n), k.shape[-2])
+    return Launch(attention_backward_dkdv, grid, arguments, _constants(q, k, v, tile))
 
 
-def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+def dq_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dslope: Tensor | None,
+    call: Call,
+    tile: Tile,
+) -> Launch:
+    rule, score, dropout = _what(call, tile, walks_keys=True)
+    arguments = (
+        *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dq),
+        None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, dropout,
+        call.scale / call.keep_rate, call.keep_rate, *_lengths(q, k, call),
+    )  # fmt: skip
+    grid = (_slots(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
+    return Launch(attention_backward_dq, grid, arguments, _constants(q, k, v, tile))
+
+
+def _slope_gradient(rows: Tensor, call: Call) -> Tensor:
+    """The rows' parts summed to the shape of the slopes, in a fixed order."""
+    assert call.alibi_slopes is not None
+    if call.alibi_slopes.dim() == 1:
+        return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.alibi_slopes.dtype)
+    if rows.dim() == 3:
+        return rows.sum(-1).to(call.alibi_slopes.dtype)
+    assert call.cu_seqlens_q is not None
+    per_entry = torch.segment_reduce(rows.t().contiguous(), "sum", offsets=call.cu_seqlens_q.long(), axis=0)
+    return per_entry.to(call.alibi_slopes.dtype)
+
+
+def _sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
+    """A sink's weight exp(sink - lse) gives nothing to the output: its gradient is -weight * D in every row."""
+    assert call.sinks is not None
+    weight = torch.exp(call.sinks.float()[:, None] - lse)
+    rows = torch.where(torch.isfinite(lse), weight * delta, 0.0) / -call.keep_rate
+    return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.sinks.dtype)
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-def _slots(x: torch.Tensor, cu_seqlens: torch.Tensor | None, block: int) -> int:
+def _slots(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
     """Programs along the rows of x: see ``device.schedule.find_tile``."""
     if cu_seqlens is None:
         return x.shape[0] * triton.cdiv(x.shape[1], block)
     return x.shape[0] // block + cu_seqlens.numel()
 
 
-def _pointers(
-    q: torch.Tensor, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, rng: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Boundaries and generator state; an unused pointer is any tensor, for the kernels never read it."""
-    return (q if cu_q is None else cu_q, q if cu_k is None else cu_k, q if rng is None else rng)
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) strides in elements."""
-    return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(0), x.stride(1))
-
-
-def _lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))
-
-
-def _lengths(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[int, int, int]:
+def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
     """(entries, query rows, key rows); packed, the rows are those of the whole tensor."""
-    if cu_seqlens is None:
+    if call.cu_seqlens_q is None:
         return q.shape[0], q.shape[1], k.shape[1]
-    return cu_seqlens.numel() - 1, q.shape[0], k.shape[0]
+    return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]
 
 
-def _constants(
-    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, keep_threshold: int, tile: Tile
-) -> dict[str, object]:
-    return {
-        "GROUP": q.shape[-2] // k.shape[-2],
-        "HEAD_DIM": q.shape[-1],
-        "BLOCK_D": block_d(q.shape[-1]),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PACKED": cu_seqlens is not None,
-        "CAUSAL": causal,
-        "DROPOUT": keep_threshold < 256,
-        "PRECISION": "ieee" if q.device.type == "cpu" else "tf32x3",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+def _what(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+    return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call)
 
 
-def _on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' own."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
+    if tiles is None:
+        variant = variant_of(call.bounds[1] != UNUSED, call.rng is not None, bool(call.terms))
+        tiles = choose_tiles(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), variant)
+    return tiles if call.block_map is None else tiles.within(*call.bounds[3:])
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
+    return constants(q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2], tile, q.device)

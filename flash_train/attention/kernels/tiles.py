@@ -1,11 +1,21 @@
-"""Tile shapes: how much of the problem one program holds, by architecture, head dimension and dtype."""
+"""Tile shapes: how much of the problem one program holds.
+
+The table is ``tiles.json``: a row per shared-memory limit (KiB a program), bits of the inputs, head dimension and
+variant of the call. ``scripts/tune_attention.py`` measures rows and writes them; nothing is tuned at run time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import triton
+
+TABLE = Path(__file__).with_name("tiles.json")
+VARIANTS = ("causal", "full", "dropout-causal", "dropout-full", "terms")
 
 
 @dataclass(frozen=True)
@@ -17,57 +27,27 @@ class Tile:
     num_warps: int
     num_stages: int
 
+    def within(self, block_m: int, block_n: int) -> Tile:
+        """This tile, cut to sizes that divide the blocks of a map."""
+        return replace(self, block_m=min(self.block_m, block_m), block_n=min(self.block_n, block_n))
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one call's kernels."""
+    """The tiles of one call's kernels. With a tile for dV, it has a launch of its own and ``dkdv`` gives dK alone."""
 
     forward: Tile
     dkdv: Tile
     dq: Tile
+    dv: Tile | None = None
+
+    def within(self, block_m: int, block_n: int) -> Tiles:
+        tiles = (self.forward, self.dkdv, self.dq, self.dv)
+        return Tiles(*(None if tile is None else tile.within(block_m, block_n) for tile in tiles))
 
 
 #: the interpreter's cost is per program and step, not per element, and it must still cross tile boundaries at n <= 256
 INTERPRETER = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
-
-#: 16-bit inputs on sm_90 and sm_100: 227 KiB of shared memory, matrix units fed from it
-_LARGE = {
-    16: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    32: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    128: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 3)),
-}
-
-#: with dropout the mask takes registers and shared memory, so that smaller steps win
-_LARGE_DROPOUT = _LARGE | {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
-}
-
-#: without a diagonal to mask, two small programs on a processor hide more than one large one
-_LARGE_DROPOUT_FULL = _LARGE_DROPOUT | {
-    128: Tiles(Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
-}
-
-#: 16-bit inputs elsewhere: within the 99 KiB of a consumer card
-_SMALL = {
-    16: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    32: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    64: Tiles(Tile(128, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
-    128: Tiles(Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
-    256: Tiles(Tile(64, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
-}
-
-#: fp32 inputs, everywhere: twice the bytes, and products of three tf32 passes
-_FLOAT32 = {
-    16: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    64: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    128: Tiles(Tile(64, 32, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
-    256: Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-}
 
 
 def block_d(head_dim: int) -> int:
@@ -75,20 +55,56 @@ def block_d(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: bool, causal: bool) -> Tiles:
-    """The shipped tiles for this device; the interpreter's on a CPU."""
+def variant_of(causal: bool, dropout: bool, terms: bool) -> str:
+    """``terms``: element-wise terms, which may load a number per pair, leave less room than anything else."""
+    if terms:
+        return "terms"
+    return ("dropout-" if dropout else "") + ("causal" if causal else "full")
+
+
+def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, variant: str) -> Tiles:
+    """The table's tiles for this device; the interpreter's on a CPU."""
     if device.type == "cpu":
         return INTERPRETER
-    return tiles_for(torch.cuda.get_device_capability(device), dtype, head_dim, dropout, causal)
+    return tiles_for(shared_memory(device), dtype, head_dim, variant)
 
 
-def tiles_for(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, dropout: bool, causal: bool) -> Tiles:
-    """The shipped tiles for a compute capability, whether or not such a device is present."""
-    columns = block_d(head_dim)
-    if dtype == torch.float32:
-        return _FLOAT32[columns]
-    if capability in ((9, 0), (10, 0)):
-        if dropout:
-            return (_LARGE_DROPOUT if causal else _LARGE_DROPOUT_FULL)[columns]
-        return _LARGE[columns]
-    return _SMALL[columns]
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Tile:
+    """The decode kernel's tile for ``rows`` rows (queries times heads of a group): bytes in flight matter."""
+    if device.type == "cpu":
+        return Tile(16, 32, 4, 1)
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    bytes_per_key = block_d(head_dim) * dtype.itemsize
+    return Tile(block_m, 64 if bytes_per_key <= 256 else 32 if bytes_per_key <= 512 else 16, 4, 3)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 4 in the interpreter, so that keys are split there, too."""
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str) -> Tiles:
+    """The row for the largest shared memory that is within ``shared`` bytes."""
+    bits = 8 * dtype.itemsize
+    rows = [
+        row
+        for row in load_table()
+        if (row["bits"], row["head_dim"], row["variant"]) == (bits, block_d(head_dim), variant)
+        and row["shared"] * 1024 <= shared
+    ]
+    if not rows:
+        raise ValueError(f"no tiles for {shared} bytes of shared memory: the kernels need {99 * 1024}")
+    row = max(rows, key=lambda row: row["shared"])
+    return Tiles(**{name: Tile(*row[name]) for name in ("forward", "dkdv", "dq", "dv") if name in row})
+
+
+@functools.cache
+def load_table() -> list[dict]:
+    return json.loads(TABLE.read_text())

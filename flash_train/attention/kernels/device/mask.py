@@ -1,26 +1,188 @@
-"""Which keys a tile of queries visits, and which of them each query sees."""
+"""Which blocks a tile visits and which keys each query sees: the kernels' reader of ``attention.masks``."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class BlockLists(NamedTuple):
+    """For each row of the block map, the tiles that hold anything, ascending; int32, contiguous.
+
+    ``tiles`` is (entries or 1, heads or 1, rows, capacity) and counts in tiles of the kernel; ``counts`` is the same
+    without the last dimension. A row is ``row_size`` positions. Strides are in rows; 0 where one list serves all.
+    """
+
+    tiles: Any
+    counts: Any
+    stride_entry: Any
+    stride_head: Any
+    n_rows: Any
+    row_size: Any
+    capacity: Any
+
+
+class MaskRule(NamedTuple):
+    """A lowered mask: a band (None: unbounded), terms ``(function, tensors)`` inside it, and lists of blocks or None.
+
+    The terms concern the last ``tail`` keys only (None: all of them). ``lists`` has a row per block of queries in
+    kernels that walk keys, and per block of keys in those that walk queries.
+    """
+
+    left: Any
+    right: Any
+    terms: Any
+    tail: Any
+    lists: Any
+
+
+class Visits(NamedTuple):
+    """Blocks to visit, in order: [first, stop), of which [clear_from, clear_to) need no mask.
+
+    They count blocks of the sequence, or of the list at ``list`` where there is one.
+    """
+
+    first: tl.tensor
+    clear_from: tl.tensor
+    clear_to: tl.tensor
+    stop: tl.tensor
+    list: tl.tensor
+
+
 @triton.jit
-def key_range(start_m, shift, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """(whole, stop): key blocks before ``whole`` are seen by every query of the tile, none from ``stop`` on by any."""
-    if CAUSAL:
-        stop = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, len_k), 0)
-        whole = tl.maximum(tl.minimum(start_m + shift + 1, len_k), 0) // BLOCK_N * BLOCK_N
+def key_visits(mask, seq, head, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks of keys for the queries from ``start_m``."""
+    shift = seq.len_k - seq.len_q
+    low = None if mask.left is None else shift - mask.left
+    high = None if mask.right is None else shift + mask.right
+    visits = _band(start_m, low, high, seq.len_k, BLOCK_M, BLOCK_N)
+    if len(mask.terms) > 0:
+        clear_to = visits.clear_from
+        if mask.tail is not None:
+            clear_to = tl.maximum(tl.minimum(visits.clear_to, (seq.len_k - mask.tail) // BLOCK_N), clear_to)
+        visits = Visits(visits.first, visits.clear_from, clear_to, visits.stop, visits.list)
+    return _listed(visits, mask, seq, head, start_m)
+
+
+@triton.jit
+def query_visits(mask, seq, head, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks of queries for the keys from ``start_n``."""
+    shift = seq.len_k - seq.len_q
+    low = None if mask.right is None else -shift - mask.right
+    high = None if mask.left is None else mask.left - shift
+    visits = _band(start_n, low, high, seq.len_q, BLOCK_N, BLOCK_M)
+    if len(mask.terms) > 0:
+        clear_to = visits.clear_from
+        if mask.tail is not None:
+            clear_to = tl.where(start_n + BLOCK_N <= seq.len_k - mask.tail, visits.clear_to, clear_to)
+        visits = Visits(visits.first, visits.clear_from, clear_to, visits.stop, visits.list)
+    return _listed(visits, mask, seq, head, start_n)
+
+
+@triton.jit
+def edge_block(visits, mask, i):
+    """The i-th visited block that needs the mask: those before the clear ones, then those after."""
+    before = visits.clear_from - visits.first
+    return tl.where(i < before, visits.first + i, visits.clear_to + (i - before))
+
+
+@triton.jit
+def count_edges(visits):
+    return (visits.clear_from - visits.first) + (visits.stop - visits.clear_to)
+
+
+@triton.jit
+def block_start(visits, mask, block, COLS: tl.constexpr):
+    """The first position of a visited block."""
+    if mask.lists is None:
+        start = block * COLS
     else:
-        stop = len_k
-        whole = len_k // BLOCK_N * BLOCK_N
-    return whole, stop
+        start = tl.load(visits.list + block) * COLS
+    return start
 
 
 @triton.jit
-def visible_keys(start_m, start_n, shift, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Bool [1 or BLOCK_M, BLOCK_N], True where the query sees the key: query i sees keys up to i + shift."""
-    offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
-    visible = offs_n < len_k
-    if CAUSAL:
-        visible = visible & (offs_n <= start_m + tl.arange(0, BLOCK_M)[:, None] + shift)
-    return visible
+def visible(mask, seq, head, offs_m, offs_n):
+    """Bool tile, True where the query sees the key; positions are broadcastable, [M, 1] and [1, N] or transposed."""
+    shift = seq.len_k - seq.len_q
+    seen = offs_n < seq.len_k
+    if mask.right is not None:
+        seen = seen & (offs_n <= offs_m + (shift + mask.right))
+    if mask.left is not None:
+        seen = seen & (offs_n >= offs_m + (shift - mask.left))
+    if len(mask.terms) > 0:
+        inside_m = tl.minimum(offs_m, seq.len_q - 1)  # a term loads what it likes at positions that exist
+        inside_n = tl.minimum(offs_n, seq.len_k - 1)
+        for i in tl.static_range(len(mask.terms)):
+            seen = seen & mask.terms[i][0](seq, head, inside_m, inside_n, *mask.terms[i][1])
+    return seen
+
+
+@triton.jit
+def document(seq, head, q, k, q_ids, stride_q, k_ids, stride_k):
+    """``Document``: equal ids."""
+    batch = seq.batch.to(tl.int64)
+    query_id = tl.load(q_ids + batch * stride_q + seq.q_row + q)
+    return query_id == tl.load(k_ids + batch * stride_k + seq.k_row + k)
+
+
+@triton.jit
+def tree(seq, head, q, k, bits, stride_entry, n_nodes, n_words):
+    """``Tree``: the key precedes the tree, or its bit in the query's words is set."""
+    node_q = q + (n_nodes - seq.len_q)
+    node_k = k + (n_nodes - seq.len_k)
+    both = (node_q >= 0) & (node_k >= 0)
+    word = tl.load(bits + seq.index.to(tl.int64) * stride_entry + node_q * n_words + node_k // 32, mask=both, other=0)
+    return (node_k < 0) | (((word >> (node_k % 32)) & 1) == 1)
+
+
+@triton.jit
+def block_sparse(seq, head, q, k, blocks, stride_entry, stride_head, n_rows, n_columns, block_q, block_k):
+    """A block map, pair by pair, for kernels that do not follow lists."""
+    row, column = q // block_q, k // block_k
+    inside = (row < n_rows) & (column < n_columns)
+    at = seq.index.to(tl.int64) * stride_entry + head * stride_head + row * n_columns + column
+    return tl.load(blocks + at, mask=inside, other=0) != 0
+
+
+@triton.jit
+def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Blocks of columns of which row r, one of ROWS from ``start``, sees those in [r + low, r + high]."""
+    end = tl.cdiv(length, COLS)
+    if high is None:
+        stop = end
+        clear_to = length // COLS
+    else:
+        stop = tl.cdiv(tl.minimum(tl.maximum(start + ROWS + high, 0), length), COLS)
+        clear_to = tl.minimum(tl.maximum(start + high + 1, 0), length) // COLS
+    if low is None:
+        first = end * 0
+        clear_from = first
+    else:
+        first = tl.minimum(tl.maximum(start + low, 0) // COLS, stop)
+        clear_from = tl.minimum(tl.cdiv(tl.maximum(start + (ROWS - 1) + low, 0), COLS), stop)
+    clear_to = tl.maximum(clear_to, clear_from)
+    return Visits(first, clear_from, clear_to, stop, first)
+
+
+@triton.jit
+def _listed(visits, mask, seq, head, start):
+    """The same blocks as places in the list of the row that holds ``start``."""
+    if mask.lists is not None:
+        row = start // mask.lists.row_size
+        at = seq.index.to(tl.int64) * mask.lists.stride_entry + head * mask.lists.stride_head + row
+        count = tl.load(mask.lists.counts + at, mask=row < mask.lists.n_rows, other=0)
+        tiles = mask.lists.tiles + at * mask.lists.capacity
+        first = count * 0
+        clear_from = count * 0
+        clear_to = count * 0
+        stop = count * 0
+        for begin in range(0, count, 128):
+            i = begin + tl.arange(0, 128)
+            tile = tl.load(tiles + i, mask=i < count, other=1 << 30)
+            first += tl.sum((tile < visits.first).to(tl.int32), 0)
+            clear_from += tl.sum((tile < visits.clear_from).to(tl.int32), 0)
+            clear_to += tl.sum((tile < visits.clear_to).to(tl.int32), 0)
+            stop += tl.sum((tile < visits.stop).to(tl.int32), 0)
+        visits = Visits(first, clear_from, clear_to, stop, tiles)
+    return visits

@@ -1,9 +1,85 @@
 """Dropout on the device: the counter map of ``flash_train.attention.dropout``, drawn a tile at a time."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 ROUNDS = tl.constexpr(7)
+
+
+class Dropout(NamedTuple):
+    """State (int64 (2,); None: no dropout), the bytes of 256 that keep, and the coordinates of the first element.
+
+    ``unaligned`` is None where the query and key coordinates are multiples of 16, so that a tile draws whole calls.
+    """
+
+    state: Any
+    threshold: Any
+    entry: Any
+    head: Any
+    query: Any
+    key: Any
+    unaligned: Any
+
+
+@triton.jit
+def load_key(dropout):
+    """The Philox key of the call; anything where there is no dropout."""
+    key0, key1 = 0, 0
+    if dropout.state is not None:
+        key0, key1 = stream_key(dropout.state)
+    return key0, key1
+
+
+@triton.jit
+def keep_tile(dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The mask of a tile of S, bool [BLOCK_M, BLOCK_N]; starts and sizes are multiples of 16."""
+    m, n = dropout.query + start_m, dropout.key + start_n
+    entry, head = dropout.entry + entry, dropout.head + head
+    if dropout.unaligned is None:
+        keep = _keep_calls(key0, key1, entry, head, m, n, dropout.threshold, BLOCK_M, BLOCK_N)
+    else:
+        queries, keys = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
+        keep = keep_elements(key0, key1, entry, head, queries, keys, dropout.threshold, BLOCK_M, BLOCK_N)
+    return keep
+
+
+@triton.jit
+def keep_tile_transposed(
+    dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The mask of a tile of S transposed, bool [BLOCK_N, BLOCK_M]."""
+    m, n = dropout.query + start_m, dropout.key + start_n
+    entry, head = dropout.entry + entry, dropout.head + head
+    if dropout.unaligned is None:
+        keep = _keep_calls_transposed(key0, key1, entry, head, m, n, dropout.threshold, BLOCK_M, BLOCK_N)
+    else:
+        queries, keys = m + tl.arange(0, BLOCK_M)[None, :], n + tl.arange(0, BLOCK_N)[:, None]
+        keep = keep_elements(key0, key1, entry, head, queries, keys, dropout.threshold, BLOCK_N, BLOCK_M)
+    return keep
+
+
+@triton.jit
+def keep_elements(key0, key1, entry, head, queries, keys, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The mask of any positions, a call for each element: for tiles that do not consist of whole calls.
+
+    ``queries`` and ``keys`` (and ``head``, where rows belong to several) broadcast to [ROWS, COLS].
+    """
+    zero = tl.zeros([ROWS, COLS], tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(
+        zero + (4 * (queries // 16) + queries % 8 // 2).to(tl.uint32),
+        zero + (4 * (keys // 16) + keys % 8 // 2).to(tl.uint32),
+        zero + head.to(tl.uint32),
+        zero + entry.to(tl.uint32),
+        key0,
+        key1,
+        ROUNDS,
+    )
+    odd_k = (keys % 2 == 1) & (queries >= 0)
+    word = tl.where(queries % 2 == 1, tl.where(odd_k, w3, w2), tl.where(odd_k, w1, w0))
+    shift = 16 * (queries // 8 % 2) + 8 * (keys // 8 % 2)
+    return ((word >> shift.to(tl.uint32)) & 0xFF) < threshold
 
 
 @triton.jit
@@ -26,8 +102,7 @@ def stream_key(state_ptr):
 
 
 @triton.jit
-def keep_tile(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The mask of a tile of S, bool [BLOCK_M, BLOCK_N]; starts and sizes are multiples of 16."""
+def _keep_calls(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     w0, w1, w2, w3 = _draw(
         k0, k1, entry, head, _groups(start_m, BLOCK_M)[:, None], _groups(start_n, BLOCK_N)[None, :], BLOCK_M, BLOCK_N
     )
@@ -37,10 +112,9 @@ def keep_tile(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.cons
 
 
 @triton.jit
-def keep_tile_transposed(
+def _keep_calls_transposed(
     k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The mask of a tile of S transposed, bool [BLOCK_N, BLOCK_M]."""
     w0, w1, w2, w3 = _draw(
         k0, k1, entry, head, _groups(start_m, BLOCK_M)[None, :], _groups(start_n, BLOCK_N)[:, None], BLOCK_N, BLOCK_M
     )

@@ -1,14 +1,43 @@
-"""Loading and storing [rows, head_dim] tiles."""
+"""Loading and storing [rows, head_dim] tiles of strided tensors."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class Strided(NamedTuple):
+    """A tensor (batch, row, head, column) with contiguous columns: its address and its strides in elements."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_row: Any
+    stride_head: Any
+
+
+class Rows(NamedTuple):
+    """A number per query row, (batch, head, row) with contiguous rows."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_head: Any
+
+
 @triton.jit
-def row_pointers(ptr, row, stride_row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers [ROWS, BLOCK_D] to the rows from ``row``; only the row's own offset needs 64 bits."""
-    offs = tl.arange(0, ROWS)[:, None] * stride_row + tl.arange(0, BLOCK_D)[None, :]
-    return ptr + row.to(tl.int64) * stride_row + offs
+def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [ROWS, BLOCK_D] to the rows from ``row`` of a ``Strided``; ``batch`` and ``head`` are int64.
+
+    Row offsets inside the tile fit 32 bits; those of the tile do not.
+    """
+    offs = tl.arange(0, ROWS)[:, None] * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
+    base = x.ptr + batch * x.stride_batch + head * x.stride_head
+    return base + row.to(tl.int64) * x.stride_row + offs
+
+
+@triton.jit
+def stat_pointers(x, batch, head, row, ROWS: tl.constexpr):
+    """Pointers [ROWS] to a ``Rows``."""
+    return x.ptr + batch * x.stride_batch + head * x.stride_head + row + tl.arange(0, ROWS)
 
 
 @triton.jit

@@ -1,0 +1,159 @@
+"""From a call's operands to the kernels' arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.kernels.device import mask as device_mask
+from flash_train.attention.kernels.device.mask import BlockLists, MaskRule
+from flash_train.attention.kernels.device.philox import Dropout
+from flash_train.attention.kernels.device.score import Score
+from flash_train.attention.kernels.device.tile import Rows, Strided
+from flash_train.attention.kernels.tiles import Tile, block_d
+from flash_train.attention.masks import FUNCTIONS
+
+LOG2_E = math.log2(math.e)
+UNUSED = -1  #: a bound that is not there
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call computes, beyond its tensors: the operator's arguments as they cross ``torch.library``.
+
+    ``bounds`` are the band's left and right, the terms' tail, and the block sizes of ``block_map`` (-1: none);
+    ``terms`` names the element-wise terms of the mask, ``term_tensors`` their tensors in order; ``origin`` is
+    ``RngState.origin``.
+    """
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    rng: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    block_map: Tensor | None
+    term_tensors: Sequence[Tensor]
+    terms: str
+    bounds: Sequence[int]
+    origin: Sequence[int]
+    scale: float
+    softcap: float
+    keep_threshold: int
+
+    @property
+    def keep_rate(self) -> float:
+        return self.keep_threshold / 256
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and its arguments: to be run, or only compiled."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants)
+
+
+def contiguous_columns(x: Tensor) -> Tensor:
+    """The kernels take any strides but the last, which must be 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strided(x: Tensor | None) -> Strided:
+    if x is None:
+        return Strided(None, None, None, None)
+    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
+
+
+def stats(x: Tensor) -> Rows:
+    return Rows(x, *x.stride()[:2]) if x.dim() == 3 else Rows(x, 0, x.stride(0))
+
+
+def mask_rule(call: Call, tile: Tile, walks_keys: bool) -> MaskRule:
+    left, right, tail = (None if bound == UNUSED else bound for bound in call.bounds[:3])
+    lists = None if call.block_map is None else _lists(call, tile, walks_keys)
+    return MaskRule(left, right, term_arguments(call), tail, lists)
+
+
+def term_arguments(call: Call) -> tuple[tuple[object, tuple[object, ...]], ...]:
+    """The element-wise terms, each as its device function and that function's arguments."""
+    tensors = list(call.term_tensors)
+    return tuple(_term(name, tensors) for name in call.terms.split(",") if name)
+
+
+def _term(name: str, tensors: list[Tensor]) -> tuple[object, tuple[object, ...]]:
+    """The device function of a term and its arguments; takes the term's tensors from the list."""
+    if name == "document":
+        q_ids, k_ids = tensors.pop(0), tensors.pop(0)
+        return device_mask.document, (q_ids, _batch_stride(q_ids), k_ids, _batch_stride(k_ids))
+    if name == "tree":
+        bits = tensors.pop(0)
+        return device_mask.tree, (bits, bits.stride(0) if bits.shape[0] > 1 else 0, bits.shape[1], bits.shape[2])
+    function = FUNCTIONS[name]
+    return function.kernel, tuple(tensors.pop(0) for _ in function.tensors)
+
+
+def _batch_stride(ids: Tensor) -> int:
+    return ids.stride(0) if ids.dim() == 2 else 0
+
+
+def _lists(call: Call, tile: Tile, walks_keys: bool) -> BlockLists:
+    """The tiles to visit for each row of blocks (for kernels that walk queries: each column), ascending."""
+    block_q, block_k = call.bounds[3:]
+    if walks_keys:
+        visited, row_size, repeats = call.block_map, block_q, block_k // tile.block_n
+    else:
+        visited, row_size, repeats = call.block_map.transpose(-1, -2), block_k, block_q // tile.block_m
+    visited = visited.repeat_interleave(repeats, -1)
+    entries, heads, rows, capacity = visited.shape
+    place = visited.cumsum(-1, dtype=torch.int32)
+    tiles = torch.empty((entries, heads, rows, capacity + 1), dtype=torch.int32, device=visited.device)
+    index = torch.arange(capacity, dtype=torch.int32, device=visited.device).expand(visited.shape)
+    tiles.scatter_(-1, torch.where(visited, place - 1, capacity).long(), index)  # the rest land in a spare column
+    counts = visited.sum(-1, dtype=torch.int32)
+    strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
+    return BlockLists(tiles, counts, *strides, rows, row_size, capacity + 1)
+
+
+def score_arguments(call: Call) -> Score:
+    slopes = None if call.alibi_slopes is None else call.alibi_slopes.contiguous()
+    stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
+    return Score(call.scale * LOG2_E, call.softcap * LOG2_E if call.softcap else None, slopes, stride)
+
+
+def dropout_arguments(call: Call) -> Dropout:
+    if call.rng is None:
+        return Dropout(*(None,) * 7)
+    aligned = call.origin[2] % 16 == 0 and call.origin[3] % 16 == 0
+    return Dropout(call.rng, call.keep_threshold, *call.origin, None if aligned else 1)
+
+
+def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:
+    """What is fixed when a kernel is compiled."""
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_DV": block_d(head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PRECISION": "ieee" if device.type == "cpu" else "tf32x3",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: make it the tensors' own."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,62 @@
+"""From products of queries and keys to logits: scale, softcap and ALiBi, in base 2."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Score(NamedTuple):
+    """``scale`` is in base 2 (scale · log₂ e). ``softcap`` and ``slopes`` are None where there is none.
+
+    ``softcap`` is in base 2, too; ``slopes`` holds fp32 (entries or 1, heads), ``slope_stride`` between entries.
+    """
+
+    scale: Any
+    softcap: Any
+    slopes: Any
+    slope_stride: Any
+
+
+@triton.jit
+def load_slope(score, seq, head):
+    """The head's ALiBi slope in base 2; 0 without ALiBi."""
+    slope = 0.0
+    if score.slopes is not None:
+        slope = tl.load(score.slopes + seq.index.to(tl.int64) * score.slope_stride + head).to(tl.float32) * LOG2_E
+    return slope
+
+
+@triton.jit
+def logits(s, score, slope, distance, PRECISE: tl.constexpr):
+    """(x, factor): the logits in base 2 are ``x * factor``, so that the plain case costs no multiplication here."""
+    factor = score.scale
+    if score.softcap is not None:
+        s = score.softcap * tanh(s * (score.scale / score.softcap), PRECISE)
+        factor = 1.0
+    if score.slopes is not None:
+        s = s * factor - slope * distance.to(tl.float32)
+        factor = 1.0
+    return s, factor
+
+
+@triton.jit
+def capped_slope(s, score, PRECISE: tl.constexpr):
+    """The softcap's derivative, 1 - tanh², at the product s."""
+    t = tanh(s * (score.scale / score.softcap), PRECISE)
+    return 1.0 - t * t
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    """tanh by one exponential: absolute error near 1e-7. PRECISE: the relative error near 0 is as small."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    t = (1.0 - e) / (1.0 + e)
+    t = tl.where(x < 0.0, -t, t)
+    if PRECISE:
+        y = x * x
+        series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
+        t = tl.where(y < 0.0625, series, t)
+    return t

@@ -1,0 +1,49 @@
+"""Partial results over disjoint keys, put together exactly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over two disjoint sets of keys, from the attentions over each; associative, differentiable.
+
+    A result over some keys is the mean of their values under weights that sum to ``exp(lse)``, so two of them average
+    with these weights. This is the step of the online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867) in
+    normalised form, by which flash-decoding (Dao et al., 2023) joins the parts of a split cache.
+
+    Args:
+        out_a, out_b: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
+        lse_a, lse_b: natural log-sum-exp, (batch, heads, seqlen), packed (heads, total). Where one is -inf, its
+            partial result saw no key and its output is not looked at.
+
+    Returns:
+        out in the dtype of the outputs and lse in that of the log-sum-exps; computed in fp32 at least. Where both saw
+        no key, 0 and -inf.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    expected = (*out_a.shape[:-3], out_a.shape[-2], out_a.shape[-3]) if out_a.dim() in (3, 4) else None
+    if out_b.shape != out_a.shape or lse_a.shape != expected or lse_b.shape != expected:
+        shapes = [tuple(x.shape) for x in (out_a, lse_a, out_b, lse_b)]
+        raise ValueError(
+            f"out_a, lse_a, out_b, lse_b have shapes {', '.join(map(str, shapes))}: must be (batch, seqlen, heads, "
+            "head_dim) with (batch, heads, seqlen), or packed (total, heads, head_dim) with (heads, total), twice"
+        )
+    out_dtype, lse_dtype = torch.promote_types(out_a.dtype, out_b.dtype), torch.promote_types(lse_a.dtype, lse_b.dtype)
+    dtype = torch.promote_types(torch.promote_types(out_dtype, lse_dtype), torch.float32)
+    lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
+    # where neither saw a key, a difference of infinities would be NaN, in the gradient too: those rows are left out
+    seen = torch.maximum(lse_a, lse_b) != float("-inf")
+    safe_a, safe_b = torch.where(seen, lse_a, 0.0), torch.where(seen, lse_b, 0.0)
+    lse = torch.logaddexp(safe_a, safe_b)
+    out = _weighted(out_a, lse_a, safe_a - lse) + _weighted(out_b, lse_b, safe_b - lse)
+    return out.to(out_dtype), torch.where(seen, lse, float("-inf")).to(lse_dtype)
+
+
+def _weighted(out: Tensor, lse: Tensor, log_share: Tensor) -> Tensor:
+    """A partial output times its share of the whole."""
+    saw = (lse != float("-inf")).transpose(-1, -2)[..., None]
+    return torch.where(saw, out.to(lse.dtype), 0.0) * torch.exp(log_share).transpose(-1, -2)[..., None]
