@@ -14,7 +14,7 @@ from flash_train.attention.kernels.device.mask import (
     query_visits,
     visible,
 )
-from flash_train.attention.kernels.device.philox import keep_tile, keep_tile_transposed, load_key
+from flash_train.attention.kernels.device.philox import draw_tile, draw_tile_transposed, load_key, thin
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import LOG2_E, capped_slope, load_slope, logits
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
@@ -164,13 +164,13 @@ def _dkdv_step(
             delta_row = tl.load(delta_ptrs)
     kept = p
     if dropout.state is not None:
-        keep = keep_tile_transposed(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
-        kept = tl.where(keep, p, 0.0)
+        draws = draw_tile_transposed(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
+        kept = thin(p, draws, dropout, PRECISION)
     if dv.ptr is not None:
         dv_acc = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
     if dk.ptr is not None:
         if dropout.state is not None:
-            dp = tl.where(keep, dp, 0.0)
+            dp = thin(dp, draws, dropout, PRECISION)
         ds = p * (dp - delta_row[None, :])
         if score.softcap is not None:
             ds *= capped_slope(product, score, q_tile.dtype == tl.float32)
@@ -254,8 +254,8 @@ def _dq_step(
     v_tile = load_tile(v_ptrs + start_n64 * v.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     if dropout.state is not None:
-        keep = keep_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
-        dp = tl.where(keep, dp, 0.0)
+        draws = draw_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
+        dp = thin(dp, draws, dropout, PRECISION)
     ds = p * (dp - delta_col[:, None])
     if dslope is not None:
         ds_acc -= tl.sum(ds * distance.to(tl.float32), 1)

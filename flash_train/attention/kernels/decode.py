@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import key_visits, visible
-from flash_train.attention.kernels.device.philox import keep_elements, load_key
+from flash_train.attention.kernels.device.philox import draw_elements, load_key, thin
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
 from flash_train.attention.varlen import Entry
 
@@ -85,11 +85,11 @@ def attention_decode(
         p = tl.exp2(s * scale - reference[:, None])
         l_i = l_i * alpha + tl.sum(p, 1)
         if dropout.state is not None:
-            keep = keep_elements(
+            draws = draw_elements(
                 key0, key1, dropout.entry + index, dropout.head + head, dropout.query + query,
-                dropout.key + keys[None, :], dropout.threshold, BLOCK_M, BLOCK_N,
+                dropout.key + keys[None, :], BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            p = tl.where(keep, p, 0.0)
+            p = thin(p, draws, dropout, PRECISION)
         v_tile = _load_keys(v, index, kv_head, left, keys, seq.len_k, BLOCK_DV, HEAD_DIM_V)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new

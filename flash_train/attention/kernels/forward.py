@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import block_start, count_edges, edge_block, key_visits, visible
-from flash_train.attention.kernels.device.philox import keep_tile, load_key
+from flash_train.attention.kernels.device.philox import draw_tile, load_key, thin
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
@@ -88,6 +88,8 @@ def _step(
     start_n64 = tl.cast(start_n, tl.int64)
     offs_m = start_m + tl.arange(0, BLOCK_M)[:, None]
     offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
+    if dropout.state is not None:
+        draws = draw_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
     k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
@@ -103,8 +105,7 @@ def _step(
     p = tl.exp2(s * scale - reference[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     if dropout.state is not None:
-        keep = keep_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
-        p = tl.where(keep, p, 0.0)
+        p = thin(p, draws, dropout, PRECISION)
     acc = acc * alpha[:, None]
     v_tile = load_tile(v_ptrs + start_n64 * v.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)

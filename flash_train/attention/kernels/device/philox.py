@@ -33,36 +33,36 @@ def load_key(dropout):
 
 
 @triton.jit
-def keep_tile(dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The mask of a tile of S, bool [BLOCK_M, BLOCK_N]; starts and sizes are multiples of 16."""
+def draw_tile(dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Draws of a tile of S, uint32 [BLOCK_M, BLOCK_N]: the random byte on top. Starts, sizes are multiples of 16."""
     m, n = dropout.query + start_m, dropout.key + start_n
     entry, head = dropout.entry + entry, dropout.head + head
     if dropout.unaligned is None:
-        keep = _keep_calls(key0, key1, entry, head, m, n, dropout.threshold, BLOCK_M, BLOCK_N)
+        draws = _draw_calls(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
     else:
         queries, keys = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
-        keep = keep_elements(key0, key1, entry, head, queries, keys, dropout.threshold, BLOCK_M, BLOCK_N)
-    return keep
+        draws = draw_elements(key0, key1, entry, head, queries, keys, BLOCK_M, BLOCK_N)
+    return draws
 
 
 @triton.jit
-def keep_tile_transposed(
+def draw_tile_transposed(
     dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The mask of a tile of S transposed, bool [BLOCK_N, BLOCK_M]."""
+    """Draws of a tile of S transposed, uint32 [BLOCK_N, BLOCK_M]."""
     m, n = dropout.query + start_m, dropout.key + start_n
     entry, head = dropout.entry + entry, dropout.head + head
     if dropout.unaligned is None:
-        keep = _keep_calls_transposed(key0, key1, entry, head, m, n, dropout.threshold, BLOCK_M, BLOCK_N)
+        draws = _draw_calls_transposed(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
     else:
         queries, keys = m + tl.arange(0, BLOCK_M)[None, :], n + tl.arange(0, BLOCK_N)[:, None]
-        keep = keep_elements(key0, key1, entry, head, queries, keys, dropout.threshold, BLOCK_N, BLOCK_M)
-    return keep
+        draws = draw_elements(key0, key1, entry, head, queries, keys, BLOCK_N, BLOCK_M)
+    return draws
 
 
 @triton.jit
-def keep_elements(key0, key1, entry, head, queries, keys, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The mask of any positions, a call for each element: for tiles that do not consist of whole calls.
+def draw_elements(key0, key1, entry, head, queries, keys, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Draws at any positions, a call for each element: for tiles that do not consist of whole calls.
 
     ``queries`` and ``keys`` (and ``head``, where rows belong to several) broadcast to [ROWS, COLS].
     """
@@ -79,7 +79,24 @@ def keep_elements(key0, key1, entry, head, queries, keys, threshold, ROWS: tl.co
     odd_k = (keys % 2 == 1) & (queries >= 0)
     word = tl.where(queries % 2 == 1, tl.where(odd_k, w3, w2), tl.where(odd_k, w1, w0))
     shift = 16 * (queries // 8 % 2) + 8 * (keys // 8 % 2)
-    return ((word >> shift.to(tl.uint32)) & 0xFF) < threshold
+    return word << (24 - shift).to(tl.uint32)
+
+
+@triton.jit
+def thin(x, draws, dropout, PRECISION: tl.constexpr):
+    """fp32 x where its draw keeps it, else 0.
+
+    Compiled, in two instructions: a Boolean tile would be packed into bytes, and unpacked, on its way to x's layout.
+    """
+    limit = tl.cast(dropout.threshold, tl.uint32) << 24
+    if PRECISION == "ieee":
+        kept = tl.where(draws < limit, x, 0.0)
+    else:
+        kept = tl.inline_asm_elementwise(
+            "{ .reg .pred keep; setp.lt.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }",
+            "=f,f,r,r", [x, draws, limit], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return kept
 
 
 @triton.jit
@@ -102,24 +119,22 @@ def stream_key(state_ptr):
 
 
 @triton.jit
-def _keep_calls(k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    w0, w1, w2, w3 = _draw(
+def _draw_calls(k0, k1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    w0, w1, w2, w3 = _call(
         k0, k1, entry, head, _groups(start_m, BLOCK_M)[:, None], _groups(start_n, BLOCK_N)[None, :], BLOCK_M, BLOCK_N
     )
     # words are indexed by (query parity, key parity), bytes by (query + 8, key + 8)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return _spread(words, 0, 8, 16, 24, threshold, BLOCK_M, BLOCK_N)
+    return _spread(words, 0, 8, 16, 24, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def _keep_calls_transposed(
-    k0, k1, entry, head, start_m, start_n, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    w0, w1, w2, w3 = _draw(
+def _draw_calls_transposed(k0, k1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    w0, w1, w2, w3 = _call(
         k0, k1, entry, head, _groups(start_m, BLOCK_M)[None, :], _groups(start_n, BLOCK_N)[:, None], BLOCK_N, BLOCK_M
     )
     words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
-    return _spread(words, 0, 16, 8, 24, threshold, BLOCK_N, BLOCK_M)
+    return _spread(words, 0, 16, 8, 24, BLOCK_N, BLOCK_M)
 
 
 @triton.jit
@@ -129,7 +144,7 @@ def _groups(start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw(k0, k1, entry, head, query_group, key_group, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _call(k0, k1, entry, head, query_group, key_group, ROWS: tl.constexpr, COLS: tl.constexpr):
     zero = tl.zeros([ROWS // 4, COLS // 4], tl.uint32)
     return tl.philox_impl(
         zero + query_group.to(tl.uint32),
@@ -144,17 +159,17 @@ def _draw(k0, k1, entry, head, query_group, key_group, ROWS: tl.constexpr, COLS:
 
 @triton.jit
 def _spread(
-    words, B00: tl.constexpr, B01: tl.constexpr, B10: tl.constexpr, B11: tl.constexpr, threshold,
+    words, B00: tl.constexpr, B01: tl.constexpr, B10: tl.constexpr, B11: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Words [ROWS / 4, COLS / 4, row parity, column parity] to the mask [ROWS, COLS].
+    """Words [ROWS / 4, COLS / 4, row parity, column parity] to draws [ROWS, COLS], each with its own byte on top.
 
     A row is 16 a + 8 b + 2 c + d, a column 16 A + 8 B + 2 C + D: the call has index (4 a + c, 4 A + C), its word
-    (d, D), the byte in it (b, B), whose shifts are B00 to B11.
+    (d, D), the byte in it (b, B), whose places are B00 to B11.
     """
-    low = tl.join(((words >> B00) & 0xFF) < threshold, ((words >> B10) & 0xFF) < threshold)
-    high = tl.join(((words >> B01) & 0xFF) < threshold, ((words >> B11) & 0xFF) < threshold)
-    keep = tl.join(low, high)  # [4 a + c, 4 A + C, d, D, b, B]
-    keep = tl.reshape(keep, [ROWS // 16, 4, COLS // 16, 4, 2, 2, 2, 2])
-    keep = tl.permute(keep, [0, 6, 1, 4, 2, 7, 3, 5])  # [a, b, c, d, A, B, C, D]
-    return tl.reshape(keep, [ROWS, COLS])
+    low = tl.join(words << (24 - B00), words << (24 - B10))
+    high = tl.join(words << (24 - B01), words << (24 - B11))
+    draws = tl.join(low, high)  # [4 a + c, 4 A + C, d, D, b, B]
+    draws = tl.reshape(draws, [ROWS // 16, 4, COLS // 16, 4, 2, 2, 2, 2])
+    draws = tl.permute(draws, [0, 6, 1, 4, 2, 7, 3, 5])  # [a, b, c, d, A, B, C, D]
+    return tl.reshape(draws, [ROWS, COLS])
