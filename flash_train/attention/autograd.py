@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_train.attention import flops
+
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 
 
@@ -127,3 +129,4 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
+flops.register()

@@ -56,6 +56,7 @@ def resolve_backend(
     head_dim: int,
     spec: AttentionSpec | None = None,
     sinks: bool = False,
+    exact: bool = False,
 ) -> tuple[str, str]:
     """The backend that runs and why, in words.
 
@@ -65,6 +66,7 @@ def resolve_backend(
         head_dim: the larger of q's and v's.
         spec: what is to be computed; without it, what every backend can.
         sinks: whether there are sinks.
+        exact: whether the log-sum-exp or this project's own dropout mask is wanted.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run here. A named backend is never replaced.
@@ -80,6 +82,8 @@ def resolve_backend(
             raise ValueError(f"attention={name} cannot run here: {reason}; use attention=sdpa or attention=auto")
     if name in ("auto", "sdpa"):
         missing = sdpa_unavailable(spec, sinks=sinks)
+        if missing is None and exact:
+            missing = "it gives no log-sum-exp and takes no rng"
         if missing is None:
             return "sdpa", "as asked" if name == "sdpa" else f"flash cannot run: {reason}"
         if name == "sdpa":

@@ -99,11 +99,9 @@ def attention(
         head_dim=max(q.shape[-1], v.shape[-1]),
         spec=spec,
         sinks=sinks is not None,
+        exact=return_lse or (rng is not None and spec.dropout > 0),
     )
     if name == "sdpa":
-        if rng is not None or return_lse:
-            given = "rng" if rng is not None else "return_lse"
-            raise ValueError(f"{given} was given with backend=sdpa: PyTorch's fused attention does not take it")
         return sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
 
     state, origin = None, (0, 0, 0, 0)

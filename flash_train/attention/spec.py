@@ -21,8 +21,8 @@ class AttentionSpec:
             ``k = round(256 * (1 - dropout))``; survivors are scaled by ``256 / k``, so the output stays unbiased.
 
     Raises:
-        ValueError: for a scale that is not positive, a negative softcap, or a dropout that is outside [0, 1) or rounds to
-            0 or 1.
+        ValueError: for a scale that is not positive, a negative softcap, or a dropout that is outside [0, 1) or
+            rounds to 0 or 1.
     """
 
     mask: Mask = field(default_factory=Full)

@@ -49,7 +49,7 @@ RULES = {
     "precision": one_of("fp32", "bf16-mixed", "bf16-true", "fp16-mixed"),
     "log_every": at_least(1),
     "val_every": at_least(1),
-    "attention.backend": one_of("auto", "flash", "sdpa", "standard"),
+    "attention.backend": one_of("auto", "flash", "sdpa", "standard", "chunked"),
     "attention.dropout": below(0, 1),
     "model.n_layers": at_least(1),
     "model.width": at_least(1),

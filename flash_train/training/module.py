@@ -197,7 +197,7 @@ class CausalLMModule(pl.LightningModule):
             return {"positions": batch.get("positions"), "packing": None}
         cu_seqlens = batch["cu_seqlens"]
         # Numbers on the host would make torch.compile specialise on every batch; the kernels need none.
-        lengths = None if self.attention == "flash" else batch["lengths"]
+        lengths = None if self.attention in ("flash", "triton") else batch["lengths"]
         return {"positions": batch["positions"], "packing": Packing(cu_seqlens, cu_seqlens, lengths=lengths)}
 
     def flops(self, batch: Batch) -> int:

@@ -118,6 +118,7 @@ def test_bad_specs(fields, message):
 X = torch.randn(1, 8, 4, 16)
 P = torch.randn(8, 4, 16)
 ODD = BlockSparse(torch.ones(1, 1, dtype=torch.bool), 24)
+DROPPED = AttentionSpec(dropout=0.5)
 BAD_CALLS = [
     ((P, P, P), {}, ValueError, "must be .batch, seqlen, heads, head_dim.; packed tensors need packing"),
     ((X, X, X), {"packing": pack(8)}, ValueError, "must be .total, heads, head_dim. where packing is given"),
@@ -138,8 +139,8 @@ BAD_CALLS = [
     ((P, P, P), {"packing": Packing(cu(8), cu(4, 4))}, ValueError, "1 entries and cu_seqlens_k 2"),
     ((X, X, X), {"backend": "fastest"}, ValueError, "must be one of auto, flash"),
     ((X, X, X), {"backend": "flash"}, ValueError, "attention=flash cannot run here: there is no NVIDIA GPU"),
-    ((X, X, X), {"backend": "sdpa", "return_lse": True}, ValueError, "return_lse was given with backend=sdpa"),
-    ((X, X, X), {"backend": "sdpa", "rng": RngState(1)}, ValueError, "rng was given with backend=sdpa"),
+    ((X, X, X), {"backend": "sdpa", "return_lse": True}, ValueError, "attention=sdpa cannot run this: it gives no log-sum-exp"),
+    ((X, X, X), {"backend": "sdpa", "spec": DROPPED, "rng": RngState(1)}, ValueError, "takes no rng"),
 ]
 
 

@@ -133,9 +133,10 @@ def score_arguments(call: Call) -> Score:
 
 def dropout_arguments(call: Call) -> Dropout:
     if call.rng is None:
-        return Dropout(*(None,) * 7)
+        return Dropout(None, None, None, None, None, None, None)
     aligned = call.origin[2] % 16 == 0 and call.origin[3] % 16 == 0
-    return Dropout(call.rng, call.keep_threshold, *call.origin, None if aligned else 1)
+    entry, head, query, key = call.origin
+    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if aligned else 1)
 
 
 def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:

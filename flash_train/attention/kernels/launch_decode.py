@@ -76,9 +76,10 @@ def decode(
     splits = num_splits or _splits(q.device, batch * k_cache.shape[2] * triton.cdiv(rows, tile.block_m), capacity, tile)
     part = torch.empty((splits, batch, len_q, n_heads, v_cache.shape[-1]), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
-    caches = [_cache(x, cache_batch_idx, cache_leftpad, block_table) for x in (k_cache, v_cache)]
+    keys, values = (_cache(x, cache_batch_idx, cache_leftpad, block_table) for x in (k_cache, v_cache))
+    sizes = (v_cache.shape[-1], k_cache.shape[2])
     with on_device(q):
-        decode_launch(q, *caches, v_cache.shape[-1], k_cache.shape[2], part, part_lse, cache_seqlens, call, tile).run()
+        decode_launch(q, keys, values, *sizes, part, part_lse, cache_seqlens, call, tile).run()
         merge_launch(part, part_lse, out, lse, sinks).run()
     return out, lse
 
@@ -133,8 +134,10 @@ def _rule(call: Call) -> MaskRule:
 
 
 def _cache(x: Tensor, batch_idx: Tensor | None, leftpad: Tensor | None, block_table: Tensor | None) -> Cache:
-    pages = (None, None, None) if block_table is None else (block_table, block_table.stride(0), x.shape[1])
-    return Cache(x, *x.stride()[:3], batch_idx, leftpad, *pages)
+    batch, row, head = x.stride()[:3]
+    if block_table is None:
+        return Cache(x, batch, row, head, batch_idx, leftpad, None, None, None)
+    return Cache(x, batch, row, head, batch_idx, leftpad, block_table, block_table.stride(0), x.shape[1])
 
 
 def _splits(device: torch.device, programs: int, capacity: int, tile: Tile) -> int:

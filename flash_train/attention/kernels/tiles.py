@@ -72,7 +72,9 @@ def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, varian
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may take."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    with torch.cuda.device(device):
+        driver = triton.runtime.driver.active
+        return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
 def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Tile:
