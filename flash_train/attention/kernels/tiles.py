@@ -92,6 +92,7 @@ def processors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
 def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str) -> Tiles:
     """The row for the largest shared memory that is within ``shared`` bytes."""
     bits = 8 * dtype.itemsize
