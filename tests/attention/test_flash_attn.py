@@ -264,6 +264,23 @@ def test_every_backend_is_within_reach(backend):
     torch.testing.assert_close(out, flash_attn_func(q, k, v, window_size=(3, 1), backend="reference"))
 
 
+@pytest.mark.parametrize("given", [{"return_attn_probs": True}, {"dropout_p": 0.5, "rng": RngState(1)}], ids=str)
+def test_auto_finds_a_backend_for_what_sdpa_lacks(given):
+    q, k, v = tensors(*[(1, 6, 2, 8)] * 3)
+    out, ref = flash_attn_func(q, k, v, **given), flash_attn_func(q, k, v, backend="reference", **given)
+    torch.testing.assert_close(out, ref)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (3, 0)])
+def test_the_translation_compiles_into_one_graph(window_size):
+    qkv = torch.randn(1, 6, 3, 2, 8)
+
+    def call(qkv):
+        return flash_attn_qkvpacked_func(qkv, causal=True, window_size=window_size, backend="sdpa")
+
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(qkv), call(qkv))
+
+
 def test_longest_is_never_read():
     q, k, v = tensors(*[(6, 2, 4)] * 3)
     cu = torch.tensor([0, 4, 6]).int()

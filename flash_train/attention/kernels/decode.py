@@ -53,9 +53,9 @@ def attention_decode(
     rows = start + tl.arange(0, BLOCK_M)[:, None]
     query = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
-    left = tl.load(k.leftpad + index) if k.leftpad is not None else 0
-    zero = (index * 0).to(tl.int64)
-    seq = Entry(index, index.to(tl.int64), zero, zero, len_q, tl.maximum(tl.load(seqlens + index) - left, 0))
+    left = tl.load(k.leftpad + index) if k.leftpad is not None else index * 0
+    len_k = tl.maximum(tl.load(seqlens + index) - left, 0)
+    seq = Entry(index, index.to(tl.int64), (index * 0).to(tl.int64), left.to(tl.int64), len_q, len_k)
 
     # Blocks of keys that any row of the tile sees, in equal parts for the splits
     QUERIES: tl.constexpr = (BLOCK_M - 1) // GROUP + 2

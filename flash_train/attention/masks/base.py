@@ -248,16 +248,21 @@ def _both(a: Mask, b: Mask) -> Mask:
     terms = [term for mask in (a, b) for term in (mask.terms if isinstance(mask, And) else (mask,))]
     bands = [term for term in terms if isinstance(term, Band)]
     others = tuple(term for term in terms if not isinstance(term, Band))
-    left = min((band.left for band in bands if band.left is not None), default=None)
-    right = min((band.right for band in bands if band.right is not None), default=None)
+    left, right = None, None
+    for band in bands:
+        left, right = _tighter(left, band.left), _tighter(right, band.right)
     if left is None and right in (None, 0):
-        band: Band = Full() if right is None else Causal()
+        both: Band = Full() if right is None else Causal()
     else:
-        band = Window(left, right)
+        both = Window(left, right)
     if not others:
-        return band
-    kept = others if isinstance(band, Full) else (band, *others)
+        return both
+    kept = others if isinstance(both, Full) else (both, *others)
     return kept[0] if len(kept) == 1 else And(kept)
+
+
+def _tighter(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
 
 
 def mask_end(states: Tensor, entry: Entry, block_k: int) -> Tensor:
