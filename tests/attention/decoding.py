@@ -1,0 +1,147 @@
+"""The decode kernel against the reference: cases, and their run under the interpreter (a JSON line per case)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+
+from flash_train.attention import (
+    AttentionSpec,
+    BlockSparse,
+    Causal,
+    Document,
+    Full,
+    Mask,
+    RngState,
+    Tree,
+    Window,
+    cached_attention,
+)
+
+TREE = [-1, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on caches of ``capacity`` positions, of which each row has filled ``lengths``."""
+
+    name: str
+    lengths: tuple[int, ...]
+    mask: str = "full"
+    len_q: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    head_dim_v: int = 16
+    capacity: int = 160
+    page_size: int = 0
+    leftpad: tuple[int, ...] = ()
+    batch_idx: tuple[int, ...] = ()
+    slopes: str = ""
+    sinks: bool = False
+    softcap: float = 0.0
+    dropout: float = 0.0
+    num_splits: int = 0
+    dtype: torch.dtype = field(default=torch.float32)
+
+
+CASES = (
+    Case("one-query", (160, 7, 0, 90)),
+    Case("causal-queries", (150, 7, 3, 90), "causal", len_q=5, kv_heads=1),
+    Case("window", (150, 33), "window", len_q=3, num_splits=3, head_dim_v=40),
+    Case("leftpad-and-rows", (100, 60), "causal", leftpad=(13, 60), batch_idx=(2, 0)),
+    Case("paged", (140, 77), "causal", len_q=2, page_size=10, slopes="head", sinks=True, softcap=2.0),
+    Case("paged-leftpad", (140, 77), leftpad=(11, 0), page_size=32, head_dim=24),
+    Case("dropout", (140, 77), "causal", len_q=7, kv_heads=4, slopes="entry", dropout=0.4),
+    Case("dropout-splits", (140, 77), dropout=0.3, num_splits=9),
+    Case("tree", (120, 50), "tree", len_q=9),
+    Case("blocks", (120, 50), "blocks", len_q=9),
+    Case("documents", (100, 140), "documents", len_q=3, leftpad=(13, 60)),
+    Case("many-rows", (160,), "causal", len_q=40, heads=8),
+    Case("sink-alone", (0, 5), sinks=True),
+)
+
+
+def error(case: Case, device: str) -> tuple[float, float]:
+    """Largest error of output and log-sum-exp against the fp64 reference, and the largest that is allowed.
+
+    Allowed is twice that of the reference in the case's own precision, and the rounding of the result.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype).to(device)
+
+    rows = max(case.batch_idx, default=len(case.lengths) - 1) + 1
+    q = normal(len(case.lengths), case.len_q, case.heads, case.head_dim)
+    k, v = (normal(rows, case.capacity, case.kv_heads, d) for d in (case.head_dim, case.head_dim_v))
+    options: dict[str, Any] = {"rng": RngState(5, 7, 1, 2, 3, 4)}
+    if case.page_size:
+        pages = case.capacity // case.page_size
+        order = torch.randperm(rows * pages, generator=generator)
+        options["block_table"] = order.view(rows, pages).int().to(device)
+        k, v = (torch.empty_like(x.view(-1, case.page_size, *x.shape[2:])).index_copy_(
+            0, order.to(device), x.reshape(-1, case.page_size, *x.shape[2:])) for x in (k, v))  # fmt: skip
+    for name, values in (("cache_leftpad", case.leftpad), ("cache_batch_idx", case.batch_idx)):
+        if values:
+            options[name] = torch.tensor(values, dtype=torch.int32, device=device)
+    if case.slopes:
+        shape = (case.heads,) if case.slopes == "head" else (len(case.lengths), case.heads)
+        options["alibi_slopes"] = torch.rand(shape, generator=generator).to(device) / 5
+    if case.sinks:
+        options["sinks"] = torch.randn(case.heads, generator=generator).to(device)
+    spec = AttentionSpec(_mask(case, device, generator), softcap=case.softcap, dropout=case.dropout)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+
+    def call(dtype: torch.dtype, backend: str, **more: Any) -> list[torch.Tensor]:
+        found = cached_attention(*(x.to(dtype) for x in (q, k, v)), lengths, spec, backend=backend, **options, **more)
+        return [x.double().cpu() for x in found]
+
+    exact, same = call(torch.float64, "reference"), call(case.dtype, "reference")
+    ours = call(case.dtype, "triton", num_splits=case.num_splits)
+    worst, allowed = 0.0, 0.0
+    for got, want, other in zip(ours, exact, same, strict=True):
+        assert torch.equal(got.isneginf(), want.isneginf()), "-inf in other places than the reference"
+        finite = want.isfinite()
+        rounding = (want[finite].to(case.dtype).double() - want[finite]).abs().max().item()
+        this = (got - want)[finite].abs().max().item()
+        limit = 2 * (other - want)[finite].abs().max().item() + 2 * rounding
+        if this - limit > worst - allowed or allowed == 0.0:
+            worst, allowed = this, limit
+    return worst, allowed
+
+
+def _mask(case: Case, device: str, generator: torch.Generator) -> Mask:
+    if case.mask == "blocks":
+        pattern = torch.rand(case.heads, 1, -(-case.capacity // 32), generator=generator) < 0.6
+        return Causal() & BlockSparse(pattern.to(device), 32)
+    if case.mask == "documents":
+        k_ids = (torch.arange(len(case.lengths) * case.capacity) // 17).int().view(-1, case.capacity)
+        q_ids = k_ids[:, 95 : 95 + case.len_q].contiguous()
+        return Document(q_ids.to(device), k_ids.to(device))
+    if case.mask == "tree":
+        return Tree(torch.tensor(TREE, device=device))
+    return {"full": Full(), "causal": Causal(), "window": Window(20, 0)}[case.mask]
+
+
+def main() -> None:
+    for case in CASES:
+        try:
+            result: Any = error(case, "cpu")
+        except (AssertionError, RuntimeError, ValueError, TypeError):
+            result = traceback.format_exc()
+        print(json.dumps({"case": case.name, "result": result}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
