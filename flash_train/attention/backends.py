@@ -7,7 +7,6 @@ import importlib.util
 import torch
 
 from flash_train.attention.baselines import sdpa_unavailable
-from flash_train.attention.masks import And, BlockSparse, Mask
 from flash_train.attention.spec import AttentionSpec
 
 #: ``flash`` is the best of this project's kernels that runs; ``triton`` the portable ones
@@ -38,16 +37,6 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -
     return f"there is no NVIDIA GPU: the tensors are on {device.type}"
 
 
-def mask_unavailable(mask: Mask) -> str | None:
-    """Why the kernels cannot run this mask, or None where they can."""
-    for term in mask.terms if isinstance(mask, And) else (mask,):
-        if isinstance(term, BlockSparse):
-            for size in term.sizes:
-                if size < 16 or size & (size - 1):
-                    return f"BlockSparse blocks of {size} are no power of two of at least 16"
-    return None
-
-
 def resolve_backend(
     name: str,
     *,
@@ -75,7 +64,7 @@ def resolve_backend(
         raise ValueError(f"attention backend {name!r}: must be one of {', '.join(BACKENDS)}")
     spec = AttentionSpec() if spec is None else spec
     if name in ("auto", "flash", "triton"):
-        reason = flash_unavailable(torch.device(device), dtype, head_dim) or mask_unavailable(spec.mask)
+        reason = flash_unavailable(torch.device(device), dtype, head_dim)
         if reason is None:
             return "triton" if name == "triton" else "flash", "this project's kernels run here"
         if name != "auto":

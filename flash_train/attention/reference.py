@@ -96,7 +96,10 @@ def _sequence(
     seeing = visible.any(-1).expand(n_heads, -1)  # a row of -inf has no gradient to give: it is set, not computed
     lse = torch.where(seeing, torch.where(seeing[..., None], logits, 0.0).logsumexp(-1), float("-inf"))
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+        sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+        neither = torch.isneginf(lse) & torch.isneginf(sink)  # logaddexp of two infinities has no gradient
+        both = torch.logaddexp(torch.where(neither, 0.0, lse), torch.where(neither, 0.0, sink))
+        lse = torch.where(neither, float("-inf"), both)
     weights = torch.where(seeing[..., None], torch.exp(logits - torch.where(seeing, lse, 0.0)[..., None]), 0.0)
     if spec.dropout > 0:
         assert rng is not None

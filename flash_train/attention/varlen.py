@@ -40,8 +40,8 @@ class Packing:
         cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing.
         cu_seqlens_k: the same for the keys; the same tensor for self-attention.
         max_seqlen_q, max_seqlen_k: length of the longest entry where known; no backend of this package needs it.
-        lengths: lengths of the non-empty entries as Python ints where the host knows them and queries and keys share
-            them. The ``sdpa`` and ``standard`` backends then need no device synchronisation.
+        lengths: lengths of the non-empty entries as Python ints where the host knows them, queries and keys share them
+            and empty entries come last. The backends in plain PyTorch then need no device synchronisation.
     """
 
     cu_seqlens_q: torch.Tensor

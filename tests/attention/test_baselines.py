@@ -330,15 +330,16 @@ def test_standard_batches_its_products(mask):
 def test_chunked_skips_what_the_band_excludes(packed):
     """Keys outside the band may be NaN, where a masked weight times NaN would show: nobody reads them."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
+    q, k, v = (torch.randn(1, 96, 2, 8) for _ in range(3))
     spec, chunks = AttentionSpec(Window(8, 3)), partial(chunked_attention, query_chunk=16, key_chunk=16)
     expected, _ = reference_attention(q, k, v, spec)
     for x in (k, v):
-        x[:, 48:] = float("nan")
-    tensors, cu = ([x[0] for x in (q, k, v)], torch.tensor([0, 64]).int()) if packed else ((q, k, v), None)
-    out = chunks(*tensors, spec, Packing(cu, cu) if packed else None)[0].view(64, 2, 8)
-    torch.testing.assert_close(out[:32], expected[0, :32])
-    assert torch.isnan(out[48:]).all()
+        x[:, :16] = x[:, 80:] = float("nan")
+    tensors, cu = ([x[0] for x in (q, k, v)], torch.tensor([0, 96]).int()) if packed else ((q, k, v), None)
+    out = chunks(*tensors, spec, Packing(cu, cu) if packed else None)[0].view(96, 2, 8)
+    torch.testing.assert_close(out[32:64], expected[0, 32:64])
+    assert torch.isnan(out[:16]).all()
+    assert torch.isnan(out[80:]).all()
 
 
 def test_chunks_must_hold_something():

@@ -5,7 +5,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import (
     FlopCounterMode,
-    flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
@@ -88,6 +87,15 @@ def test_blocks_are_counted_exactly(band, heads):
     assert counted(mask, *tensors(77, 122), packing) == dense(mask, packing.entries())
 
 
+def test_every_sequence_has_its_map():
+    visited = torch.zeros(2, 1, 2, 2, dtype=torch.bool)
+    visited[1, 0, 1, 0] = True
+    q, k = tensors(20, 20, batch=2)
+    assert call_pairs(q, k, None, None, visited, (-1, 0, -1, 16, 16)) == HEADS * 4 * 16
+    q, k = tensors(40, 40)
+    assert call_pairs(q, k, cu(30, 10), cu(30, 10), visited, (-1, 0, -1, 16, 16)) == 0  # the second has one block
+
+
 def test_documents_are_counted_from_above():
     ids = torch.arange(600).div(100, rounding_mode="floor").int()
     mask = Causal() & Document(torch.stack([ids, ids.flip(0)]))
@@ -111,8 +119,6 @@ def test_what_cannot_be_read_counts_as_full():
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_flop_counter_mode(packed):
     """The registered formulas find their arguments among the operators' own."""
-    if torch.ops.flash_train.attention_forward not in flop_registry:
-        flops.register()
     bounds = [-1, 0, -1, -1, -1]
     pairs = 2 * HEADS * 32 * 33 // 2
     with FakeTensorMode():

@@ -4,25 +4,49 @@ Figures are as printed there and hold to half a unit of their last digit. Where 
 its last digit came out wrong, the right one stands here and a comment says so.
 """
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from flash_train.attention import AttentionSpec, attention
+from flash_train.attention import AttentionSpec, attention, flash_unavailable
 from flash_train.attention.masks import BlockSparse, Causal, Full, Tree
 from flash_train.attention.merge import merge
 from flash_train.attention.varlen import Entry
 
-BACKENDS = ["reference", "standard", "chunked", "sdpa"]
-WITH_LSE = [name for name in BACKENDS if name != "sdpa"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNAVAILABLE = flash_unavailable(DEVICE, torch.float32, 64)
+KERNELS = pytest.param("triton", marks=pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE)))
+WITH_LSE = ["reference", "standard", "chunked", KERNELS]
+BACKENDS = [*WITH_LSE, "sdpa"]
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+@pytest.mark.skipif(UNAVAILABLE is None, reason="the kernels run in this process")
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
+def test_the_kernels_in_the_interpreter():
+    """The examples of this file by the kernels, in a process where Triton interprets them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 10, done.stdout
+
+
 def run(q, k, v, spec, backend, return_lse=False):
     """(queries, head_dim) and (keys, head_dim) matrices of one head through the public call."""
-    tensors = [torch.tensor(x) if isinstance(x, list) else x for x in (q, k, v)]
+    device = DEVICE if backend == "triton" else torch.device("cpu")
+    tensors = [(torch.tensor(x) if isinstance(x, list) else x).to(device) for x in (q, k, v)]
     result = attention(*(x[None, :, None] for x in tensors), spec, backend=backend, return_lse=return_lse)
-    return (result[0][0, :, 0], result[1][0, 0]) if return_lse else result[0, :, 0]
+    return (result[0][0, :, 0].cpu(), result[1][0, 0].cpu()) if return_lse else result[0, :, 0].cpu()
 
 
 def printed(values, digits):

@@ -47,6 +47,15 @@ class Call:
     keep_threshold: int
 
     @property
+    def has_lists(self) -> bool:
+        """Whether there is a block map that tiles can follow; any other is one more element-wise term."""
+        return self.block_map is not None and all(size >= 16 and size & (size - 1) == 0 for size in self.bounds[3:])
+
+    @property
+    def has_terms(self) -> bool:
+        return bool(self.terms) or (self.block_map is not None and not self.has_lists)
+
+    @property
     def keep_rate(self) -> float:
         return self.keep_threshold / 256
 
@@ -79,16 +88,20 @@ def stats(x: Tensor) -> Rows:
     return Rows(x, *x.stride()[:2]) if x.dim() == 3 else Rows(x, 0, x.stride(0))
 
 
-def mask_rule(call: Call, tile: Tile, walks_keys: bool) -> MaskRule:
+def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> MaskRule:
+    """The mask for a kernel; one that cannot follow lists gives no tile, and gets the block map as a term."""
     left, right, tail = (None if bound == UNUSED else bound for bound in call.bounds[:3])
-    lists = None if call.block_map is None else _lists(call, tile, walks_keys)
-    return MaskRule(left, right, term_arguments(call), tail, lists)
-
-
-def term_arguments(call: Call) -> tuple[tuple[object, tuple[object, ...]], ...]:
-    """The element-wise terms, each as its device function and that function's arguments."""
     tensors = list(call.term_tensors)
-    return tuple(_term(name, tensors) for name in call.terms.split(",") if name)
+    terms = [_term(name, tensors) for name in call.terms.split(",") if name]
+    if call.has_lists and tile is not None:
+        return MaskRule(left, right, tuple(terms), tail, _lists(call, tile, walks_keys))
+    if call.block_map is not None:
+        blocks = call.block_map.contiguous()
+        strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
+        sizes = (*blocks.shape[2:], *call.bounds[3:])
+        terms.append((device_mask.block_sparse, (blocks.view(torch.int8), *strides, *sizes)))
+        tail = None
+    return MaskRule(left, right, tuple(terms), tail, None)
 
 
 def _term(name: str, tensors: list[Tensor]) -> tuple[object, tuple[object, ...]]:

@@ -191,9 +191,9 @@ def _what(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
 
 def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
     if tiles is None:
-        variant = variant_of(call.bounds[1] != UNUSED, call.rng is not None, bool(call.terms))
+        variant = variant_of(call.bounds[1] != UNUSED, call.rng is not None, call.has_terms)
         tiles = choose_tiles(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), variant)
-    return tiles if call.block_map is None else tiles.within(*call.bounds[3:])
+    return tiles.within(*call.bounds[3:]) if call.has_lists else tiles
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:

@@ -14,14 +14,12 @@ from flash_train.attention.kernels.arguments import (
     constants,
     contiguous_columns,
     dropout_arguments,
+    mask_rule,
     on_device,
     score_arguments,
     strided,
-    term_arguments,
 )
 from flash_train.attention.kernels.decode import Cache, attention_decode, attention_decode_merge
-from flash_train.attention.kernels.device import mask as device_mask
-from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.kernels.tiles import Tile, block_d, decode_tile, processors
 from flash_train.attention.spec import AttentionSpec
 
@@ -100,7 +98,7 @@ def decode_launch(
     group = n_heads // n_kv_heads
     grid = (part.shape[0], n_kv_heads * triton.cdiv(len_q * group, tile.block_m), batch)
     arguments = (
-        strided(q), k, v, part, part_lse, seqlens, _rule(call), score_arguments(call), dropout_arguments(call),
+        strided(q), k, v, part, part_lse, seqlens, mask_rule(call), score_arguments(call), dropout_arguments(call),
         len_q, part.shape[0],
     )  # fmt: skip
     fixed = constants(head_dim, head_dim_v, group, tile, q.device)
@@ -118,19 +116,6 @@ def merge_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sinks
     }
     arguments = (part, part_lse, sinks, out, lse, n_rows, splits, n_heads, len_q)
     return Launch(attention_decode_merge, (n_rows,), arguments, fixed)
-
-
-def _rule(call: Call) -> MaskRule:
-    """As for training, but a block map is one more element-wise term: the keys' split leaves no lists to follow."""
-    left, right, tail = (None if bound == UNUSED else bound for bound in call.bounds[:3])
-    terms = term_arguments(call)
-    if call.block_map is not None:
-        blocks = call.block_map.contiguous()
-        strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
-        sizes = (*blocks.shape[2:], *call.bounds[3:])
-        terms = (*terms, (device_mask.block_sparse, (blocks.view(torch.int8), *strides, *sizes)))
-        tail = None
-    return MaskRule(left, right, terms, tail, None)
 
 
 def _cache(x: Tensor, batch_idx: Tensor | None, leftpad: Tensor | None, block_table: Tensor | None) -> Cache:

@@ -21,7 +21,8 @@ class BlockSparse(Mask):
     Attributes:
         pattern: bool (query blocks, key blocks), or (heads, query blocks, key blocks), on the device of q. Blocks past
             its end are not attended. ``flash_train.attention.patterns`` builds usual ones.
-        block: positions per block, one int or (queries, keys); the kernels need powers of two of at least 16.
+        block: positions per block, one int or (queries, keys). The kernels skip by blocks of powers of two of at
+            least 16; other blocks they evaluate pair by pair.
     """
 
     pattern: Tensor
