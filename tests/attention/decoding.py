@@ -72,12 +72,19 @@ CASES = (
 )
 
 
-def error(case: Case, device: str) -> tuple[float, float]:
-    """Largest error of output and log-sum-exp against the fp64 reference, and the largest that is allowed.
+def error(case: Case, device: str) -> float:
+    """Largest error of output and log-sum-exp against the fp64 reference, as a part of what is allowed.
 
-    Allowed is twice that of the reference in the case's own precision, and the rounding of the result.
+    Allowed is twice that of the reference in the case's own precision, and the rounding of the result. Both are the
+    largest over several inputs: one query has few numbers to be wrong in.
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    rounds = [_distances(case, device, seed) for seed in range(4)]
+    return max(max(ours) / max(allowed) for ours, allowed in (zip(*r, strict=True) for r in zip(*rounds, strict=True)))
+
+
+def _distances(case: Case, device: str, seed: int) -> list[tuple[float, float]]:
+    """(error, allowed error) of output and log-sum-exp for inputs of this seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {seed}".encode()))
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(case.dtype).to(device)
@@ -109,16 +116,14 @@ def error(case: Case, device: str) -> tuple[float, float]:
 
     exact, same = call(torch.float64, "reference"), call(case.dtype, "reference")
     ours = call(case.dtype, "triton", num_splits=case.num_splits)
-    worst, allowed = 0.0, 0.0
+    found = []
     for got, want, other in zip(ours, exact, same, strict=True):
         assert torch.equal(got.isneginf(), want.isneginf()), "-inf in other places than the reference"
         finite = want.isfinite()
         rounding = (want[finite].to(case.dtype).double() - want[finite]).abs().max().item()
-        this = (got - want)[finite].abs().max().item()
-        limit = 2 * (other - want)[finite].abs().max().item() + 2 * rounding
-        if this - limit > worst - allowed or allowed == 0.0:
-            worst, allowed = this, limit
-    return worst, allowed
+        allowed = 2 * (other - want)[finite].abs().max().item() + 2 * rounding
+        found.append(((got - want)[finite].abs().max().item(), allowed))
+    return found
 
 
 def _mask(case: Case, device: str, generator: torch.Generator) -> Mask:
