@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.kernels.device import mask as device_mask
-from flash_train.attention.kernels.device.mask import BlockLists, MaskRule
+from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.kernels.device.philox import Dropout
 from flash_train.attention.kernels.device.score import Score
 from flash_train.attention.kernels.device.tile import Rows, Strided
@@ -94,14 +94,14 @@ def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> 
     tensors = list(call.term_tensors)
     terms = [_term(name, tensors) for name in call.terms.split(",") if name]
     if call.has_lists and tile is not None:
-        return MaskRule(left, right, tuple(terms), tail, _lists(call, tile, walks_keys))
+        return MaskRule(left, right, tuple(terms), tail, *_lists(call, tile, walks_keys))
     if call.block_map is not None:
         blocks = call.block_map.contiguous()
         strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
         sizes = (*blocks.shape[2:], *call.bounds[3:])
         terms.append((device_mask.block_sparse, (blocks.view(torch.int8), *strides, *sizes)))
         tail = None
-    return MaskRule(left, right, tuple(terms), tail, None)
+    return MaskRule(left, right, tuple(terms), tail)
 
 
 def _term(name: str, tensors: list[Tensor]) -> tuple[object, tuple[object, ...]]:
@@ -120,8 +120,8 @@ def _batch_stride(ids: Tensor) -> int:
     return ids.stride(0) if ids.dim() == 2 else 0
 
 
-def _lists(call: Call, tile: Tile, walks_keys: bool) -> BlockLists:
-    """The tiles to visit for each row of blocks (for kernels that walk queries: each column), ascending."""
+def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+    """The fields of ``MaskRule`` that say which tiles to visit for each row of blocks, or for each column of them."""
     block_q, block_k = call.bounds[3:]
     if walks_keys:
         visited, row_size, repeats = call.block_map, block_q, block_k // tile.block_n
@@ -135,7 +135,7 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> BlockLists:
     tiles.scatter_(-1, torch.where(visited, place - 1, capacity).long(), index)  # the rest land in a spare column
     counts = visited.sum(-1, dtype=torch.int32)
     strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
-    return BlockLists(tiles, counts, *strides, rows, row_size, capacity + 1)
+    return tiles, counts, *strides, rows, row_size, capacity + 1
 
 
 def score_arguments(call: Call) -> Score:
@@ -162,7 +162,7 @@ def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: to
         "BLOCK_DV": block_d(head_dim_v),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if device.type == "cpu" else "tf32x3",
+        "PRECISION": "ieee" if device.type == "cpu" else "bf16x6",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

@@ -75,7 +75,7 @@ def attention_backward_dkdv(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     key0, key1 = load_key(dropout)
 
-    if GROUP > 1 and mask.lists is None:
+    if GROUP > 1 and mask.tiles is None:
         # One flat loop over (head of the group, block): a nested one would drain the pipeline of loads at every head.
         visits = query_visits(mask, seq, kv_head, start_n, BLOCK_M, BLOCK_N)
         n_edge = count_edges(visits)

@@ -6,34 +6,31 @@ import triton
 import triton.language as tl
 
 
-class BlockLists(NamedTuple):
-    """For each row of the block map, the tiles that hold anything, ascending; int32, contiguous.
-
-    ``tiles`` is (entries or 1, heads or 1, rows, capacity) and counts in tiles of the kernel; ``counts`` is the same
-    without the last dimension. A row is ``row_size`` positions. Strides are in rows; 0 where one list serves all.
-    """
-
-    tiles: Any
-    counts: Any
-    stride_entry: Any
-    stride_head: Any
-    n_rows: Any
-    row_size: Any
-    capacity: Any
-
-
 class MaskRule(NamedTuple):
-    """A lowered mask: a band (None: unbounded), terms ``(function, tensors)`` inside it, and lists of blocks or None.
+    """A lowered mask: a band (None: unbounded), terms ``(function, tensors)`` inside it, and lists of tiles.
 
-    The terms concern the last ``tail`` keys only (None: all of them). ``lists`` has a row per block of queries in
-    kernels that walk keys, and per block of keys in those that walk queries.
+    The terms concern the last ``tail`` keys only (None: all of them).
+
+    ``tiles`` (None: there are no lists) has a row per block of queries in kernels that walk keys, and per block of keys
+    in those that walk queries: the tiles of the kernel that hold anything, ascending; int32 (entries or 1, heads or 1,
+    rows, capacity), contiguous, ``counts`` the same without the last dimension. A row is ``row_size`` positions.
+    Strides are in rows; 0 where one list serves all.
+
+    It is flat because Triton 3.6 loses constants in named tuples inside named tuples, and None is asked of a field
+    because it cannot look at a tuple that holds one.
     """
 
     left: Any
     right: Any
     terms: Any
     tail: Any
-    lists: Any
+    tiles: Any = None
+    counts: Any = None
+    stride_entry: Any = None
+    stride_head: Any = None
+    n_rows: Any = None
+    row_size: Any = None
+    capacity: Any = None
 
 
 class Visits(NamedTuple):
@@ -94,7 +91,7 @@ def count_edges(visits):
 @triton.jit
 def block_start(visits, mask, block, COLS: tl.constexpr):
     """The first position of a visited block."""
-    if mask.lists is None:
+    if mask.tiles is None:
         start = block * COLS
     else:
         start = tl.load(visits.list + block) * COLS
@@ -168,11 +165,11 @@ def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def _listed(visits, mask, seq, head, start):
     """The same blocks as places in the list of the row that holds ``start``."""
-    if mask.lists is not None:
-        row = start // mask.lists.row_size
-        at = seq.index.to(tl.int64) * mask.lists.stride_entry + head * mask.lists.stride_head + row
-        count = tl.load(mask.lists.counts + at, mask=row < mask.lists.n_rows, other=0)
-        tiles = mask.lists.tiles + at * mask.lists.capacity
+    if mask.tiles is not None:
+        row = start // mask.row_size
+        at = seq.index.to(tl.int64) * mask.stride_entry + head * mask.stride_head + row
+        count = tl.load(mask.counts + at, mask=row < mask.n_rows, other=0)
+        tiles = mask.tiles + at * mask.capacity
         first = count * 0
         clear_from = count * 0
         clear_to = count * 0
