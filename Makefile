@@ -1,9 +1,9 @@
 # Every target says what it does: `make help`.
 .DEFAULT_GOAL := help
-.PHONY: help install test gpu lint format types imports check readme ci
+.PHONY: help install test test-property test-compile gpu lint format types imports check readme ci
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
 install:  ## install the package in editable mode with everything for development, and the commit hooks
 	pip install -e '.[dev]'
@@ -11,6 +11,12 @@ install:  ## install the package in editable mode with everything for developmen
 
 test:  ## run all tests that this machine can run; says which are skipped, and why
 	pytest
+
+test-property:  ## hold the kernels to the reference on 2,000 random calls, in the interpreter
+	python -m tests.attention.fuzz --draws 2000
+
+test-compile:  ## compile every kernel with every shipped tile for every supported chip; no GPU needed, tens of minutes
+	python -m tests.attention.compiled --all
 
 gpu:  ## run only the tests that need an NVIDIA GPU
 	pytest -m gpu

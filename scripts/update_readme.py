@@ -1,7 +1,8 @@
 """Fill the README's tables from docs/results/*.json: `python scripts/update_readme.py`, with --check to change nothing.
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, which
-holds {"records": [...]}: for `training` and `recall` what collect_runs gathers, for `attention` bench_attention's.
+holds {"records": [...]}: for `training` and `recall` what collect_runs gathers, for `attention` bench_attention's. The
+latter is also drawn, as docs/results/attention.png.
 """
 
 import argparse
@@ -12,7 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flash_train.profiling.attention_plot import fingerprint, plot_attention
+
 ROOT = Path(__file__).parents[1]
+DIRECTIONS = ("forward", "backward")
+NAMES = {"triton": "this project", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
+MORE_NAMES = {"flex": "FlexAttention", "varlen_attn": "varlen_attn"}  # where they were measured
 MARKED = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
@@ -33,18 +39,52 @@ def training_table(records: list[dict[str, Any]]) -> str:
 
 
 def attention_table(records: list[dict[str, Any]]) -> str:
-    """A row per case: each implementation's rates, forward · backward, and our ratios to FlashAttention-2."""
-    rates: dict[str, dict[tuple[str, str], float | None]] = {}
-    for record in records:
-        rates.setdefault(record["case"], {})[record["implementation"], record["direction"]] = record.get("tflops")
-    names = {"triton": "this project", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
+    """A row per case: each implementation's rates, forward · backward, and our ratios to FlashAttention-2.
+
+    Sparse cases follow in a table of their own, in parts of the time without the pattern.
+    """
+    sparse = [record for record in records if record.get("density", 1) < 1]
+    records = [record for record in records if record not in sparse]
+    names = NAMES | measured(MORE_NAMES, records)
     rows = []
-    for case, found in rates.items():
-        pairs = [[found.get((name, way)) for way in ("forward", "backward")] for name in names]
-        ratios = [ours / theirs if ours and theirs else None for ours, theirs in zip(*pairs[:2], strict=True)]
-        cells = [" · ".join(number(rate, ".0f") for rate in pair) for pair in pairs]
-        rows.append((case, *cells, " · ".join(number(ratio, ".2f") for ratio in ratios)))
-    return table(("case", *names.values(), "ratio to FlashAttention-2"), rows)
+    for case, found in by_case(records, "tflops").items():
+        pairs = {name: [found.get((name, way)) for way in DIRECTIONS] for name in names}
+        theirs = pairs["fa2"] if any(pairs["fa2"]) else pairs.get("varlen_attn", pairs["fa2"])
+        ratios = [a / b if a and b else None for a, b in zip(pairs["triton"], theirs, strict=True)]
+        rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), joined(ratios, ".2f")))
+    ratio = "ratio to FlashAttention-2" + (" (packed: varlen_attn)" if "varlen_attn" in names else "")
+    dense = table(("case", *names.values(), ratio), rows)
+    return dense + ("\n" + sparse_table(sparse) if sparse else "")
+
+
+def sparse_table(records: list[dict[str, Any]]) -> str:
+    """A row per case: the part of the blocks that is attended, and of the dense time that it takes."""
+    names = measured(NAMES | MORE_NAMES, records)
+    density = {record["case"]: record["density"] for record in records}
+    rows = [
+        (
+            case,
+            number(density[case], ".1%"),
+            *(joined([found.get((name, way)) for way in DIRECTIONS], ".3f") for name in names),
+        )
+        for case, found in by_case(records, "time_to_dense").items()
+    ]
+    labels = (f"{label}: time / dense" for label in names.values())
+    return table(("case", "blocks attended", *labels), rows)
+
+
+def measured(names: dict[str, str], records: list[dict[str, Any]]) -> dict[str, str]:
+    """The implementations that have records."""
+    found = {record["implementation"] for record in records}
+    return {name: label for name, label in names.items() if name in found}
+
+
+def by_case(records: list[dict[str, Any]], key: str) -> dict[str, dict[tuple[str, str], float | None]]:
+    """A number by (implementation, direction) of every case, in the records' order."""
+    found: dict[str, dict[tuple[str, str], float | None]] = {}
+    for record in records:
+        found.setdefault(record["case"], {})[record["implementation"], record["direction"]] = record.get(key)
+    return found
 
 
 def recall_table(records: list[dict[str, Any]]) -> str:
@@ -68,6 +108,10 @@ TABLES = {"training": training_table, "attention": attention_table, "recall": re
 
 def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def joined(values: Iterable[float | None], form: str) -> str:
+    return " · ".join(number(value, form) for value in values)
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -98,13 +142,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with status 1 if the README isn't up to date")
     args = parser.parse_args(arguments)
-    path = ROOT / "README.md"
+    path, results = ROOT / "README.md", ROOT / "docs" / "results"
     before = path.read_text(encoding="utf-8")
-    after = fill(before, ROOT / "docs" / "results")
+    after = fill(before, results)
+    source, picture = results / "attention.json", results / "attention.png"
     if args.check:
-        return int(before != after)
+        return int(before != after or outdated(picture, source))
     path.write_text(after, encoding="utf-8")
+    if source.is_file() and (outdated(picture, source) or not picture.is_file()):
+        plot_attention(source, picture)
     return 0
+
+
+def outdated(picture: Path, source: Path) -> bool:
+    """Whether there is a picture that was drawn from something else."""
+    return picture.is_file() and fingerprint(source).encode() not in picture.read_bytes()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flash_train.attention.masks import Full, Mask
 
@@ -25,7 +25,7 @@ class AttentionSpec:
             rounds to 0 or 1.
     """
 
-    mask: Mask = field(default_factory=Full)
+    mask: Mask = Full()
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0

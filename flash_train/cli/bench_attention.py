@@ -1,200 +1,123 @@
 """Speed of the attention operator beside its peers on one GPU: ``python scripts/bench_attention.py --out FILE``.
 
-Every implementation is checked against fp32 before it is timed, on fresh random inputs; a wrong one gets no figure.
-Rates are model FLOPs (causal: half; backward: 2.5 times the forward) over the median time.
+Every implementation is checked against fp32 before it is timed, on the inputs that are timed; a wrong one gets no
+figure. Rates are model FLOPs (causal: half; backward: 2.5 times the forward) over the median time. FILE is written
+after every case; started again with the same commit, GPU and versions, the command goes on behind the last one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, attention, attention_flops
 from flash_train.profiling import versions, write_json
+from flash_train.profiling.attention_cases import Case, cases
+from flash_train.profiling.attention_peers import add_ratios, implementations, measure
 
-SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-IMPLEMENTATIONS = ("triton", *SDPA)
-Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One case: dense unless ``lengths`` names packed documents."""
-
-    head_dim: int
-    n_heads: int
-    n_kv_heads: int
-    seq_len: int
-    causal: bool
-    dropout: float = 0.0
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def batch(self) -> int:
-        return max(1, 16384 // self.seq_len)
-
-    @property
-    def name(self) -> str:
-        heads = f"h{self.n_heads}" + (f"/{self.n_kv_heads}" if self.n_kv_heads != self.n_heads else "")
-        length = f"packed{sum(self.lengths)}" if self.lengths else f"n{self.seq_len}"
-        drop = f"-dropout{self.dropout}" if self.dropout else ""
-        return f"d{self.head_dim}-{heads}-{length}-{'causal' if self.causal else 'full'}{drop}"
-
-    @property
-    def flops(self) -> float:
-        squares = sum(n * n for n in self.lengths) or self.batch * self.seq_len**2
-        return attention_flops(squares, self.n_heads, self.head_dim) / (2 if self.causal else 1)
+Records = list[dict[str, Any]]
+SAME = ("commit", "gpu", "torch", "triton")  #: what must be equal for records to stand beside each other
 
 
-def log_normal_lengths(total: int, seed: int = 1) -> tuple[int, ...]:
-    """Document lengths with a median near 1.5k and a long tail, that add up to ``total``."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths: list[int] = []
-    while (left := total - sum(lengths)) > 0:
-        drawn = torch.exp(torch.randn((), generator=generator) * 1.3 + 7.3).clamp(64, 32768).item()
-        lengths.append(min(int(drawn), left))
-    return tuple(lengths)
+def known_records(path: Path | None, environment: dict[str, str | None]) -> Records:
+    """The records of an earlier run in the same surroundings; none where the code may have changed since."""
+    if path is None or not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    commit = environment["commit"]
+    if commit is None or commit.endswith("-dirty"):
+        print(f"{path}: begun anew, since commit {commit} does not say which code runs")
+        return []
+    differing = [key for key in SAME if found["versions"].get(key) != environment[key]]
+    if differing:
+        print(f"{path}: begun anew, since it differs in {', '.join(differing)}")
+        return []
+    return found["records"]
 
 
-def shapes() -> Iterable[Shape]:
-    for head_dim, heads in ((128, 16), (64, 32), (256, 8)):
-        for n in (2048, 4096, 16384):
-            for causal in (True, False):
-                yield Shape(head_dim, heads, heads, n, causal)
-    for n in (16384, 32768):
-        yield Shape(128, 32, 8, n, True)
-    for causal in (True, False):
-        yield Shape(128, 16, 16, 16384, causal, dropout=0.1)
-    yield Shape(128, 16, 16, 65536, True, lengths=log_normal_lengths(65536))
+def run_cases(
+    wanted: list[Case],
+    records: Records,
+    measure_case: Callable[[Case], Records],
+    save: Callable[[Records], None],
+    time_limit: float,
+) -> list[Case]:
+    """Measure what has no record yet and save after each case; return what the time limit left out.
 
-
-def implementation(name: str, shape: Shape) -> Call | None:
-    """The call on (batch, seqlen, heads, head_dim) or packed tensors; None where there is no such case."""
-    spec = AttentionSpec(Causal() if shape.causal else Full(), dropout=shape.dropout)
-    packing = None
-    if shape.lengths:
-        cu = torch.tensor([0, *shape.lengths], device="cuda").cumsum(0).int()
-        packing = Packing(cu, cu, lengths=shape.lengths)
-    if name == "triton":
-        return lambda q, k, v: attention(q, k, v, spec, packing=packing, backend="flash")
-    if packing is not None:  # PyTorch's packed kernel is FlashAttention-2's
-        return (lambda q, k, v: attention(q, k, v, spec, packing=packing, backend="sdpa")) if name == "fa2" else None
-
-    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(SDPA[name]):
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=shape.causal, dropout_p=shape.dropout, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.transpose(1, 2)
-
-    return fused
-
-
-def inputs(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    rows = (sum(shape.lengths),) if shape.lengths else (shape.batch, shape.seq_len)
-    heads = (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
-    return [torch.randn(*rows, h, shape.head_dim, device="cuda", dtype=dtype, requires_grad=True) for h in heads]
-
-
-def check(name: str, shape: Shape) -> float:
-    """Relative error (Frobenius, the worst of output and gradients) at a length the fp32 reference can hold.
-
-    With dropout, whose mask is its own in every implementation, this project's is held to the reference's mask and
-    the others to their undropped output.
+    A case is not begun where the longest so far would no longer fit.
     """
-    lengths = (700, 324) if shape.lengths else ()
-    small = Shape(
-        shape.head_dim, 4, 4 * shape.n_kv_heads // shape.n_heads or 1, 1024, shape.causal, shape.dropout, lengths
-    )
-    if shape.dropout and name != "triton":
-        small = Shape(small.head_dim, small.n_heads, small.n_kv_heads, 1024, small.causal)
-    q, k, v = tensors = inputs(small)
-    spec = AttentionSpec(Causal() if small.causal else Full(), dropout=small.dropout)
-    packing, rng = None, RngState(1) if small.dropout else None
-    if lengths:
-        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-        packing = Packing(cu, cu, lengths=lengths)
-    if rng is not None:
-        out = attention(q, k, v, spec, rng=rng, backend="flash")
-    else:
-        call = implementation(name, small)
-        assert call is not None
-        out = call(*tensors)
-    exact = [x.detach().float().requires_grad_() for x in tensors]
-    ref = attention(exact[0], exact[1], exact[2], spec, packing=packing, rng=rng, backend="reference")
-    dout = torch.randn_like(out)
-    got = (out, *torch.autograd.grad(out, tensors, dout))
-    want = (ref, *torch.autograd.grad(ref, exact, dout.float()))
-    return max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+    done = {record["case"] for record in records}
+    left = [case for case in wanted if case.name not in done]
+    start, longest = time.monotonic(), 0.0
+    while left:
+        begin = time.monotonic()
+        if begin - start + longest > time_limit:
+            break
+        case = left.pop(0)
+        rows = measure_case(case)
+        records += rows
+        save(records)
+        print(f"{case.name}: {_shown(rows)}", flush=True)
+        longest = max(longest, time.monotonic() - begin)
+    return left
 
 
-def measure(name: str, shape: Shape, rep: int) -> list[dict[str, Any]]:
-    """A record per direction; without a rate, and with the reason, where the result is wrong or the call fails."""
-    from triton.testing import do_bench
+def measure_all(case: Case, environment: dict[str, str | None], timer: Callable[[Callable[[], Any]], float]) -> Records:
+    """Every implementation's records of a case, with ratios and what they were measured on."""
+    rows = [row for name in implementations(case) for row in measure(name, case, timer)]
+    add_ratios(rows)
+    return [row | {key: environment[key] for key in SAME} for row in rows]
 
-    base = {"case": shape.name, "implementation": name, "dropout": shape.dropout}
-    try:
-        call = implementation(name, shape)
-        if call is None:
-            return []
-        error = check(name, shape)
-        if not error < 1e-2:  # bf16 operands land between 2e-3 and 5e-3; NaN fails too
-            return [base | {"direction": "forward", "error": error, "reason": "wrong result"}]
-        tensors = inputs(shape)
-        forward = do_bench(lambda: call(*tensors), warmup=25, rep=rep, return_mode="median")
-        out = call(*tensors)
-        dout = torch.randn_like(out)
-        backward = do_bench(
-            lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), warmup=25, rep=rep, return_mode="median"
-        )
-    except RuntimeError as failure:
-        return [base | {"direction": "forward", "reason": str(failure).splitlines()[0]}]
-    return [
-        base | {"direction": "forward", "ms": forward, "tflops": shape.flops / forward / 1e9, "error": error},
-        base | {"direction": "backward", "ms": backward, "tflops": 2.5 * shape.flops / backward / 1e9, "error": error},
-    ]
+
+def _shown(rows: Records) -> str:
+    def one(row: dict[str, Any]) -> str:
+        figure = f"{row['tflops']:.0f} TFLOP/s" if row.get("tflops") else f"none ({row['reason']})"
+        ratio = f", {row['time_to_dense']:.3f} of dense's time" if "time_to_dense" in row else ""
+        return f"{row['implementation']} {row['direction']} {figure}{ratio}"
+
+    return "; ".join(map(one, rows))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the records to this JSON file")
+    parser.add_argument("--out", type=Path, help="write the records to this JSON file, or go on with it")
     parser.add_argument("--only", default="", help="cases whose name contains this, such as d128 or causal")
     parser.add_argument("--rep", type=int, default=120, help="milliseconds of repetitions per figure")
     parser.add_argument("--commit", help="recorded commit, where this is no git checkout")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
     options = parser.parse_args(arguments)
+    wanted = [case for case in cases() if options.only in case.name]
+    if not wanted:
+        parser.error(f"--only {options.only!r} is part of no case's name; names are like {next(cases()).name}")
     if not torch.cuda.is_available():
         print("bench_attention needs an NVIDIA GPU: none was found", file=sys.stderr)
         return 1
+    from triton.testing import do_bench
+
     torch.manual_seed(0)
     environment = versions()
     if options.commit:
         environment["commit"] = options.commit
-    records: list[dict[str, Any]] = []
-    for shape in shapes():
-        if options.only not in shape.name:
-            continue
-        rows = [row for name in IMPLEMENTATIONS for row in measure(name, shape, options.rep)]
-        for direction in ("forward", "backward"):
-            rates = {row["implementation"]: row.get("tflops") for row in rows if row["direction"] == direction}
-            for row in rows:
-                if row["direction"] == direction and row.get("tflops"):
-                    for peer in SDPA:
-                        row[f"ratio_to_{peer}"] = row["tflops"] / rates[peer] if rates.get(peer) else None
-        records += [row | {key: environment[key] for key in ("gpu", "torch", "triton", "commit")} for row in rows]
-        shown = ", ".join(
-            f"{r['implementation']} {r['direction'][:3]} {r.get('tflops') or float('nan'):.0f}" for r in rows
-        )
-        print(f"{shape.name}: {shown}", flush=True)
-    if options.out:
-        write_json(options.out, {"versions": environment, "records": records})
-        print(f"wrote {options.out}")
+    order = [case.name for case in cases()]
+
+    def save(records: Records) -> None:
+        if options.out:
+            sorted_records = sorted(records, key=lambda record: order.index(record["case"]))
+            write_json(options.out, {"versions": environment, "records": sorted_records})
+
+    def timer(call: Callable[[], Any]) -> float:
+        return do_bench(call, warmup=25, rep=options.rep, return_mode="median")
+
+    records = known_records(options.out, environment)
+    left = run_cases(wanted, records, lambda case: measure_all(case, environment, timer), save, options.time_limit)
+    if left:
+        print(f"the time limit left {len(left)} of {len(wanted)} cases out; start again to go on")
+    elif options.out:
+        print(f"{options.out} holds all {len(wanted)} cases")
     return 0

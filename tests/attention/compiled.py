@@ -1,37 +1,52 @@
-"""Compiles the kernels for GPUs that are absent: prints registers, stack and shared memory, a JSON line per kernel.
+"""The compile tier: every kernel with every shipped tile, to machine code for GPUs that are absent.
 
-A stand-in driver names the target, so that Triton stops after the binary. It is fixed for a process; so is this
-script's use of it. ``python -m tests.attention.compiled`` compiles what the tests assert.
+``python -m tests.attention.compiled --all`` holds each to its chip's shared memory and to a stated number of spills;
+without ``--all`` it takes the few that the tests compile. A stand-in driver names the target, so that Triton stops
+after the binary. It is fixed for a process; so is its use by the processes that this command starts.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple, dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 
-from flash_train.attention.kernels import launch
-from flash_train.attention.kernels.backward import attention_backward_dkdv, attention_backward_dq
-from flash_train.attention.kernels.forward import attention_forward
-from flash_train.attention.kernels.tiles import tiles_for
+from flash_train.attention.functional import _operands
+from flash_train.attention.kernels import arguments, launch, launch_decode
+from flash_train.attention.kernels.tiles import Tile, Tiles, decode_tile, tiles_for, variant_of
+from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
+from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.varlen import Packing
 
 #: shared memory that one program may take, bytes
-SHARED_LIMIT = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (12, 0): 99 * 1024}
-#: (capability, head_dim, dtype, dropout)
-VARIANTS = [
-    *product([(9, 0)], [64, 128, 256], [torch.bfloat16], [False, True]),
-    *product([(8, 9)], [64, 128, 256], [torch.bfloat16], [True]),
-    ((8, 0), 128, torch.float16, False),
-    *product([(8, 9)], [128, 256], [torch.float32], [True]),
-]
+SHARED_LIMIT = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+}
+TENSOR_MEMORY_LIMIT = 512  # columns, of chips that have such a memory
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+LENGTH = 256  # rows of the tensors; the code depends on whether 16 divides it, no more
+HEADS = 4
 
 
 class AbsentDevice:
@@ -50,59 +65,262 @@ class AbsentDevice:
         return 0
 
 
-def compile_kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dtype, dropout: bool):
-    """The three large kernels of a causal, packed, grouped call, as compiled objects by name."""
-    tiles = tiles_for(capability, dtype, head_dim, dropout, causal=True)
-    threshold = 230 if dropout else 256
-    q, k = torch.empty(256, 4, head_dim, dtype=dtype), torch.empty(256, 2, head_dim, dtype=dtype)
-    stat, cu, rng = torch.empty(4, 256), torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    qs, ks, ls = launch._strides(q), launch._strides(k), launch._lse_strides(stat)
-    lengths = (8, 256, 256)
+@dataclass(frozen=True)
+class Variant:
+    """A kind of call on a chip: all that decides the tiles and the code of its kernels.
 
-    def constants(tile):
-        return launch._constants(q, k, cu, True, threshold, tile) | {"PRECISION": "tf32x3", "grid": (1,)}
+    ``mask`` is one of ``MASKS``; ``extras`` are softcap, ALiBi and sinks with their gradients.
+    """
 
-    yield (
-        "forward",
-        attention_forward.warmup(
-            q, k, k, q, stat, cu, cu, rng, *qs, *ks, *ks, *qs, *ls, *lengths, 0.1, threshold, **constants(tiles.forward)
-        ),
-    )
-    yield "dkdv", attention_backward_dkdv.warmup(
-        q, k, k, q, stat, stat, k, k, cu, cu, rng, *qs, *ks, *ks, *qs, *ks, *ks, *ls, *lengths, 0.1, 0.1, threshold,
-        **constants(tiles.dkdv),
-    )  # fmt: skip
-    yield "dq", attention_backward_dq.warmup(
-        q, k, k, q, stat, stat, q, cu, cu, rng, *qs, *ks, *ks, *qs, *qs, *ls, *lengths, 0.1, 0.1, threshold,
-        **constants(tiles.dq),
-    )  # fmt: skip
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    head_dim: int
+    mask: str = "causal"
+    dropout: bool = False
+    packed: bool = False
+    group: int = 1
+    extras: bool = False
+
+    def __str__(self) -> str:
+        chip = f"sm_{self.capability[0]}{self.capability[1]}"
+        flags = [name for name in ("dropout", "packed", "extras") if getattr(self, name)]
+        group = [f"group{self.group}"] if self.group > 1 else []
+        return " ".join((chip, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
+
+    @property
+    def row(self) -> str:
+        """The variant in the table of tiles."""
+        rule = MASKS[self.mask]().lower()
+        return variant_of(rule.right >= 0, self.dropout, bool(rule.terms))
+
+    def tiles(self) -> Tiles:
+        return tiles_for(SHARED_LIMIT[self.capability], self.dtype, self.head_dim, self.row, self.capability[0])
+
+    def call(self, q: torch.Tensor, k: torch.Tensor) -> launch.Call:
+        """The operator's arguments of such a call on these tensors."""
+        cu = torch.zeros(9, dtype=torch.int32)
+        softcap, dropout = 30.0 if self.extras else 0.0, 0.1 if self.dropout else 0.0
+        spec = AttentionSpec(MASKS[self.mask](), softcap=softcap, dropout=dropout)
+        per_head = torch.empty(q.shape[-2]) if self.extras else None
+        rng = torch.zeros(2, dtype=torch.int64) if self.dropout else None
+        packing = Packing(cu, cu) if self.packed else None
+        return launch.Call(*_operands(q, k, spec, packing, rng, (0, 0, 0, 0), per_head, per_head))
 
 
-def resources(kernel) -> dict[str, int]:
-    """Registers, stack bytes (spills live there) and shared memory of a compiled kernel."""
+def _documents() -> Mask:
+    return Causal() & Document(torch.zeros(LENGTH, dtype=torch.int32)) & Tree([-1, 0, 0])
+
+
+MASKS = {
+    "full": Full,
+    "causal": Causal,
+    "window": lambda: Window(100, 30) & BlockSparse(torch.ones(2, 2, dtype=torch.bool)),
+    "terms": _documents,
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers a thread, bytes of stack (spills live there), instructions that spill or
+    reload, bytes of shared memory, columns of tensor memory."""
+
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    tensor_memory: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of a variant and what is wrong with it, in words: nothing where ``problems`` is empty."""
+
+    variant: Variant
+    kernel: str
+    tile: Tile | None
+    resources: Resources | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.tile is None:
+            return f"{self.variant} {self.kernel}"
+        m, n, warps, stages = astuple(self.tile)
+        return f"{self.variant} {self.kernel} {m}x{n}, {warps} warps, {stages} stages"
+
+
+def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
+    """Name, tile and launch of every kernel that such a call may start. A new kernel is added here."""
+    rows = (LENGTH,) if variant.packed else (1, LENGTH)
+    q = torch.empty(*rows, HEADS, variant.head_dim, dtype=variant.dtype)
+    k = torch.empty(*rows, HEADS // variant.group, variant.head_dim, dtype=variant.dtype)
+    lse = torch.empty(launch.lse_shape(q))
+    call = variant.call(q, k)
+    if call.has_lists:
+        tiles = tiles.within(*call.bounds[3:])
+    dslope = None if call.alibi_slopes is None else lse
+
+    yield "forward", tiles.forward, launch.forward_launch(q, k, k, q, lse, call, tiles.forward)
+    alone = tiles.dv is not None
+    yield "dkdv", tiles.dkdv, launch.dkdv_launch(q, k, k, q, lse, lse, k, None if alone else k, call, tiles.dkdv)
+    if alone:
+        yield "dv", tiles.dv, launch.dkdv_launch(q, k, k, q, lse, lse, None, k, call, tiles.dv)
+    yield "dq", tiles.dq, launch.dq_launch(q, k, k, q, lse, lse, q, dslope, call, tiles.dq)
+    if variant.mask == "full" and not variant.dropout:  # which these rows know nothing of
+        yield "rows", None, launch.rows_launch(q, q, lse, lse, lse, lse, call)
+    if not variant.packed and variant.mask in ("full", "window"):
+        yield from decode_launches(variant)
+
+
+def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
+    """One query of each of eight heads to a key head, against a cache in pages (full) or in rows."""
+    group = 8
+    q = torch.empty(2, 1, 2 * group, variant.head_dim, dtype=variant.dtype)
+    caches = torch.empty(4, LENGTH, 2, variant.head_dim, dtype=variant.dtype)
+    pages = torch.zeros(2, 2, dtype=torch.int32) if variant.mask == "full" else None
+    index = torch.zeros(2, dtype=torch.int32)
+    cache_of = launch_decode._cache(caches, None if variant.mask == "full" else index, None, pages)
+    part, part_lse = torch.empty(4, 2, 1, 2 * group, variant.head_dim), torch.empty(4, 2, 1, 2 * group)
+    tile = decode_tile(torch.device("cuda"), variant.dtype, variant.head_dim, group)
+    call = variant.call(q, caches)
+    decode = launch_decode.decode_launch(q, cache_of, cache_of, variant.head_dim, 2, part, part_lse, index, call, tile)
+    yield "decode", tile, decode
+    yield "merge", None, launch_decode.merge_launch(part, part_lse, q, part_lse, call.sinks)
+
+
+def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled]:
+    """Compile its kernels and hold them to the limits; with ``tile`` in place of the table's."""
+    _driver().capability = variant.capability
+    tiles = variant.tiles() if tile is None else Tiles(tile, tile, tile)
+    done = []
+    for name, own, found in launches(variant, tiles):
+        constants = found.constants | {key: value for key, value in _on_gpu().items() if key in found.constants}
+        try:
+            kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
+        except (TritonError, RuntimeError) as failure:
+            done.append(Compiled(variant, name, own, problems=[f"does not compile: {str(failure).splitlines()[0]}"]))
+            continue
+        resources = resources_of(kernel)
+        done.append(Compiled(variant, name, own, resources, problems_of(variant, resources)))
+    return done
+
+
+@cache
+def _on_gpu() -> dict[str, Any]:
+    """What the tensors, which lie on the CPU, would choose differently on a GPU."""
+    tile = Tile(16, 16, 4, 1)
+    cpu, gpu = (arguments.constants(16, 16, 1, tile, torch.device(name)) for name in ("cpu", "cuda"))
+    return {key: gpu[key] for key in gpu if gpu[key] != cpu[key]}
+
+
+@cache
+def _driver() -> AbsentDevice:
+    """This process's stand-in driver."""
+    driver = AbsentDevice()
+    triton.runtime.driver.set_active(driver)
+    return driver
+
+
+def resources_of(kernel: Any) -> Resources:
+    """Read a compiled kernel's binary with the tool that Triton brings along."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
+        command = [tool, "-res-usage", "-sass", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if found is None:
+        raise RuntimeError(f"cuobjdump tells no registers: {said}")
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", said))
+    tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
+    return Resources(int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory)
 
 
-def main() -> None:
-    driver = AbsentDevice()
-    triton.runtime.driver.set_active(driver)
-    for capability, head_dim, dtype, dropout in VARIANTS:
-        driver.capability = capability
-        for name, kernel in compile_kernels(capability, head_dim, dtype, dropout):
-            row = {
-                "capability": capability,
-                "head_dim": head_dim,
-                "dtype": str(dtype),
-                "dropout": dropout,
-                "kernel": name,
-            }
-            print(json.dumps(row | resources(kernel)), flush=True)
+def problems_of(variant: Variant, found: Resources) -> list[str]:
+    stack, spills = allowed_spills(variant)
+    limits = (
+        ("bytes of shared memory", found.shared, SHARED_LIMIT[variant.capability]),
+        ("columns of tensor memory", found.tensor_memory, TENSOR_MEMORY_LIMIT),
+        ("bytes of stack a thread", found.stack, stack),
+        ("instructions that spill or reload", found.spills, spills),
+    )
+    return [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
+
+
+def allowed_spills(variant: Variant) -> tuple[int, int]:
+    """Bytes of stack a thread, and instructions that spill or reload: what the shipped tiles keep to, and little more.
+
+    A head dimension that 16 does not divide leaves the heads' addresses unaligned as far as Triton knows: loads then go
+    through registers, number by number.
+    """
+    if variant.head_dim % 16:
+        return 1536, 1536
+    if variant.dtype == torch.float32:
+        return (768, 768) if variant.head_dim > 128 else (192, 192)
+    return 192, 160
+
+
+def all_variants() -> list[Variant]:
+    """Every row of the table on every chip that it serves, and what else changes the code on some of them."""
+    chips, dims, some = list(SHARED_LIMIT), (16, 32, 64, 128, 256), (64, 128, 256)
+    half, flags = torch.bfloat16, (False, True)
+    newest = [(8, 6), (9, 0), (10, 0)]
+    found = [
+        *(Variant(*key) for key in product(chips, [half, torch.float32], dims, ["full", "causal", "terms"], flags)),
+        *(Variant(*key) for key in product(newest[:2], [torch.float16], some, ["full", "causal", "terms"], flags)),
+        *(Variant(*key, packed=True, group=2) for key in product(newest, [half], some, ["full", "causal"], flags)),
+        *(Variant(*key, extras=True) for key in product(chips, [half], some, ["window"], flags)),
+        *(Variant(*key, extras=True) for key in product(newest, [torch.float32], some[:2], ["window"], flags)),
+        *(Variant(*key) for key in product(newest, [half], [40, 72, 80, 192], ["causal"], flags)),
+    ]
+    return found
+
+
+def tested_variants() -> list[Variant]:
+    """A few of each kind, mostly for Hopper."""
+    half, hopper = torch.bfloat16, (9, 0)
+    return [
+        *(Variant(hopper, half, d, "causal", dropout) for d, dropout in product((64, 128, 256), (False, True))),
+        *(Variant(hopper, half, d, "terms", True) for d in (64, 128, 256)),
+        Variant(hopper, half, 128, "full"),
+        Variant(hopper, half, 128, "window", True, extras=True),
+        Variant(hopper, half, 128, "causal", packed=True, group=2),
+        Variant(hopper, torch.float16, 80, "causal"),
+        Variant(hopper, torch.float32, 128, "causal", True),
+        Variant((8, 0), half, 128, "causal", True),
+        Variant((8, 6), half, 128, "terms", True),
+        Variant((8, 9), half, 64, "causal", True),
+        Variant((8, 9), torch.float32, 64, "full", True),
+        Variant((10, 0), half, 128, "causal"),
+        Variant((12, 0), half, 256, "causal", True),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every row of the table for every chip: tens of minutes")
+    parser.add_argument("--only", default="", help="variants whose name contains this, such as 'sm_90 bf16 d128'")
+    parser.add_argument(
+        "--tile", nargs=4, type=int, metavar=("M", "N", "WARPS", "STAGES"), help="in place of the table's"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--verbose", action="store_true", help="also print what compiled well")
+    options = parser.parse_args(argv)
+    tile = None if options.tile is None else Tile(*options.tile)
+    variants = [v for v in (all_variants() if options.all else tested_variants()) if options.only in str(v)]
+    kernels = failures = 0
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        for future in as_completed([pool.submit(compile_variant, variant, tile) for variant in variants]):
+            for found in future.result():
+                kernels += 1
+                failures += bool(found.problems)
+                if found.problems:
+                    print(f"FAILED {found}: {'; '.join(found.problems)}", flush=True)
+                elif options.verbose:
+                    print(f"{found}: {found.resources}", flush=True)
+    print(f"compiled {kernels} kernels, {failures} failures")
+    return int(failures > 0 or kernels == 0)
 
 
 if __name__ == "__main__":

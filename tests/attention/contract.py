@@ -1,73 +1,90 @@
-"""The suite every backend with this project's semantics must pass: cases, and the rule they are judged by.
+"""The suite every backend with this project's semantics must pass: what a case is, and the rule it is judged by.
 
 The rule is FlashAttention's: the largest error against fp64 is at most twice (gradients: three times) that of PyTorch
-in the same precision, plus what rounding the result alone costs. Inputs are fresh random numbers; uninitialised
+in the same precision, plus what rounding the result, or the two numbers that each row has in the backward, alone costs.
+Inputs are fresh random numbers; uninitialised
 memory and rows that belong to no entry are NaN, so that what is not written, or read where it must not be, shows.
+``tests.attention.cases`` has the named cases, ``tests.attention.properties`` draws others.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
-from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, attention
+from flash_train.attention import AttentionSpec, Causal, Packing, RngState, attention
+from flash_train.attention.masks import Band
 from flash_train.attention.reference import reference_attention
+from flash_train.attention.varlen import entries
+from tests.attention.recipes import Layout, Recipe, compose
+
+FEW = 512  #: a tensor of fewer numbers may be right by luck: PyTorch's error is then the largest of some problems
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: ``lengths`` are (query, key) lengths, of the rows of a batch (all equal) or of packed entries."""
+    """One call, as plain data. ``lengths`` and ``tail`` are those of ``Layout``; contents come from ``seed``.
+
+    ``slopes`` and ``sinks`` learn where ``learns``. ``dout`` says how the output's gradient lies in memory: ``dense``,
+    ``strided``, ``row`` (one row for all, of stride 0) or ``scalar`` (one number). ``uses`` says what the loss
+    depends on. ``spread`` is the standard deviation of q and k.
+    """
 
     name: str
     lengths: tuple[tuple[int, int], ...]
     heads: int = 2
     kv_heads: int = 2
     head_dim: int = 16
-    causal: bool = True
+    v_head_dim: int | None = None
+    band: Band = Causal()
+    terms: tuple[Recipe, ...] = ()
+    scale: float | None = None
+    softcap: float = 0.0
     dropout: float = 0.0
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+    slopes: str = ""  # "", "heads", "entries"
+    sinks: bool = False
+    learns: bool = True
     packed: bool = False
-    tail: int = 0
+    tail: tuple[int, int] = (0, 0)
     strided: bool = False
+    dout: str = "dense"
+    uses: str = "both"  # "both", "out", "lse", or "plain": no log-sum-exp is asked for
+    spread: float = 1.0
     dtype: torch.dtype = torch.float32
+    seed: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}-{str(self.dtype).removeprefix('torch.')}"
 
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.lengths, self.heads, self.packed, self.tail)
 
-def _same(*lengths: int) -> tuple[tuple[int, int], ...]:
-    return tuple((n, n) for n in lengths)
-
-
-CASES = (
-    Case("causal", _same(64, 64)),
-    Case("full", _same(64, 64), causal=False),
-    Case("odd-length", _same(77), head_dim=24),
-    Case("one-token", _same(1, 1)),
-    Case("longer-keys", ((37, 90),)),
-    Case("fully-masked-rows", ((90, 37),)),
-    Case("full-unequal", ((45, 70),), causal=False, head_dim=8),
-    Case("gqa", _same(70), heads=4, kv_heads=2),
-    Case("mqa-dropout", _same(70), heads=3, kv_heads=1, dropout=0.3),
-    Case("dropout", _same(75, 75), dropout=0.1),
-    Case("dropout-full", _same(75), causal=False, dropout=0.5),
-    Case("packed", _same(40, 1, 70, 16), packed=True),
-    Case("packed-gqa-dropout", _same(40, 33, 9), heads=4, kv_heads=2, packed=True, dropout=0.2),
-    Case("packed-empty-entries", _same(0, 33, 0, 0, 50, 0), packed=True, tail=21),
-    Case("packed-cross", ((20, 50), (50, 20), (0, 7), (7, 0)), packed=True, dropout=0.1, tail=5),
-    Case("strided", _same(50, 50), strided=True),
-    Case("head-dim-1", _same(33), head_dim=1),
-)
+    @property
+    def source(self) -> str:
+        """The case as Python, without what is as by default: to be pasted among the kept ones."""
+        given = ((f, getattr(self, f.name)) for f in fields(self))
+        return f"Case({', '.join(f'{f.name}={value!r}' for f, value in given if value != f.default)})"
 
 
-def on_card(case: Case) -> Case:
-    """The case at sizes that cross several of the card's tiles."""
-    return replace(
-        case,
-        lengths=tuple((9 * a + (a > 1), 9 * b + (b > 1)) for a, b in case.lengths),
-        head_dim={16: 128, 24: 72, 8: 64}.get(case.head_dim, case.head_dim),
-    )
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors."""
+
+    inputs: dict[str, Tensor]  #: q, k, v, and slopes and sinks where there are any
+    spec: AttentionSpec
+    packing: Packing | None
+    rng: RngState
+    dout: Tensor
+    dlse: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.dout.device
 
 
 @dataclass(frozen=True)
@@ -84,32 +101,27 @@ class Error:
 
 
 def run(case: Case, backend: str, device: str) -> list[Error]:
-    """Forward and backward of the case, with a gradient through the log-sum-exp, against fp64."""
-    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
-    spec = AttentionSpec(Causal() if case.causal else Full(), dropout=case.dropout)
-    packing, shapes = _layout(case)
-    inputs = [_tensor(shape, case, generator) for shape in shapes]
-    rows = shapes[0][-2::-1] if case.packed else (shapes[0][0], shapes[0][2], shapes[0][1])
-    dout, dlse = torch.randn(shapes[0], generator=generator).to(case.dtype), torch.randn(rows, generator=generator)
-    rng = RngState(int(torch.randint(2**62, (), generator=generator)), 7)
+    """Forward and backward of the case on a backend, against fp64.
 
-    inputs, dout, dlse = [x.to(device) for x in inputs], dout.to(device), dlse.to(device)
-    packing = packing and Packing(packing.cu_seqlens_q.to(device), packing.cu_seqlens_k.to(device))
-    exact = _gradients(*_reference(inputs, spec, packing, rng, torch.float64), dout, dlse)
-    same = _gradients(*_reference(inputs, spec, packing, rng, case.dtype), dout, dlse)
-    leaves = [_place(x, case).requires_grad_() for x in inputs]
+    Raises AssertionError where infinities or exact zeros are in other places than they must be.
+    """
+    problem = build(case, device)
+    leaves = {name: _place(x, case).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()}
     with poisoned_memory():
-        out, lse = attention(*leaves, spec, packing=packing, rng=rng, backend=backend, return_lse=True)
-        ours = _gradients(out, lse, leaves, dout, dlse)
-    errors = []
-    for name in exact:
-        ref = exact[name]
-        _assert_equal_infinities(name, ours[name], ref)
-        rounding = ((ref + 0.3).to(case.dtype) - torch.tensor(0.3, dtype=case.dtype)).double() - ref
-        factor = 3 if name.startswith("d") else 2
-        allowed = factor * _worst(same[name], ref) + 2 * rounding.nan_to_num(0, 0, 0).abs().amax().item()
-        errors.append(Error(name, _worst(ours[name], ref), allowed))
-    return errors
+        out, lse = _attend(problem, case, leaves, backend)
+        ours = _results(problem, case, leaves, out, lse)
+    exact, theirs, rounding = _expected(problem, case)
+    assert torch.isfinite(torch.stack(list(theirs.values()))).all(), f"PyTorch overflows: {case.source}"
+    if min(x.numel() for x in exact.values()) < FEW:
+        again = _expected(build(case, device, again=1), case)
+        theirs, rounding = (_larger(*both) for both in zip((theirs, rounding), again[1:], strict=True))
+    _assert_exact(problem, ours, exact)
+    found = _distances(ours, exact)
+    table = torch.stack([torch.stack([x[name] for name in found]) for x in (found, theirs, rounding)]).tolist()
+    return [
+        Error(name, error, (3 if name.startswith("d") else 2) * same + floor)
+        for name, error, same, floor in zip(found, *table, strict=True)
+    ]
 
 
 class poisoned_memory:
@@ -124,54 +136,196 @@ class poisoned_memory:
         torch.use_deterministic_algorithms(self.before)
 
 
-def _layout(case: Case) -> tuple[Packing | None, list[tuple[int, ...]]]:
-    heads = ((case.heads, 0), (case.kv_heads, 1), (case.kv_heads, 1))
+def build(case: Case, device: str, again: int = 0) -> Problem:
+    """The case's tensors; ``again`` draws other numbers of the same kind."""
+    seed = zlib.crc32(f"{case} {case.seed}".encode())
+    choices = torch.Generator().manual_seed(seed)  # what must not differ between devices, nor between draws
+    spec = AttentionSpec(
+        compose(case.band, case.terms, case.layout, choices, device), case.scale, case.softcap, case.dropout
+    )
+    rng = RngState(int(torch.randint(2**62, (), generator=choices)), 7, *case.origin)
+    numbers = torch.Generator(device).manual_seed(seed + again)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers, device=device)
+
+    v_head_dim = case.v_head_dim or case.head_dim
+    batch = () if case.packed else (len(case.lengths),)
+    rows_q, rows_k = (*batch, case.layout.rows(0)), (*batch, case.layout.rows(1))
+    inputs = {
+        "q": normal(*rows_q, case.heads, case.head_dim) * case.spread,
+        "k": normal(*rows_k, case.kv_heads, case.head_dim) * case.spread,
+        "v": normal(*rows_k, case.kv_heads, v_head_dim),
+    }
+    inputs = {name: x.to(case.dtype) for name, x in inputs.items()}
+    dout = _output_gradient(case, normal, (*rows_q, case.heads, v_head_dim))
+    for x, tail in zip((*inputs.values(), dout), (*case.tail, case.tail[1], case.tail[0]), strict=True):
+        if tail and x.stride(0) != 0:
+            x[-tail:] = float("nan")
+    if case.slopes:
+        shape = (case.heads,) if case.slopes == "heads" else (len(case.lengths), case.heads)
+        inputs["slopes"] = (normal(*shape).abs() * 0.2).bfloat16().float()  # exact in every dtype
+    if case.sinks:
+        inputs["sinks"] = normal(case.heads).bfloat16().float()
+    dlse = normal(*((case.heads, *rows_q) if case.packed else (*batch, case.heads, rows_q[1])))
+    return Problem(inputs, spec, _packing(case, device), rng, dout, dlse)
+
+
+def _output_gradient(case: Case, normal, shape: tuple[int, ...]) -> Tensor:
+    if case.dout == "row":
+        return normal(shape[-1]).to(case.dtype).expand(shape)
+    if case.dout == "scalar":
+        return normal(1).to(case.dtype).expand(shape)
+    dout = normal(*shape).to(case.dtype)
+    return _widen(dout) if case.dout == "strided" else dout
+
+
+def _packing(case: Case, device: str) -> Packing | None:
     if not case.packed:
-        return None, [(len(case.lengths), case.lengths[0][side], h, case.head_dim) for h, side in heads]
-    cu = [torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0).int() for side in (0, 1)]
-    return Packing(*cu), [(int(cu[side][-1]) + case.tail, h, case.head_dim) for h, side in heads]
+        return None
+    cu = [torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0).int().to(device) for side in (0, 1)]
+    return Packing(*cu)
 
 
-def _tensor(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> torch.Tensor:
-    x = torch.randn(shape, generator=generator).to(case.dtype)
-    if case.tail:
-        x[-case.tail :] = float("nan")
-    return x
+def _place(x: Tensor, case: Case) -> Tensor:
+    return _widen(x) if case.strided and x.dim() > 2 else x.clone()
 
 
-def _place(x: torch.Tensor, case: Case) -> torch.Tensor:
-    if not case.strided:
-        return x.clone()
+def _widen(x: Tensor) -> Tensor:
+    """The same numbers as a part of a tensor with more heads and columns, which are NaN."""
     wide = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8), float("nan"))
     view = wide[..., 1:, : x.shape[-1]]
     view.copy_(x)
     return view
 
 
-def _reference(
-    inputs: list[torch.Tensor], spec: AttentionSpec, packing: Packing | None, rng: RngState, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-    out, lse = reference_attention(*leaves, spec, packing, rng.as_tensor(inputs[0].device))
-    return out, lse, leaves
+def _learns(name: str, case: Case) -> bool:
+    return case.learns or name in "qkv"
 
 
-def _gradients(
-    out: torch.Tensor, lse: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    dlse = torch.where(torch.isfinite(lse), dlse.to(lse.dtype), 0.0)
-    grads = torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))
-    named = {"out": out, "lse": lse, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
-    return {name: x.detach().double().cpu() for name, x in named.items()}
+def _attend(problem: Problem, case: Case, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp, which ``sdpa`` does not have."""
+    options = {"packing": problem.packing, "alibi_slopes": leaves.get("slopes"), "sinks": leaves.get("sinks")}
+    tensors = (leaves["q"], leaves["k"], leaves["v"], problem.spec)
+    if backend == "sdpa":
+        return attention(*tensors, **options, backend=backend), None
+    rng = problem.rng if problem.spec.dropout else None
+    if case.uses == "plain":
+        return attention(*tensors, **options, rng=rng, backend=backend), None
+    return attention(*tensors, **options, rng=rng, backend=backend, return_lse=True)
 
 
-def _assert_equal_infinities(name: str, ours: torch.Tensor, ref: torch.Tensor) -> None:
-    assert torch.equal(torch.isneginf(ours), torch.isneginf(ref)), f"{name}: -inf in other places than the reference"
-    if name != "lse":
-        zero = (ref == 0).all(-1)
-        assert (ours[zero] == 0).all(), f"{name}: rows that must be exactly 0 are not"
+def _expected(problem: Problem, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The exact results; PyTorch's largest errors in the case's dtype; and what rounding alone costs."""
+    leaves, out, lse = _reference(problem, case, torch.float64)
+    exact = _results(problem, case, leaves, out, lse)
+    eps = torch.finfo(case.dtype).eps
+    rounding = {name: eps * (_largest(x.nan_to_num(0, 0, 0)) + 0.3) for name, x in exact.items()}
+    if lse.requires_grad:
+        for name, x in _rounding_of_rows(problem, case, leaves, out, lse).items():
+            rounding[f"d{name}"] = rounding[f"d{name}"] + x
+    same = _results(problem, case, *_reference(problem, case, case.dtype))
+    return exact, _distances(same, exact), rounding
 
 
-def _worst(x: torch.Tensor, ref: torch.Tensor) -> float:
-    finite = torch.isfinite(ref)
-    return (x - ref)[finite].abs().amax().item() if finite.any() else 0.0
+def _rounding_of_rows(
+    problem: Problem, case: Case, leaves: dict[str, Tensor], out: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """What it costs each gradient to round two numbers of each row: its log-sum-exp, and D = sum(dout * out).
+
+    Gradients of scores are P * (dP - D + dlse) with P = exp(S - lse), where the log-sum-exp is fp32. An error of it
+    scales the row: it reaches the gradients as the row's dout and dlse do, in proportion. An error of D reaches them as
+    one of dlse does; D cancels dP where a row sees a single key, and PyTorch's autograd may then be right by luck.
+    """
+    eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
+    uses_out, uses_lse = case.uses != "lse", case.uses in ("both", "lse")
+    dout, dlse = problem.dout.double().nan_to_num(0) * uses_out, problem.dlse.double() * uses_lse
+    terms = dout * out.detach()
+    # each term is rounded in the dtype of out, their partial sums in fp32, one after the other
+    of_d = (eps + eps32 * terms.shape[-1] ** 0.5) * terms.norm(dim=-1).transpose(-1, -2)
+    of_lse = eps32 * (lse.detach().nan_to_num(0, 0, 0).abs() + 1)
+
+    def cost(names: list[str], sign: Tensor | float = 1.0) -> dict[str, Tensor]:
+        by_row = (of_lse * sign).transpose(-1, -2)[..., None]
+        weights = [dout * by_row, (dlse * of_lse + of_d) * sign]
+        return _gradients({name: leaves[name] for name in names}, [out, lse], weights)
+
+    costs = {name: _largest(x) for name, x in cost(["q", "k", "v"]).items()}
+    few = [name for name, x in leaves.items() if name not in costs and x.requires_grad]
+    if few:  # a few numbers, each a sum over all rows, whose errors have either sign
+        flips = torch.Generator(problem.device).manual_seed(0)
+        signs = (torch.randint(0, 2, lse.shape, generator=flips, device=problem.device) * 2 - 1 for _ in range(4))
+        probes = [cost(few, sign) for sign in signs]
+        costs |= {name: 4 * _largest(torch.stack([p[name] for p in probes]).square().mean(0).sqrt()) for name in few}
+    return costs
+
+
+def _reference(problem: Problem, case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    leaves = {
+        name: x.detach().to(dtype, copy=True).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()
+    }
+    out, lse = reference_attention(
+        leaves["q"], leaves["k"], leaves["v"], problem.spec, problem.packing, problem.rng.as_tensor(problem.device),
+        origin=problem.rng.origin, alibi_slopes=leaves.get("slopes"), sinks=leaves.get("sinks"),
+    )  # fmt: skip
+    return leaves, out, lse
+
+
+def _results(
+    problem: Problem, case: Case, leaves: dict[str, Tensor], out: Tensor, lse: Tensor | None
+) -> dict[str, Tensor]:
+    """Output, log-sum-exp where there is one, and all gradients, in fp64."""
+    results = {"out": out} if lse is None else {"out": out, "lse": lse}
+    weights = {"out": problem.dout, "lse": problem.dlse}
+    wanted = {"both": ("out", "lse"), "plain": ("out",)}.get(case.uses, (case.uses,))
+    used = [name for name in wanted if name in results and results[name].requires_grad]
+    grads = _gradients(leaves, [results[name] for name in used], [weights[name] for name in used])
+    named = results | {f"d{name}": grad for name, grad in grads.items()}
+    return {name: x.detach().double() for name, x in named.items()}
+
+
+def _gradients(leaves: dict[str, Tensor], outputs: list[Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of what learns, by name; 0 where nothing depends on it."""
+    learning = {name: x for name, x in leaves.items() if x.requires_grad}
+    if not outputs:
+        return {name: torch.zeros_like(x) for name, x in learning.items()}
+    grads = torch.autograd.grad(
+        outputs, list(learning.values()), [w.to(x.dtype) for w, x in zip(weights, outputs, strict=True)],
+        allow_unused=True, materialize_grads=True, retain_graph=True,
+    )  # fmt: skip
+    return dict(zip(learning, grads, strict=True))
+
+
+def _distances(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Largest error of each result, where the exact one is finite; NaN and infinity count."""
+    return {name: _largest(torch.where(exact[name].isinf(), 0.0, x - exact[name])) for name, x in results.items()}
+
+
+def _larger(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.maximum(a[name], b[name]) for name in a}
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())
+
+
+def _assert_exact(problem: Problem, ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Infinities where the reference has them; exactly 0 for what no pair reaches."""
+    for name, x in ours.items():
+        assert torch.equal(torch.isinf(x), torch.isinf(exact[name])), f"{name}: infinities where there must be none"
+    seeing, seen = _reached(problem)
+    for name, rows in (("out", seeing), ("dq", seeing), ("dk", seen), ("dv", seen)):
+        assert (ours[name][~rows] == 0).all(), f"{name}: rows that must be exactly 0 are not"
+
+
+def _reached(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Queries that see a key, (..., heads), and keys that a query sees, (..., kv_heads)."""
+    q, k = problem.inputs["q"], problem.inputs["k"]
+    seeing, seen = (torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device) for x in (q, k))
+    for entry in entries(q, k, problem.packing):
+        visible = problem.spec.mask.dense(entry, q.shape[-2], q.device).expand(q.shape[-2], -1, -1)
+        rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
+        per_group = visible.any(1).unflatten(0, (k.shape[-2], q.shape[-2] // k.shape[-2])).any(1)
+        (seeing if problem.packing else seeing[entry.batch])[rows] = visible.any(2).t()
+        (seen if problem.packing else seen[entry.batch])[columns] = per_group.t()
+    return seeing, seen

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from flash_train.cli.collect_runs import main as collect_runs
-from scripts.update_readme import TABLES, fill, main
+from flash_train.profiling.attention_plot import plot_attention
+from scripts.update_readme import TABLES, fill, main, outdated
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,6 +51,45 @@ def test_attention(results):
     ]
     filled = fill(marked("attention"), results("attention", records))
     assert "| d128-h16-n2048-causal | 400 · 333 | 320 · – | – · – | 1.25 · – |\n" in filled
+
+
+def test_more_peers_have_columns_where_they_were_measured(results):
+    packed = {"case": "d128-h16-packed65536-causal", "dropout": 0.0}
+    records = [
+        {**CASE, "direction": "forward", "tflops": 400.0},
+        {**CASE, "implementation": "fa2", "direction": "forward", "tflops": 200.0},
+        {**CASE, "implementation": "flex", "direction": "forward", "tflops": 300.0},
+        {**packed, "implementation": "triton", "direction": "forward", "tflops": 330.0},
+        {**packed, "implementation": "varlen_attn", "direction": "forward", "tflops": 300.0},
+    ]
+    filled = fill(marked("attention"), results("attention", records))
+    assert "| cuDNN | FlexAttention | varlen_attn | ratio to FlashAttention-2 (packed: varlen_attn) |\n" in filled
+    assert "| d128-h16-n2048-causal | 400 · – | 200 · – | – · – | 300 · – | – · – | 2.00 · – |\n" in filled
+    assert "| d128-h16-packed65536-causal | 330 · – | – · – | – · – | – · – | 300 · – | 1.10 · – |\n" in filled
+
+
+def test_sparse_cases_have_a_table_of_their_own(results):
+    sparse = {"case": "d128-h16-n16384-full-sparse0.125", "density": 0.125, "tflops": 300.0}
+    records = [
+        {**CASE, "direction": "forward", "tflops": 400.0},
+        {**sparse, "implementation": "triton", "direction": "forward", "time_to_dense": 0.157},
+        {**sparse, "implementation": "triton", "direction": "backward", "time_to_dense": 0.2},
+        {**sparse, "implementation": "flex", "direction": "forward", "reason": "wrong result"},
+    ]
+    dense, _, below = fill(marked("attention"), results("attention", records)).partition("\n\n")
+    assert "| d128-h16-n2048-causal | 400 · – |" in dense and "sparse" not in dense
+    assert "| case | blocks attended | this project: time / dense | FlexAttention: time / dense |\n" in below
+    assert "| d128-h16-n16384-full-sparse0.125 | 12.5% | 0.157 · 0.200 | – · – |\n" in below
+
+
+def test_a_picture_of_other_records_is_outdated(results, tmp_path):
+    source, picture = results("attention", [{**CASE, "direction": "forward", "tflops": 1.0}]), tmp_path / "a.png"
+    source = source / "attention.json"
+    assert not outdated(picture, source)  # there is none
+    plot_attention(source, picture)
+    assert not outdated(picture, source)
+    results("attention", [{**CASE, "direction": "forward", "tflops": 2.0}])
+    assert outdated(picture, source)
 
 
 def test_recall(results):

@@ -1,7 +1,8 @@
 """Tile shapes: how much of the problem one program holds.
 
 The table is ``tiles.json``: a row per shared-memory limit (KiB a program), bits of the inputs, head dimension and
-variant of the call. ``scripts/tune_attention.py`` measures rows and writes them; nothing is tuned at run time.
+variant of the call, and in some the major of the compute capability that it is for. ``scripts/tune_attention.py``
+measures rows and writes them; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
+#: majors of compute capabilities that have rows of their own beside those for their shared memory: 10, data-center
+#: Blackwell, whose sums lie in a memory of their own and pass through shared memory on their way to registers
+OWN_ROWS = (10,)
 VARIANTS = ("causal", "full", "dropout-causal", "dropout-full", "terms")
 
 
@@ -66,7 +70,13 @@ def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, varian
     """The table's tiles for this device; the interpreter's on a CPU."""
     if device.type == "cpu":
         return INTERPRETER
-    return tiles_for(shared_memory(device), dtype, head_dim, variant)
+    return tiles_for(shared_memory(device), dtype, head_dim, variant, major_of(device))
+
+
+@functools.cache
+def major_of(device: torch.device) -> int:
+    """The major of the compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache
@@ -93,18 +103,19 @@ def processors(device: torch.device) -> int:
 
 
 @functools.cache
-def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str) -> Tiles:
-    """The row for the largest shared memory that is within ``shared`` bytes."""
+def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str, major: int) -> Tiles:
+    """The row for the largest shared memory that is within ``shared`` bytes, a chip's own before one for all."""
     bits = 8 * dtype.itemsize
     rows = [
         row
         for row in load_table()
         if (row["bits"], row["head_dim"], row["variant"]) == (bits, block_d(head_dim), variant)
         and row["shared"] * 1024 <= shared
+        and row.get("major", major) == major
     ]
     if not rows:
         raise ValueError(f"no tiles for {shared} bytes of shared memory: the kernels need {99 * 1024}")
-    row = max(rows, key=lambda row: row["shared"])
+    row = max(rows, key=lambda row: (row["shared"], "major" in row))
     return Tiles(**{name: Tile(*row[name]) for name in ("forward", "dkdv", "dq", "dv") if name in row})
 
 

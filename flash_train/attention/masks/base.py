@@ -230,7 +230,8 @@ class And(Mask):
         if len(sizes) > 1:
             raise ValueError(f"BlockSparse terms have blocks of {sorted(sizes)}: must be equal to be composed")
         block = next(iter(sizes), block)
-        maps = [m for term in self.terms if (m := term.block_map(len_q, len_k, packed, block)) is not None]
+        drawn = [term.block_map(len_q, len_k, packed, block) for term in self.terms]
+        maps = [found for found in drawn if found is not None]
         if not maps:
             return None
         rows, columns = (min(m.visited.shape[dim] for m in maps) for dim in (2, 3))

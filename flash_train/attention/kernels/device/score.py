@@ -51,12 +51,15 @@ def capped_slope(s, score, PRECISE: tl.constexpr):
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh by one exponential: absolute error near 1e-7. PRECISE: the relative error near 0 is as small."""
+    """tanh by one exponential: absolute error near 1e-7. PRECISE: the relative error near 0 is as small.
+
+    The polynomial in x² is a Chebyshev fit of (tanh(x) / x - 1) / x² up to 0.56: relative error 7e-8.
+    """
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     t = (1.0 - e) / (1.0 + e)
     t = tl.where(x < 0.0, -t, t)
     if PRECISE:
         y = x * x
-        series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
-        t = tl.where(y < 0.0625, series, t)
+        fit = -0.33333332 + y * (0.13333087 + y * (-0.05390407 + y * (0.02127643 + y * -0.00654839)))
+        t = tl.where(y < 0.3, x + x * (y * fit), t)
     return t

@@ -1,0 +1,197 @@
+"""Implementations of attention side by side: each is checked against fp32 on what it is timed on, then timed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_train.attention import RngState, attention
+from flash_train.profiling.attention_cases import Case
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
+
+OURS = "triton"
+SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
+
+
+def implementations(case: Case) -> tuple[str, ...]:
+    """Those that can be asked for a case: ours, then its peers."""
+    if case.lengths:
+        return (OURS, "varlen_attn", "flex")
+    return (OURS, "flex") if case.density < 1 else (OURS, *SDPA, "flex")
+
+
+def build(name: str, case: Case, device: torch.device | str, rng: RngState | None = None) -> Attention:
+    """The call on q, k, v as ``Case.inputs`` gives them. ``rng`` fixes our dropout mask.
+
+    Raises:
+        ValueError: the implementation has no such call.
+    """
+    if name == OURS:
+        spec, packing = case.spec(device), case.packing(device)
+        return lambda q, k, v: attention(q, k, v, spec, packing=packing, rng=rng, backend="flash")
+    if name == "varlen_attn":
+        return _varlen_attn(case, device)
+    return _flex(case, device) if name == "flex" else _sdpa(name, case)
+
+
+def _sdpa(name: str, case: Case) -> Attention:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPA[name]):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, dropout_p=case.dropout, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
+    """PyTorch's call for packed sequences, FlashAttention-2's kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    packing, longest = case.packing(device), max(case.lengths)
+    assert packing is not None
+    cu = packing.cu_seqlens_q
+    options: dict[str, Any] = {"window_size": (-1, 0) if case.causal else (-1, -1)}
+    if case.n_heads != case.n_kv_heads and "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12
+        options["enable_gqa"] = True
+    return lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, **options))
+
+
+def _flex(case: Case, device: torch.device | str) -> Attention:
+    """FlexAttention as its users call it: compiled for the shape, with a mask of blocks made beforehand."""
+    from torch._functorch import config as functorch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if case.dropout:
+        raise ValueError("FlexAttention has no dropout")
+    torch.compiler.reset()  # it is compiled per shape, and compilations of one function are limited in number
+    functorch.donated_buffer = False  # the backward is timed on a graph that is kept
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    rule = _flex_rule(case, device)
+    if rule is not None:
+        n = sum(case.lengths) or case.seq_len
+        mask = torch.compile(create_block_mask)(rule, None, None, n, n, device=device)  # eager holds all pairs
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        packed = q.dim() == 3
+        q, k, v = ((x[None] if packed else x).transpose(1, 2) for x in (q, k, v))
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        return out[0] if packed else out
+
+    return call
+
+
+def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] | None:
+    """The case's mask as FlexAttention takes it: a function of batch row, head, query and key."""
+    from torch.nn.attention.flex_attention import and_masks
+
+    rules: list[Callable[..., Tensor]] = []
+    if case.causal:
+        rules.append(lambda b, h, q, k: q >= k)
+    if case.lengths:
+        lengths = torch.tensor(case.lengths)
+        document = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+        rules.append(lambda b, h, q, k: document[q] == document[k])
+    blocks = case.spec(device).mask.block_map(case.seq_len, case.seq_len, False)
+    if blocks is not None:
+        pattern = blocks.visited[0, 0]
+        rules.append(lambda b, h, q, k: pattern[q // blocks.block_q, k // blocks.block_k])
+    return and_masks(*rules) if rules else None
+
+
+def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
+    """Relative error (Frobenius, the worst of output and gradients) in a batch row and key head drawn at random.
+
+    Heads are independent of each other: one, with the queries that share it, costs fp32 little at any length. With
+    dropout, whose mask is its own in every implementation, ours is held to the reference's mask and the others to
+    their undropped output.
+    """
+    q, k, v = tensors
+    rng = None
+    if case.dropout:
+        if name == OURS:
+            rng = RngState(int(torch.randint(1 << 31, ())))
+        else:
+            case = replace(case, dropout=0.0)
+        call = build(name, case, q.device, rng)
+    out = call(q, k, v)
+    dout = torch.randn_like(out)
+    got = (out, *torch.autograd.grad(out, tensors, dout))
+
+    row = None if case.lengths else int(torch.randint(case.batch, ()))
+    head, group = int(torch.randint(case.n_kv_heads, ())), case.n_heads // case.n_kv_heads
+    if rng is not None:
+        rng = replace(rng, entry=row or 0, head=head * group)
+
+    def part(x: Tensor) -> Tensor:
+        heads = x.shape[-2] // case.n_kv_heads
+        x = x if row is None else x[row : row + 1]
+        return x[..., head * heads : (head + 1) * heads, :].detach().float()
+
+    exact = [part(x).requires_grad_() for x in tensors]
+    spec, packing = case.spec(q.device), case.packing(q.device)
+    reference = attention(exact[0], exact[1], exact[2], spec, packing=packing, rng=rng, backend="chunked")
+    want = (reference, *torch.autograd.grad(reference, exact, part(dout)))
+    return max(((part(a) - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+
+
+def measure(name: str, case: Case, timer: Timer, device: torch.device | str = "cuda") -> list[dict[str, Any]]:
+    """A record per direction; one without a rate, and with the reason, where the call fails or the result is wrong.
+
+    Rates are model FLOPs (the backward's are 2.5 times the forward's) over the time. A sparse case is also timed
+    without its pattern: ``time_to_dense`` is the ratio.
+    """
+    from triton.errors import TritonError
+
+    base = {"case": case.name, "implementation": name, "dropout": case.dropout, "density": case.density}
+    tensors = case.inputs(device)
+    try:
+        call = build(name, case, device)
+        error = check(name, call, case, tensors)
+        if not error < ALLOWED_ERROR:  # NaN fails too
+            return [base | {"direction": "forward", "error": error, "reason": "wrong result"}]
+        forward, backward = _time(call, tensors, timer)
+        dense: tuple[float, float] | None = None
+        if case.density < 1:
+            dense = _time(build(name, replace(case, density=1.0), device), tensors, timer)
+    except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
+        raise
+    except (RuntimeError, ValueError, TritonError) as failure:
+        return [base | {"direction": "forward", "reason": str(failure).strip().splitlines()[0]}]
+    records = []
+    for i, (direction, ms, work) in enumerate((("forward", forward, 1.0), ("backward", backward, 2.5))):
+        record = base | {"direction": direction, "ms": ms, "tflops": work * case.flops / ms / 1e9, "error": error}
+        records.append(record if dense is None else record | {"time_to_dense": ms / dense[i]})
+    return records
+
+
+def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> tuple[float, float]:
+    """Milliseconds of forward and backward."""
+    forward = timer(lambda: call(*tensors))
+    out = call(*tensors)
+    dout = torch.randn_like(out)
+    return forward, timer(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True))
+
+
+def add_ratios(records: list[dict[str, Any]]) -> None:
+    """To the records of one case: the rate over that of each peer, None where the peer has none."""
+    rates = {(row["implementation"], row["direction"]): row.get("tflops") for row in records}
+    peers = sorted({name for name, _ in rates} - {OURS})
+    for row in records:
+        if row.get("tflops"):
+            for peer in peers:
+                theirs = rates.get((peer, row["direction"]))
+                row[f"ratio_to_{peer}"] = row["tflops"] / theirs if theirs else None

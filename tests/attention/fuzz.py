@@ -1,0 +1,285 @@
+"""Long runs of random calls against the contract: ``python -m tests.attention.fuzz --draws 2000``.
+
+On a CPU the kernels run in the Triton interpreter. Draw ``i`` of seed ``s`` is the same call on every run, with any
+number of workers; ``--one I`` runs it alone. Consecutive draws share a variant, for which kernels are compiled. With
+``--state FILE`` a run that was cut off goes on where it stopped; ``--start`` begins at another draw. A worker that dies
+or hangs is a failure of the draw it was at. Failures are printed as cases for ``KEPT`` in ``tests/attention/cases.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 600  #: for one draw, kernels to be compiled included
+PER_VARIANT = {"cpu": 4, "cuda": 100}
+
+
+def draw(seed: int, number: int, device: str) -> Any:
+    """The case of this number, a ``tests.attention.contract.Case``."""
+    from tests.attention.properties import CARD, SMALL, problem, variant
+
+    group = number // PER_VARIANT[device]
+    chosen = variant(random.Random(f"{seed} variant {group}").choice, CARD if device == "cuda" else SMALL)
+    return problem(chosen, random.Random(f"{seed} draw {number}").choice)
+
+
+def judge(case: Any, device: str) -> str:
+    """What is wrong with the kernels in this case, or nothing."""
+    from tests.attention.contract import run
+
+    wrong = [error for error in run(case, "triton", device) if not error.ok]
+    return "; ".join(f"{e.tensor}: error {e.error:.3g}, allowed {e.allowed:.3g}" for e in wrong)
+
+
+def compiled() -> int:
+    """Variants of kernels that this process has compiled or loaded, where they are compiled."""
+    from flash_train.attention.kernels import backward, forward
+
+    kernels = [x for module in (forward, backward) for name, x in vars(module).items() if name.startswith("attention_")]
+    caches = [cache[0] for kernel in set(kernels) for cache in getattr(kernel, "device_caches", {}).values()]
+    return sum(map(len, caches))
+
+
+def work(pipe: Connection, seed: int, device: str) -> None:
+    """A worker: judges the groups of draws it is sent, and says which draw it is at."""
+    import torch
+
+    torch.set_num_threads(1)
+    while (numbers := pipe.recv()) is not None:
+        for number in numbers:
+            pipe.send(("at", number, None))
+            try:
+                wrong = judge(draw(seed, number, device), device)
+            except (AssertionError, RuntimeError, ValueError, TypeError):
+                wrong = traceback.format_exc()
+            if wrong:
+                pipe.send(("failure", number, wrong))
+                if device == "cuda" and not _alive():
+                    os._exit(1)  # the failure is told, and a broken context fails every draw that follows
+        pipe.send(("done", numbers[-1], compiled()))
+
+
+def _alive() -> bool:
+    """Whether the CUDA context still works."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass
+class Record:
+    """What has been done so far, kept in a file where there is one."""
+
+    seed: int
+    device: str
+    path: Path | None = None
+    done: set[int] = field(default_factory=set)  #: draws
+    failures: dict[int, str] = field(default_factory=dict)
+    kernels: int = 0
+
+    @classmethod
+    def resume(cls, seed: int, device: str, path: Path | None) -> Record:
+        record = cls(seed, device, path)
+        if path is not None and path.exists():
+            saved = json.loads(path.read_text())
+            if (saved["seed"], saved["device"]) != (seed, device):
+                raise SystemExit(
+                    f"{path} is of seed {saved['seed']} on {saved['device']}: give the same, or another file"
+                )
+            record.done = {n for first, stop in saved["done"] for n in range(first, stop)}
+            record.failures = {int(n): wrong for n, wrong in saved["failures"].items()}
+            record.kernels = saved["kernels"]
+        return record
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        saved = {"seed": self.seed, "device": self.device, "done": _ranges(self.done), "failures": self.failures}
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text(json.dumps(saved | {"kernels": self.kernels}))
+        partial.replace(self.path)
+
+
+def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if ranges and ranges[-1][1] == n:
+            ranges[-1] = (ranges[-1][0], n + 1)
+        else:
+            ranges.append((n, n + 1))
+    return ranges
+
+
+class Worker:
+    """A process, the draws it has been sent, and the one it is at."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, seed, device), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.numbers: list[int] = []
+        self.at: int | None = None
+        self.kernels = 0
+        self.since = time.monotonic()
+
+    def give(self, numbers: list[int]) -> None:
+        self.numbers, self.at, self.since = numbers, None, time.monotonic()
+        self.pipe.send(numbers)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    @property
+    def left(self) -> list[int]:
+        """Draws after the one it is at."""
+        return [n for n in self.numbers if self.at is None or n > self.at]
+
+
+class Run:
+    """Workers that share the draws of a record."""
+
+    def __init__(self, record: Record, numbers: range, workers: int) -> None:
+        self.record, self.numbers = record, numbers
+        self.groups = self._groups()
+        self.workers = [Worker(record.seed, record.device) for _ in range(workers)]
+        self.began, self.before, self.told = time.monotonic(), len(record.done), 0.0
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Draws still to be made, those of a variant together."""
+        size = PER_VARIANT[self.record.device]
+        for group in range(self.numbers.start // size, -(-self.numbers.stop // size)):
+            own = range(max(group * size, self.numbers.start), min((group + 1) * size, self.numbers.stop))
+            left = [n for n in own if n not in self.record.done]
+            if left:
+                yield left
+
+    def run(self) -> None:
+        try:
+            for worker in list(self.workers):
+                self._next(worker)
+            while self.workers:
+                ready = wait([worker.pipe for worker in self.workers], timeout=10)
+                for worker in [w for w in self.workers if w.pipe in ready]:
+                    self._hear(worker)
+                for worker in list(self.workers):
+                    if time.monotonic() - worker.since > PATIENCE_S:
+                        self._lose(worker, f"no answer for {PATIENCE_S} seconds")
+                self._tell()
+        finally:
+            for worker in self.workers:
+                worker.stop()
+            self.record.save()
+
+    def _next(self, worker: Worker) -> None:
+        group = next(self.groups, None)
+        if group is None:
+            worker.stop()
+            self.workers.remove(worker)
+        else:
+            worker.give(group)
+
+    def _hear(self, worker: Worker) -> None:
+        try:
+            kind, number, value = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join()
+            return self._lose(worker, f"the worker died with exit status {worker.process.exitcode}")
+        worker.since = time.monotonic()
+        if worker.at is not None and kind != "failure":
+            self.record.done.add(worker.at)
+        worker.at = number
+        if kind == "failure":
+            self._fail(number, value)
+        elif kind == "done":
+            self.record.kernels += value - worker.kernels
+            worker.kernels = value
+            self.record.save()
+            self._next(worker)
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        """Put another worker in the place of one that is gone, at the draw after the one that it was at."""
+        worker.stop()
+        self.workers.remove(worker)
+        if worker.at is None:
+            raise SystemExit(f"a worker did not start: {why}")
+        if worker.at not in self.record.failures:
+            self._fail(worker.at, why)
+        self.record.done.add(worker.at)
+        fresh = Worker(self.record.seed, self.record.device)
+        self.workers.append(fresh)
+        if worker.left:
+            fresh.give(worker.left)
+        else:
+            self._next(fresh)
+
+    def _fail(self, number: int, wrong: str) -> None:
+        self.record.failures[number] = wrong
+        self.record.save()
+        source = draw(self.record.seed, number, self.record.device).source
+        print(f"\nFAILED seed {self.record.seed} draw {number}: {wrong}\n    {source},\n", flush=True)
+
+    def _tell(self) -> None:
+        now, done = time.monotonic(), len(self.record.done)
+        if now - self.told < 10 and self.workers:
+            return
+        self.told = now
+        rate = (done - self.before) / max(now - self.began, 1e-9)
+        left = f", {(len(self.numbers) - done) / rate:.0f} s left" if rate else ""
+        print(
+            f"{done} of {len(self.numbers)} draws, {len(self.record.failures)} failed, {rate:.1f}/s{left}", flush=True
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=2000, help="how many (default: 2000)")
+    parser.add_argument("--start", type=int, default=0, help="number of the first (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the Triton interpreter")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
+    parser.add_argument("--state", type=Path, help="file by which a run that was cut off goes on")
+    parser.add_argument("--one", type=int, metavar="I", help="judge draw I in this process, and say what it is")
+    chosen = parser.parse_args(arguments)
+    if chosen.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, here and in the workers
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if chosen.one is not None:
+        case = draw(chosen.seed, chosen.one, chosen.device)
+        print(case.source)
+        wrong = judge(case, chosen.device)
+        print(wrong or "right")
+        return int(bool(wrong))
+    record = Record.resume(chosen.seed, chosen.device, chosen.state)
+    numbers = range(chosen.start, chosen.start + chosen.draws)
+    print(f"seed {chosen.seed}, draws {numbers.start} to {numbers.stop - 1}, {chosen.workers} workers", flush=True)
+    Run(record, numbers, chosen.workers).run()
+    variants = len({n // PER_VARIANT[chosen.device] for n in numbers})
+    kernels = f" ({record.kernels} kernels compiled)" if chosen.device == "cuda" else ""
+    made = sum(n in record.done for n in numbers)
+    failed = sum(n in record.failures for n in numbers)
+    print(f"seed {chosen.seed}: {made} draws, {variants} variants{kernels}, {failed} failures", flush=True)
+    return int(failed > 0 or made < len(numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

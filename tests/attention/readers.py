@@ -1,0 +1,211 @@
+"""What the kernels' reader of a mask does: the blocks that it visits and the pairs that it lets through.
+
+Run as a process, it interprets a kernel that asks ``flash_train.attention.kernels.device.mask`` as the attention
+kernels do, over random masks, and holds the answers to the masks' own: ``python -m tests.attention.readers 200``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash_train.attention.kernels.arguments import Call, mask_rule
+from flash_train.attention.kernels.device.mask import (
+    block_start,
+    count_edges,
+    edge_block,
+    key_visits,
+    query_visits,
+    visible,
+)
+from flash_train.attention.kernels.device.schedule import load_entry
+from flash_train.attention.kernels.tiles import Tile
+from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Mask, Window
+from flash_train.attention.varlen import Entry, Packing, entries
+from tests.attention.contract import Case, build
+from tests.attention.properties import SMALL, cases
+
+#: maps of blocks that masks draw themselves have blocks of 128
+LONGER = replace(SMALL, lengths=(0, 1, 2, 3, *range(5, 120, 11), 16, 64, 128, 150, 256, 300))
+TILES = (Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 128, 4, 1))
+NAMES = {SKIPPED: "skipped", PARTIAL: "partial", WHOLE: "whole"}
+
+
+@triton.jit
+def read_mask(
+    states, pairs, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, entry, head,
+    n_blocks_k, WALKS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program per block of queries (WALKS_KEYS) or of keys: adds a block's state where it is visited.
+
+    ``states`` is int32 (query blocks, key blocks), ``pairs`` int32 (query blocks * BLOCK_M, key blocks * BLOCK_N).
+    """
+    own = tl.program_id(0)
+    seq = load_entry(entry, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, WALKS_KEYS)
+    if WALKS_KEYS:
+        visits = key_visits(mask, seq, head, own * BLOCK_M, BLOCK_M, BLOCK_N)
+    else:
+        visits = query_visits(mask, seq, head, own * BLOCK_N, BLOCK_M, BLOCK_N)
+    for block in range(visits.clear_from, visits.clear_to):
+        _visit(states, visits, mask, block, own, n_blocks_k, 2, WALKS_KEYS, BLOCK_M, BLOCK_N)
+    for i in range(0, count_edges(visits)):
+        _visit(states, visits, mask, edge_block(visits, mask, i), own, n_blocks_k, 1, WALKS_KEYS, BLOCK_M, BLOCK_N)
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    if WALKS_KEYS:
+        for block in range(0, n_blocks_k):
+            m, n = own * BLOCK_M + rows[:, None], block * BLOCK_N + columns[None, :]
+            seen = visible(mask, seq, head, m, n) & (m < seq.len_q)
+            tl.store(pairs + m * (n_blocks_k * BLOCK_N) + n, seen.to(tl.int32))
+    else:
+        for block in range(0, tl.cdiv(seq.len_q, BLOCK_M)):
+            m, n = block * BLOCK_M + rows[None, :], own * BLOCK_N + columns[:, None]
+            seen = visible(mask, seq, head, m, n) & (m < seq.len_q)
+            tl.store(pairs + m * (n_blocks_k * BLOCK_N) + n, seen.to(tl.int32))
+
+
+@triton.jit
+def _visit(
+    states, visits, mask, block, own, n_blocks_k, state,
+    WALKS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    if WALKS_KEYS:
+        at = own * n_blocks_k + block_start(visits, mask, block, BLOCK_N) // BLOCK_N
+    else:
+        at = block_start(visits, mask, block, BLOCK_M) // BLOCK_M * n_blocks_k + own
+    tl.store(states + at, tl.load(states + at) + state)  # a block that is visited twice has a state that no block has
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One head of one entry: states of blocks, int8 (query blocks, key blocks), and attended pairs (len_q, len_k)."""
+
+    states: Tensor
+    pairs: Tensor
+
+
+@dataclass(frozen=True)
+class Question:
+    """A mask in a call, as the operator gets it: the tensors' rows of queries and keys, and the entries."""
+
+    mask: Mask
+    rows: tuple[int, int]
+    entries: list[Entry]
+    packing: Packing | None
+    n_heads: int
+
+    @classmethod
+    def of(cls, case: Case) -> Question:
+        problem = build(replace(case, dropout=0.0, head_dim=1, v_head_dim=1), "cpu")
+        q, k = problem.inputs["q"], problem.inputs["k"]
+        rows = (q.shape[-3], k.shape[-3])
+        return cls(problem.spec.mask, rows, entries(q, k, problem.packing), problem.packing, case.heads)
+
+    def read(self, which: int, head: int, tile: Tile, walks_keys: bool) -> Reading:
+        """Ask the device about one head of one entry."""
+        entry = self.entries[which]
+        rows, columns = -(-entry.len_q // tile.block_m), -(-entry.len_k // tile.block_n)
+        states = torch.zeros(rows, columns, dtype=torch.int32)
+        pairs = torch.full((rows * tile.block_m, columns * tile.block_n), 7, dtype=torch.int32)
+        if rows and columns:
+            read_mask[(rows if walks_keys else columns,)](
+                states, pairs, self.call.cu_seqlens_q, self.call.cu_seqlens_k,
+                mask_rule(self.call, tile, walks_keys), len(self.entries), *self.rows,
+                which, head, columns, walks_keys, tile.block_m, tile.block_n,
+            )  # fmt: skip
+        assert not pairs[: entry.len_q, entry.len_k :].any(), "a key past the sequence's end is seen"
+        pairs = pairs[: entry.len_q, : entry.len_k]
+        assert (pairs <= 1).all(), "a pair was not asked about"
+        return Reading(states.to(torch.int8), pairs)
+
+    @property
+    def call(self) -> Call:
+        """The mask as the operator's arguments."""
+        cu_q, cu_k = (None, None) if self.packing is None else (self.packing.cu_seqlens_q, self.packing.cu_seqlens_k)
+        lowered, blocks = self.mask.lower(), self.mask.block_map(*self.rows, self.packing is not None)
+        visited, sizes = (None, (-1, -1)) if blocks is None else (blocks.visited, blocks[1:])
+        return Call(
+            cu_q, cu_k, None, None, None, visited, lowered.tensors, lowered.terms,
+            [lowered.left, lowered.right, lowered.tail, *sizes], [0] * 4, 1.0, 0.0, 256,
+        )  # fmt: skip
+
+    def expected(self, which: int, head: int, tile: Tile) -> Reading:
+        """The same from the mask itself."""
+        entry, call = self.entries[which], self.call
+        dense = _of_head(self.mask.dense(entry, self.n_heads), head)
+        if call.block_map is not None and not call.has_lists:  # blocks that tiles do not divide: one more term
+            left, right = (None if bound < 0 else bound for bound in call.bounds[:2])
+            band = Window(left, right).blocks(entry, tile.block_m, tile.block_n)[0]
+            return Reading(band.clamp(max=PARTIAL), dense)
+        states = _of_head(self.mask.blocks(entry, tile.block_m, tile.block_n, self.n_heads), head)
+        if call.block_map is not None:  # nothing that the map leaves out is visited, nor what is past its end
+            visited = F.pad(_of_head(call.block_map[which if call.block_map.shape[0] > 1 else 0], head), (0, 1, 0, 1))
+            rows = torch.arange(states.shape[0]) * tile.block_m // call.bounds[3]
+            columns = torch.arange(states.shape[1]) * tile.block_n // call.bounds[4]
+            rows, columns = rows.clamp(max=visited.shape[0] - 1), columns.clamp(max=visited.shape[1] - 1)
+            states = torch.where(visited[rows][:, columns], states, SKIPPED)
+        return Reading(states, dense)
+
+
+def _of_head(x: Tensor, head: int) -> Tensor:
+    return x[head if x.shape[0] > 1 else 0]
+
+
+def check(question: Question, which: int, head: int, tile: Tile, counts: Counter[str]) -> None:
+    """Hold the device to the mask, in kernels that walk keys and in those that walk queries."""
+    entry, expected = question.entries[which], question.expected(which, head, tile)
+    for walks_keys in (True, False):
+        said = question.read(which, head, tile, walks_keys)
+        where = f"{'keys' if walks_keys else 'queries'} of {question.mask}, {entry}, head {head}, {tile}"
+        state = said.states.repeat_interleave(tile.block_m, 0).repeat_interleave(tile.block_n, 1)
+        state = state[: entry.len_q, : entry.len_k]
+        # the kernels ask about pairs in partial blocks alone
+        attended = (state == WHOLE) | ((state == PARTIAL) & (said.pairs == 1))
+        assert torch.equal(attended, expected.pairs), f"other pairs: {where}"
+        states = expected.states
+        if not walks_keys:  # the end that must be checked is that of the queries
+            if entry.len_q % tile.block_m:
+                states[-1] = states[-1].clamp(max=PARTIAL)
+            if entry.len_k % tile.block_n and states.shape[1]:
+                last = states[:, -1]  # no loop ends here: it may be whole as far as it goes
+                states[:, -1] = torch.where(last == SKIPPED, SKIPPED, said.states[:, -1].clamp(min=PARTIAL))
+        assert torch.equal(said.states, states), f"other blocks: {where}\n{said.states}\n{states}"
+        for state in (SKIPPED, PARTIAL, WHOLE):
+            counts[f"{'keys' if walks_keys else 'queries'} {NAMES[state]}"] += int((said.states == state).sum())
+
+
+def main(draws: int) -> None:
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    made = 0
+
+    @settings(max_examples=draws, deadline=None, derandomize=True, database=None)
+    @given(cases(LONGER), st.sampled_from(TILES), st.data())
+    def agree(case: Case, tile: Tile, data: st.DataObject) -> None:
+        nonlocal made
+        made += 1
+        question = Question.of(case)
+        if question.call.has_lists:
+            tile = tile.within(*question.call.bounds[3:])
+        which = data.draw(st.sampled_from(range(len(question.entries))))
+        check(question, which, data.draw(st.sampled_from(range(case.heads))), tile, counts)
+
+    agree()
+    print(json.dumps({"draws": made, **counts}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

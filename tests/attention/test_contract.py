@@ -1,0 +1,133 @@
+"""The implementations in PyTorch against the contract, and whether the contract would notice what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flash_train.attention import functional
+from flash_train.attention.baselines import sdpa_unavailable
+from tests.attention import contract
+from tests.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
+from tests.attention.contract import build, run
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def needs_triton(case):
+    if any(type(term).__name__ == "Rule" for term in case.terms):
+        pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+
+@pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
+@pytest.mark.parametrize("case", [*in_dtypes(DTYPES), *KEPT], ids=str)
+def test_contract(case, backend):
+    needs_triton(case)
+    errors = run(case, backend, "cpu")
+    assert {"out", "lse", "dq", "dk", "dv"} - {e.tensor for e in errors} <= ({"lse"} if case.uses == "plain" else set())
+    assert all(e.ok for e in errors), errors
+
+
+def plain(case):
+    """What PyTorch's fused attention can be held to: its dropout is its own, and it has no log-sum-exp."""
+    return replace(case, dropout=0.0, origin=(0, 0, 0, 0), sinks=False, softcap=0.0, uses="plain")
+
+
+@pytest.mark.parametrize("case", [plain(case) for case in in_dtypes(DTYPES)], ids=str)
+def test_sdpa(case):
+    needs_triton(case)
+    errors = run(case, "sdpa", "cpu")
+    assert {"out", "dq", "dk", "dv"} <= {e.tensor for e in errors}
+    slack = 2 if case.dtype == torch.float32 else 1  # PyTorch's kernels for CPUs have an exponential of 20 bits
+    assert all(e.error <= slack * e.allowed for e in errors), errors
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_sdpa_says_what_it_cannot(name):
+    case = BY_NAME[name]
+    assert name in sdpa_unavailable(build(case, "cpu").spec, sinks=case.sinks)
+    with pytest.raises(ValueError, match=f"attention=sdpa cannot run this: it has no {name}"):
+        run(replace(case, uses="plain"), "sdpa", "cpu")
+
+
+def test_chunks_do_not_matter(monkeypatch):
+    """The same cases with chunks that cut them often."""
+    whole = functional.DENSE["chunked"]
+
+    def small(*args, **options):
+        return whole(*args, **options, query_chunk=24, key_chunk=17)
+
+    monkeypatch.setitem(functional.DENSE, "chunked", small)
+    for case in CASES:
+        if all(type(term).__name__ != "Rule" for term in case.terms):
+            assert all(e.ok for e in run(case, "chunked", "cpu")), case
+
+
+# what the contract must notice, each as a change to the answer of a backend that is right: (case, change, tensor)
+def _late(out, lse):
+    return torch.where(torch.arange(out.shape[1])[:, None, None] == out.shape[1] - 1, out * 1.01, out), lse
+
+
+def _without_log_sum_exp(out, lse):
+    return out, lse.detach() + 0 * out.sum()
+
+
+def _nan_where_nothing_is_seen(out, lse):
+    return torch.where(lse.transpose(1, 2)[..., None].isinf(), float("nan"), out), lse
+
+
+def _large_where_nothing_is_seen(out, lse):
+    return out, lse.nan_to_num(neginf=-1e30)
+
+
+def _coarse(out, lse):
+    return out.to(torch.bfloat16).to(out.dtype), lse
+
+
+def wrong_tensors(case):
+    """Names of the tensors that the contract finds wrong in ``standard``."""
+    try:
+        return [e.tensor for e in run(case, "standard", "cpu") if not e.ok]
+    except AssertionError as error:
+        return [str(error).split(":")[0]]
+
+
+WRONG = [
+    ("causal", _late, "out"),
+    ("causal", _coarse, "out"),
+    ("causal", _without_log_sum_exp, "dq"),
+    ("fully-masked-rows", _nan_where_nothing_is_seen, "out"),
+    ("fully-masked-rows", _large_where_nothing_is_seen, "lse"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "tensor"), WRONG, ids=[f"{n}-{c.__name__[1:]}" for n, c, _ in WRONG])
+def test_the_contract_notices(name, change, tensor, monkeypatch):
+    whole = functional.DENSE["standard"]
+    monkeypatch.setitem(functional.DENSE, "standard", lambda *args, **options: change(*whole(*args, **options)))
+    assert tensor in wrong_tensors(BY_NAME[name])
+
+
+@pytest.mark.parametrize("name", ["window", "scale", "dropout", "softcap", "alibi", "sinks", "packed", "documents"])
+def test_the_contract_notices_another_problem(name, monkeypatch):
+    """A backend that computes a slightly different thing: each part of a call matters to the verdict."""
+    other = {
+        "window": {"band": contract.Causal()},
+        "scale": {"scale": 0.901},
+        "dropout": {"dropout": 0.104},
+        "softcap": {"softcap": 2.01},
+        "alibi": {"slopes": ""},
+        "sinks": {"sinks": False},
+        "packed": {"lengths": ((41, 41), (1, 1), (69, 69), (16, 16))},
+        "documents": {"terms": ()},
+    }[name]
+    case = BY_NAME[name]
+    honest = contract._attend
+
+    def attend(problem, case, leaves, backend):
+        wrong = build(replace(case, **other), "cpu")
+        problem = replace(problem, spec=wrong.spec, packing=wrong.packing)
+        return honest(problem, case, {n: x for n, x in leaves.items() if n in wrong.inputs}, backend)
+
+    monkeypatch.setattr(contract, "_attend", attend)
+    assert wrong_tensors(case)

@@ -1,0 +1,25 @@
+"""The kernels' reader of masks against the masks themselves: what they visit, and what they let through."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+ROOT = Path(__file__).parents[2]
+DRAWS = 120
+
+
+def test_the_device_reads_what_the_mask_says():
+    """Random terms and compositions, in both orientations; in a process of its own, for the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.attention.readers", str(DRAWS)],
+        cwd=ROOT, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)
+    assert counts.pop("draws") >= DRAWS
+    assert len(counts) == 6 and min(counts.values()) >= 50, counts  # skipped, partial and whole, both ways
