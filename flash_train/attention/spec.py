@@ -25,12 +25,14 @@ class AttentionSpec:
             rounds to 0 or 1.
     """
 
-    mask: Mask = Full()
+    mask: Mask = None  # Full(): torch.compile traces no object as a default
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.mask is None:
+            object.__setattr__(self, "mask", Full())
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask={self.mask!r}: must be a mask such as Full() or Causal()")
         if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):

@@ -91,13 +91,13 @@ def variant(pick: Pick, limits: Limits) -> Variant:
     case = Case(
         "draw", (), heads, kv_heads, head_dim,
         v_head_dim=pick((None, None, None, *limits.head_dims)),
-        terms=_terms(pick, limits),
+        terms=terms(pick, limits),
         scale=pick((None, None, None, 0.3)),
         softcap=pick((0.0, 0.0, 0.0, 1.5)),
         dropout=dropout,
         slopes=slopes,
         sinks=pick((False, False, True)),
-        learns=pick((True, True, False)) and (small or not slopes),
+        learns=pick((True, True, True, False)) and (small or not slopes),
         packed=pick((False, True)),
         strided=pick((False, False, True)),
         dout=pick(("dense", "dense", "strided", "row", "scalar")),
@@ -142,7 +142,7 @@ def cases(draw: st.DrawFn, limits: Limits = SMALL) -> Case:
     return problem(variant(pick, limits), pick)
 
 
-def _terms(pick: Pick, limits: Limits) -> tuple[Recipe, ...]:
+def terms(pick: Pick, limits: Limits, numbers: Sequence[int] = (0, 0, 0, 1, 1, 2)) -> tuple[Recipe, ...]:
     """None, one or two terms; at most one of each kind, since block sizes must agree."""
     longest = max(limits.lengths)
     size = (pick(limits.block_sizes), pick(limits.block_sizes))
@@ -156,7 +156,7 @@ def _terms(pick: Pick, limits: Limits) -> tuple[Recipe, ...]:
     nodes = Nodes(pick((1, 2, 9, 31, 32, 33, 64)), per_entry=pick((False, True)))
     rules = tuple(Rule(name) for name in limits.rules)
     kinds = (blocks, documents, nodes, *rules)
-    number = pick((0, 0, 0, 1, 1, 2))
+    number = pick(numbers)
     first = pick(range(len(kinds)))
     chosen = (kinds[first], kinds[(first + pick(range(1, len(kinds)))) % len(kinds)])
     return chosen[:number]

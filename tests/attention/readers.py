@@ -10,7 +10,9 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -34,47 +36,41 @@ from flash_train.attention.kernels.device.mask import (
 )
 from flash_train.attention.kernels.device.schedule import load_entry
 from flash_train.attention.kernels.tiles import Tile
-from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Mask, Window
+from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Causal, Full, Mask, Window
 from flash_train.attention.varlen import Entry, Packing, entries
 from tests.attention.contract import Case, build
-from tests.attention.properties import SMALL, cases
+from tests.attention.properties import SMALL, terms
 
 #: maps of blocks that masks draw themselves have blocks of 128
-LONGER = replace(SMALL, lengths=(0, 1, 2, 3, *range(5, 120, 11), 16, 64, 128, 150, 256, 300))
+LENGTHS, SIDES = range(161), range(100)
 TILES = (Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 128, 4, 1))
 NAMES = {SKIPPED: "skipped", PARTIAL: "partial", WHOLE: "whole"}
 
 
 @triton.jit
 def read_mask(
-    states, pairs, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, entry, head,
-    n_blocks_k, WALKS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    states, pairs, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, entry, head, n_blocks_k,
+    WIDTH: tl.constexpr, WALKS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per block of queries (WALKS_KEYS) or of keys: adds a block's state where it is visited.
 
-    ``states`` is int32 (query blocks, key blocks), ``pairs`` int32 (query blocks * BLOCK_M, key blocks * BLOCK_N).
+    ``states`` is int32 (query blocks, key blocks); ``pairs`` int32 (WIDTH, WIDTH), as ``visible`` has them.
     """
     own = tl.program_id(0)
     seq = load_entry(entry, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, WALKS_KEYS)
     if WALKS_KEYS:
         visits = key_visits(mask, seq, head, own * BLOCK_M, BLOCK_M, BLOCK_N)
+        m = own * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        n = tl.arange(0, WIDTH)[None, :]
     else:
         visits = query_visits(mask, seq, head, own * BLOCK_N, BLOCK_M, BLOCK_N)
+        m = tl.arange(0, WIDTH)[None, :]
+        n = own * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     for block in range(visits.clear_from, visits.clear_to):
         _visit(states, visits, mask, block, own, n_blocks_k, 2, WALKS_KEYS, BLOCK_M, BLOCK_N)
     for i in range(0, count_edges(visits)):
         _visit(states, visits, mask, edge_block(visits, mask, i), own, n_blocks_k, 1, WALKS_KEYS, BLOCK_M, BLOCK_N)
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    if WALKS_KEYS:
-        for block in range(0, n_blocks_k):
-            m, n = own * BLOCK_M + rows[:, None], block * BLOCK_N + columns[None, :]
-            seen = visible(mask, seq, head, m, n) & (m < seq.len_q)
-            tl.store(pairs + m * (n_blocks_k * BLOCK_N) + n, seen.to(tl.int32))
-    else:
-        for block in range(0, tl.cdiv(seq.len_q, BLOCK_M)):
-            m, n = block * BLOCK_M + rows[None, :], own * BLOCK_N + columns[:, None]
-            seen = visible(mask, seq, head, m, n) & (m < seq.len_q)
-            tl.store(pairs + m * (n_blocks_k * BLOCK_N) + n, seen.to(tl.int32))
+    tl.store(pairs + m * WIDTH + n, visible(mask, seq, head, m, n).to(tl.int32))
 
 
 @triton.jit
@@ -109,7 +105,7 @@ class Question:
 
     @classmethod
     def of(cls, case: Case) -> Question:
-        problem = build(replace(case, dropout=0.0, head_dim=1, v_head_dim=1), "cpu")
+        problem = build(case, "cpu")
         q, k = problem.inputs["q"], problem.inputs["k"]
         rows = (q.shape[-3], k.shape[-3])
         return cls(problem.spec.mask, rows, entries(q, k, problem.packing), problem.packing, case.heads)
@@ -119,14 +115,16 @@ class Question:
         entry = self.entries[which]
         rows, columns = -(-entry.len_q // tile.block_m), -(-entry.len_k // tile.block_n)
         states = torch.zeros(rows, columns, dtype=torch.int32)
-        pairs = torch.full((rows * tile.block_m, columns * tile.block_n), 7, dtype=torch.int32)
+        width = triton.next_power_of_2(max(rows * tile.block_m, columns * tile.block_n, 1))
+        pairs = torch.full((width, width), 7, dtype=torch.int32)
         if rows and columns:
             read_mask[(rows if walks_keys else columns,)](
                 states, pairs, self.call.cu_seqlens_q, self.call.cu_seqlens_k,
                 mask_rule(self.call, tile, walks_keys), len(self.entries), *self.rows,
-                which, head, columns, walks_keys, tile.block_m, tile.block_n,
+                which, head, columns, width, walks_keys, tile.block_m, tile.block_n,
             )  # fmt: skip
-        assert not pairs[: entry.len_q, entry.len_k :].any(), "a key past the sequence's end is seen"
+        asked = pairs[: entry.len_q, : columns * tile.block_n]
+        assert not asked[:, entry.len_k :].any(), "a key past the sequence's end is seen"
         pairs = pairs[: entry.len_q, : entry.len_k]
         assert (pairs <= 1).all(), "a pair was not asked about"
         return Reading(states.to(torch.int8), pairs)
@@ -187,24 +185,47 @@ def check(question: Question, which: int, head: int, tile: Tile, counts: Counter
             counts[f"{'keys' if walks_keys else 'queries'} {NAMES[state]}"] += int((said.states == state).sum())
 
 
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[Case, Tile, int]:
+    """A call whose mask is anything, a tile, and which sequence is asked about."""
+
+    def pick(options: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(options))
+
+    packed, count = pick((False, True)), pick((1, 2, 3))
+    lengths = [(pick(LENGTHS), pick(LENGTHS)) for _ in range(count if packed else 1)]
+    left, right = ((pick(SIDES) if pick((False, True)) else None) for _ in range(2))
+    case = Case(
+        "question",
+        tuple(lengths) if packed else tuple(lengths * count),
+        head_dim=1,
+        band=pick((Full(), Causal(), Window(left, right), Window(left, right), Window(left, 0))),
+        terms=terms(pick, SMALL, numbers=(0, 1, 1, 2)),
+        packed=packed,
+        tail=(pick((0, 5)), pick((0, 5))) if packed else (0, 0),
+        seed=pick(range(2**31)),
+    )
+    return case, pick(TILES), pick(range(count))
+
+
 def main(draws: int) -> None:
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
-    made = 0
 
     @settings(max_examples=draws, deadline=None, derandomize=True, database=None)
-    @given(cases(LONGER), st.sampled_from(TILES), st.data())
-    def agree(case: Case, tile: Tile, data: st.DataObject) -> None:
-        nonlocal made
-        made += 1
+    @given(questions())
+    def agree(drawn: tuple[Case, Tile, int]) -> None:
+        case, tile, which = drawn
+        counts["draws"] += 1
+        counts.update(f"of {type(term).__name__}" for term in case.terms)
         question = Question.of(case)
         if question.call.has_lists:
             tile = tile.within(*question.call.bounds[3:])
-        which = data.draw(st.sampled_from(range(len(question.entries))))
-        check(question, which, data.draw(st.sampled_from(range(case.heads))), tile, counts)
+        for head in range(case.heads):
+            check(question, which, head, tile, counts)
 
     agree()
-    print(json.dumps({"draws": made, **counts}))
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":
