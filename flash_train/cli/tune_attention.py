@@ -43,7 +43,7 @@ from flash_train.profiling.attention_tuning import (
     try_tile,
 )
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHOICES = ("forward", "dq", "dkdv")
 WIDTH = 2048  #: heads times head_dim of the call that is timed

@@ -58,7 +58,7 @@ def packed_call(device):
 def block_call(device):
     q, k, v = tensors(device, 1, 40, heads=4, kv_heads=2)
     pattern = torch.tensor([[True, False], [True, True]], device=device)
-    mask = BlockSparse(pattern, 32) & Tree([-1, 0, 0, 1])
+    mask = BlockSparse(pattern, 32) & Tree(torch.tensor([-1, 0, 0, 1], device=device))
     out = attention(q, k, v, AttentionSpec(mask & Causal()), backend="triton")
     return out, None
 

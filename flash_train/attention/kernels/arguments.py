@@ -141,7 +141,8 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
 def score_arguments(call: Call) -> Score:
     slopes = None if call.alibi_slopes is None else call.alibi_slopes.contiguous()
     stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-    return Score(call.scale * LOG2_E, call.softcap * LOG2_E if call.softcap else None, slopes, stride)
+    plain = not call.softcap and slopes is None
+    return Score(call.scale, LOG2_E * (call.scale if plain else 1), call.softcap or None, slopes, stride)
 
 
 def dropout_arguments(call: Call) -> Dropout:

@@ -148,8 +148,8 @@ def _dkdv_step(
     slope = load_slope(score, seq, head)
     product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
-    s, scale = logits(product, score, slope, distance, q_tile.dtype == tl.float32)
-    p = tl.exp2(s * scale - lse2_row[None, :])
+    s = logits(product, score, slope, distance, q_tile.dtype == tl.float32)
+    p = tl.exp2(s * score.factor - lse2_row[None, :])
     if MASKED and (mask.left is not None or mask.right is not None or len(mask.terms) > 0):
         p = tl.where(visible(mask, seq, head, offs_m, offs_n), p, 0.0)
     dout_tile = load_tile(
@@ -246,8 +246,8 @@ def _dq_step(
     k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
-    s, scale = logits(product, score, slope, distance, k_tile.dtype == tl.float32)
-    p = tl.exp2(s * scale - lse2_col[:, None])
+    s = logits(product, score, slope, distance, k_tile.dtype == tl.float32)
+    p = tl.exp2(s * score.factor - lse2_col[:, None])
     if MASKED:
         # keys past the end are zeros: without the mask their exponential could overflow and Inf * 0 poison dQ
         p = tl.where(visible(mask, seq, head, offs_m, offs_n), p, 0.0)

@@ -77,12 +77,12 @@ def attention_decode(
         k_tile = _load_keys(k, index, kv_head, left, keys, seq.len_k, BLOCK_D, HEAD_DIM)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         distance = tl.abs(query + (seq.len_k - len_q) - keys[None, :])
-        s, scale = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
+        s = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
         s = tl.where(visible(mask, seq, head, query, keys[None, :]), s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score.factor)
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - reference)
-        p = tl.exp2(s * scale - reference[:, None])
+        p = tl.exp2(s * score.factor - reference[:, None])
         l_i = l_i * alpha + tl.sum(p, 1)
         if dropout.state is not None:
             draws = draw_elements(

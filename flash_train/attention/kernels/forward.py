@@ -93,16 +93,16 @@ def _step(
     k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
-    s, scale = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
+    s = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
     if MASKED:
         s = tl.where(visible(mask, seq, head, offs_m, offs_n), s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+    m_new = tl.maximum(m_i, tl.max(s, 1) * score.factor)
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         reference = m_new
     alpha = tl.exp2(m_i - reference)
-    p = tl.exp2(s * scale - reference[:, None])
+    p = tl.exp2(s * score.factor - reference[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     if dropout.state is not None:
         p = thin(p, draws, dropout, PRECISION)

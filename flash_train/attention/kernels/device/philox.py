@@ -87,6 +87,8 @@ def thin(x, draws, dropout, PRECISION: tl.constexpr):
     """fp32 x where its draw keeps it, else 0.
 
     Compiled, in two instructions: a Boolean tile would be packed into bytes, and unpacked, on its way to x's layout.
+    They are called impure, so that Triton does not look through them, at the draws and the mask's loads, for the width
+    that x was loaded with: it would take that to choose how a tile of 16 columns enters a product, and choose wrongly.
     """
     limit = tl.cast(dropout.threshold, tl.uint32) << 24
     if PRECISION == "ieee":
@@ -94,7 +96,7 @@ def thin(x, draws, dropout, PRECISION: tl.constexpr):
     else:
         kept = tl.inline_asm_elementwise(
             "{ .reg .pred keep; setp.lt.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }",
-            "=f,f,r,r", [x, draws, limit], dtype=tl.float32, is_pure=True, pack=1,
+            "=f,f,r,r", [x, draws, limit], dtype=tl.float32, is_pure=False, pack=1,
         )  # fmt: skip
     return kept
 

@@ -9,12 +9,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Score(NamedTuple):
-    """``scale`` is in base 2 (scale · log₂ e). ``softcap`` and ``slopes`` are None where there is none.
+    """From products to logits. ``softcap`` and ``slopes`` are None where there is none.
 
-    ``softcap`` is in base 2, too; ``slopes`` holds fp32 (entries or 1, heads), ``slope_stride`` between entries.
+    ``factor`` takes what ``logits`` gives to base 2: log₂ e, times the scale where nothing else is done to a product.
+    ``slopes`` holds fp32 (entries or 1, heads), ``slope_stride`` between entries.
     """
 
     scale: Any
+    factor: Any
     softcap: Any
     slopes: Any
     slope_stride: Any
@@ -22,24 +24,23 @@ class Score(NamedTuple):
 
 @triton.jit
 def load_slope(score, seq, head):
-    """The head's ALiBi slope in base 2; 0 without ALiBi."""
+    """The head's ALiBi slope; 0 without ALiBi."""
     slope = 0.0
     if score.slopes is not None:
-        slope = tl.load(score.slopes + seq.index.to(tl.int64) * score.slope_stride + head).to(tl.float32) * LOG2_E
+        slope = tl.load(score.slopes + seq.index.to(tl.int64) * score.slope_stride + head).to(tl.float32)
     return slope
 
 
 @triton.jit
 def logits(s, score, slope, distance, PRECISE: tl.constexpr):
-    """(x, factor): the logits in base 2 are ``x * factor``, so that the plain case costs no multiplication here."""
-    factor = score.scale
+    """x of which the logits in base 2 are ``x * score.factor``: their exponentials take one fused multiply-add."""
     if score.softcap is not None:
         s = score.softcap * tanh(s * (score.scale / score.softcap), PRECISE)
-        factor = 1.0
-    if score.slopes is not None:
-        s = s * factor - slope * distance.to(tl.float32)
-        factor = 1.0
-    return s, factor
+        if score.slopes is not None:
+            s = s - slope * distance.to(tl.float32)
+    elif score.slopes is not None:
+        s = s * score.scale - slope * distance.to(tl.float32)
+    return s
 
 
 @triton.jit
