@@ -75,21 +75,24 @@ def attention_backward_dkdv(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     key0, key1 = load_key(dropout)
 
-    if GROUP > 1 and mask.tiles is None:
+    if mask.tiles is None:
         # One flat loop over (head of the group, block): a nested one would drain the pipeline of loads at every head.
         visits = query_visits(mask, seq, kv_head, start_n, BLOCK_M, BLOCK_N)
         n_edge = count_edges(visits)
         for i in range(0, GROUP * n_edge):
+            g, at = _place(i, n_edge, 0, GROUP)
             dk_acc, dv_acc = _dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, dk, dv, mask, score, dropout, key0, key1, seq,
-                kv_head * GROUP + i // n_edge, edge_block(visits, mask, i % n_edge) * BLOCK_M, start_n,
+                kv_head * GROUP + g, edge_block(visits, mask, at) * BLOCK_M, start_n,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=True,
             )  # fmt: skip
         n_clear = visits.clear_to - visits.clear_from
+        first = start_n // BLOCK_M % tl.maximum(n_clear, 1)
         for i in range(0, GROUP * n_clear):
+            g, at = _place(i, n_clear, first, GROUP)
             dk_acc, dv_acc = _dkdv_step(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, dk, dv, mask, score, dropout, key0, key1, seq,
-                kv_head * GROUP + i // n_clear, (visits.clear_from + i % n_clear) * BLOCK_M, start_n,
+                kv_head * GROUP + g, (visits.clear_from + at) * BLOCK_M, start_n,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=False,
             )  # fmt: skip
     else:
@@ -99,15 +102,13 @@ def attention_backward_dkdv(
             for i in range(0, count_edges(visits)):
                 dk_acc, dv_acc = _dkdv_step(
                     dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, dk, dv, mask, score, dropout, key0, key1,
-                    seq, head,
-                    block_start(visits, mask, edge_block(visits, mask, i), BLOCK_M), start_n,
+                    seq, head, block_start(visits, mask, edge_block(visits, mask, i), BLOCK_M), start_n,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=True,
                 )  # fmt: skip
             for block in range(visits.clear_from, visits.clear_to):
                 dk_acc, dv_acc = _dkdv_step(
                     dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, dk, dv, mask, score, dropout, key0, key1,
-                    seq, head,
-                    block_start(visits, mask, block, BLOCK_M), start_n,
+                    seq, head, block_start(visits, mask, block, BLOCK_M), start_n,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=False,
                 )  # fmt: skip
 
@@ -119,6 +120,22 @@ def attention_backward_dkdv(
             dv_acc *= 256.0 / dropout.threshold
         dv_ptrs = row_pointers(dv, seq.batch, kv_head, seq.k_row + start_n, BLOCK_N, BLOCK_DV)
         store_tile(dv_ptrs, dv_acc, left, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
+
+
+@triton.jit
+def _place(i, n, first, GROUP: tl.constexpr):
+    """Step i of GROUP times n: (head of the group, block). A single head's blocks are walked from ``first``, round.
+
+    Where the block is no linear function of i, the compiler does not keep an address of every load in registers, which
+    are full: on an H200 dK and dV of unmasked attention take a sixth less time.
+    """
+    if GROUP == 1:
+        g = i * 0
+        at = tl.where(i + first < n, i + first, i + first - n)
+    else:
+        g = i // n
+        at = i % n
+    return g, at
 
 
 @triton.jit
