@@ -89,7 +89,7 @@ def cases() -> Iterator[Case]:
             for causal in (True, False):
                 yield Case(head_dim, heads, heads, n, causal)
         yield Case(head_dim, heads, heads, 32768, True)
-    for n in (16384, 65536):
+    for n in (16384, 32768, 65536):
         yield Case(128, 32, 8, n, True)
     for causal in (True, False):
         yield Case(128, 16, 16, 16384, causal, dropout=0.1)

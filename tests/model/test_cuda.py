@@ -204,11 +204,11 @@ def test_memory_modes_have_the_gradients_of_keeping_everything(memory, dropout, 
         "model_dtype": torch.float32 if autocast else torch.bfloat16,
         "autocast": autocast,
     }
-    kept, again = on_card(**options), on_card(**options)
-    got = on_card(memory=memory, **options)
-    noise = (kept[1] - again[1]).abs().max()  # PyTorch's fused backward is not deterministic
-    assert attention != "flash" or noise == 0
-    assert (got[1] - kept[1]).abs().max() <= 4 * noise
+    (_, kept), (_, got) = on_card(**options), on_card(memory=memory, **options)
+    if attention == "flash":
+        assert torch.equal(got, kept)
+    else:  # PyTorch's fused backward adds in any order: roundings to bf16 may fall the other way
+        assert (got - kept).norm() <= torch.finfo(torch.bfloat16).eps * kept.norm()
 
 
 @pytest.mark.parametrize(("memory", "runs"), [("none", 1), ("selective", 1), ("checkpoint", 2)])
