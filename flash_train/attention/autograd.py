@@ -116,6 +116,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Gradients of ``attention_forward``'s arguments, as ``torch.library`` wants them: a list for a list."""
     q, k, v, out, lse, *optional = ctx.saved_tensors
     optional, term_tensors = optional[:6], optional[6:]
     needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
@@ -130,3 +131,23 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 flops.register()
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with the gradient that it is registered with."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = attention_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return tuple(None if isinstance(grad, list) else grad for grad in _backward(ctx, *grads))
+
+
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """``attention_forward``, differentiable. Run eagerly, it goes around ``torch.library``'s own autograd, which takes
+    longer than all else that a call does on the host."""
+    return attention_forward(*inputs) if torch.compiler.is_compiling() else _Attention.apply(*inputs)

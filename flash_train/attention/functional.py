@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from flash_train.attention.autograd import attention_forward
+from flash_train.attention.autograd import attend
 from flash_train.attention.backends import resolve_backend
 from flash_train.attention.baselines import sdpa_attention
 from flash_train.attention.chunked import chunked_attention
@@ -114,7 +114,7 @@ def attention(
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
-        out, lse = attention_forward(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
+        out, lse = attend(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
     return (out, lse) if return_lse else out
 
 
