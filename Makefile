@@ -15,7 +15,7 @@ test:  ## run all tests that this machine can run; says which are skipped, and w
 test-property:  ## hold the kernels to the reference on 2,000 random calls, in the interpreter
 	python -m tests.attention.fuzz --draws 2000
 
-test-compile:  ## compile every kernel with every shipped tile for every supported chip; no GPU needed, tens of minutes
+test-compile:  ## compile every kernel with every shipped tile for every supported chip; no GPU needed, tens of minutes on many cores
 	python -m tests.attention.compiled --all
 
 gpu:  ## run only the tests that need an NVIDIA GPU

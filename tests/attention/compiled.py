@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple, dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -296,7 +295,7 @@ def tested_variants() -> list[Variant]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every row of the table for every chip: tens of minutes")
+    parser.add_argument("--all", action="store_true", help="every row of the table for every chip: long, on few cores")
     parser.add_argument("--only", default="", help="variants whose name contains this, such as 'sm_90 bf16 d128'")
     parser.add_argument(
         "--tile", nargs=4, type=int, metavar=("M", "N", "WARPS", "STAGES"), help="in place of the table's"
@@ -307,10 +306,10 @@ def main(argv: list[str] | None = None) -> int:
     tile = None if options.tile is None else Tile(*options.tile)
     variants = [v for v in (all_variants() if options.all else tested_variants()) if options.only in str(v)]
     kernels = failures = 0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, max_tasks_per_child=20) as pool:  # Triton keeps what it compiled
-        for future in as_completed([pool.submit(compile_variant, variant, tile) for variant in variants]):
-            for found in future.result():
+    # Triton keeps what it compiled: processes are replaced now and then
+    with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=20) as pool:
+        for compiled in pool.imap_unordered(partial(compile_variant, tile=tile), variants):
+            for found in compiled:
                 kernels += 1
                 failures += bool(found.problems)
                 if found.problems:
