@@ -145,12 +145,18 @@ def score_arguments(call: Call) -> Score:
     return Score(call.scale, LOG2_E * (call.scale if plain else 1), call.softcap or None, slopes, stride)
 
 
-def dropout_arguments(call: Call) -> Dropout:
+def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
+    """Dropout for a kernel whose steps take ``walked`` keys (or queries, where it walks those).
+
+    A tile draws whole calls where they lie on its grid. One of 16 beside a term of the mask does not: Triton 3.6 and
+    3.7 look through the draws for the width of what was loaded, and where a term loaded bytes, take weights for packed
+    halves of them, which enter the product over 16 keys twice or not at all.
+    """
     if call.rng is None:
         return Dropout(None, None, None, None, None, None, None)
-    aligned = call.origin[2] % 16 == 0 and call.origin[3] % 16 == 0
     entry, head, query, key = call.origin
-    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if aligned else 1)
+    whole = query % 16 == key % 16 == 0 and not (call.has_terms and walked == 16)
+    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1)
 
 
 def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:

@@ -186,7 +186,8 @@ def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
 
 
 def _what(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
-    return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call)
+    walked = tile.block_n if walks_keys else tile.block_m
+    return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call, walked)
 
 
 def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:

@@ -11,7 +11,7 @@ ROUNDS = tl.constexpr(7)
 class Dropout(NamedTuple):
     """State (int64 (2,); None: no dropout), the bytes of 256 that keep, and the coordinates of the first element.
 
-    ``unaligned`` is None where the query and key coordinates are multiples of 16, so that a tile draws whole calls.
+    ``by_element`` is None where a tile draws whole calls, each for its 16 elements.
     """
 
     state: Any
@@ -20,7 +20,7 @@ class Dropout(NamedTuple):
     head: Any
     query: Any
     key: Any
-    unaligned: Any
+    by_element: Any
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def draw_tile(dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.co
     """Draws of a tile of S, uint32 [BLOCK_M, BLOCK_N]: the random byte on top. Starts, sizes are multiples of 16."""
     m, n = dropout.query + start_m, dropout.key + start_n
     entry, head = dropout.entry + entry, dropout.head + head
-    if dropout.unaligned is None:
+    if dropout.by_element is None:
         draws = _draw_calls(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
     else:
         queries, keys = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
@@ -52,7 +52,7 @@ def draw_tile_transposed(
     """Draws of a tile of S transposed, uint32 [BLOCK_N, BLOCK_M]."""
     m, n = dropout.query + start_m, dropout.key + start_n
     entry, head = dropout.entry + entry, dropout.head + head
-    if dropout.unaligned is None:
+    if dropout.by_element is None:
         draws = _draw_calls_transposed(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
     else:
         queries, keys = m + tl.arange(0, BLOCK_M)[None, :], n + tl.arange(0, BLOCK_N)[:, None]
@@ -87,8 +87,6 @@ def thin(x, draws, dropout, PRECISION: tl.constexpr):
     """fp32 x where its draw keeps it, else 0.
 
     Compiled, in two instructions: a Boolean tile would be packed into bytes, and unpacked, on its way to x's layout.
-    They are called impure, so that Triton does not look through them, at the draws and the mask's loads, for the width
-    that x was loaded with: it would take that to choose how a tile of 16 columns enters a product, and choose wrongly.
     """
     limit = tl.cast(dropout.threshold, tl.uint32) << 24
     if PRECISION == "ieee":
@@ -96,7 +94,7 @@ def thin(x, draws, dropout, PRECISION: tl.constexpr):
     else:
         kept = tl.inline_asm_elementwise(
             "{ .reg .pred keep; setp.lt.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }",
-            "=f,f,r,r", [x, draws, limit], dtype=tl.float32, is_pure=False, pack=1,
+            "=f,f,r,r", [x, draws, limit], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return kept
 
