@@ -11,8 +11,7 @@ from liger_kernel.ops.rope import LigerRopeFunction
 from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 from torch import Tensor
 
-# Logits that exist at one time, in tokens. Liger alone would take all tokens at once when vocab_size <= width.
-MAX_LOGIT_TOKENS = 4096
+from flash_train.model.ops import MAX_LOGIT_TOKENS
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

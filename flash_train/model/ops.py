@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100
 CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path
+# The same on the CUDA path, at most. Liger alone would take all tokens at once when vocab_size <= width.
+MAX_LOGIT_TOKENS = 4096
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

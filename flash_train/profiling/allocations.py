@@ -1,0 +1,268 @@
+"""What a stretch of a program takes of a device's memory: every tensor's, with the module and the phase that made it.
+
+On CUDA the allocations come from the allocator's own history, elsewhere from PyTorch's profiler. What the model is
+doing is logged beside them by hooks that touch no value; the two are joined by their times.
+"""
+
+import bisect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_train.profiling.ledger import Moment
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of memory: bytes, its address, when it came and went (ns; None: it stayed), and in what it was made.
+
+    `scope` is the name of the innermost module at work, "" outside of all; `owner` says what it is where that was known
+    beforehand (weights, gradients, …), else "".
+    """
+
+    size: int
+    address: int
+    start: int
+    end: int | None
+    phase: str
+    scope: str
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Bytes taken (or, negative, given back) at an address."""
+
+    time: int
+    address: int
+    size: int
+
+
+class Scopes:
+    """What was at work when, in order of time: the phase, and the innermost module."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, str, str]] = []
+        self.phase = ""
+        self._now = ""
+        self._stack: list[str] = []  # modules whose forward runs, below them what was at work when it began
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        self._log("")
+
+    def at(self, when: int) -> tuple[str, str]:
+        """(phase, module) of a time; "" before the first entry."""
+        index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
+        return self.entries[index][1:] if index >= 0 else ("", "")
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Log the modules of `model`: before and after their forward, and when their result's gradient comes, which
+        is where their backward begins."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._entering(name)))
+            handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stack.clear()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if not self._stack:
+                self._stack.append(self._now)
+            self._stack.append(name)
+            self._log(name)
+
+        return hook
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._stack.pop()
+            self._log(self._stack[-1])
+            if len(self._stack) == 1:
+                self._stack.pop()
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda _: self._log(name))
+
+        return hook
+
+    def _log(self, scope: str) -> None:
+        self._now = scope
+        self.entries.append((time.time_ns(), self.phase, scope))
+
+
+class Recording:
+    """The events of a stretch of time, and what lay on the device before it.
+
+    Args:
+        device: CUDA records in its allocator; any other device is taken for the CPU, whose profiler records.
+        owned: tensors that exist already, by what they are. Those of one storage count once.
+    """
+
+    def __init__(self, device: torch.device, owned: Iterable[tuple[str, Tensor]]) -> None:
+        self.device, self.scopes = device, Scopes()
+        self.events: list[Event] = []
+        self.before: dict[int, tuple[str, int]] = {}  # address: what it is, bytes
+        for owner, tensor in owned:
+            storage = tensor.untyped_storage()
+            self.before.setdefault(storage.data_ptr(), (owner, storage.nbytes()))
+
+    def release(self, owner: str) -> None:
+        """What was owned under this name goes now: a CPU's profiler does not see the end of what it saw not begin."""
+        now = time.time_ns()
+        self.events += [Event(now, at, -size) for at, (name, size) in self.before.items() if name == owner]
+
+    @contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        with self.scopes.watching(model), self._cuda() if self.device.type == "cuda" else self._cpu():
+            yield
+
+    def allocations(self) -> list[Allocation]:
+        """All, in order of their beginning."""
+        open_ = {at: Allocation(size, at, 0, None, "", "", owner) for at, (owner, size) in self.before.items()}
+        ended = []
+        for event in sorted(self.events, key=lambda event: event.time):
+            if event.size > 0:
+                phase, scope = self.scopes.at(event.time)
+                open_[event.address] = Allocation(event.size, event.address, event.time, None, phase, scope)
+            elif event.address in open_:
+                gone = open_.pop(event.address)
+                ended.append(Allocation(**{**vars(gone), "end": event.time}))
+        return sorted([*ended, *open_.values()], key=lambda allocation: allocation.start)
+
+    @contextmanager
+    def _cpu(self) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+
+        def walk(event: Any) -> None:
+            if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+                fields = event.extra_fields
+                self.events.append(Event(event.start_time_ns, fields.ptr, fields.alloc_size))
+            for child in event.children:
+                walk(child)
+
+        results = profiler.profiler.kineto_results if profiler.profiler else None
+        for root in results.experimental_event_tree() if results else ():
+            walk(root)
+
+    @contextmanager
+    def _cuda(self) -> Iterator[None]:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=10_000_000)
+        try:
+            yield
+        finally:
+            self.snapshot = torch.cuda.memory._snapshot(self.device)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        signs = {"alloc": 1, "free_completed": -1}
+        for entry in self.snapshot["device_traces"][index]:
+            if sign := signs.get(entry["action"]):
+                self.events.append(Event(entry["time_us"] * 1000, entry["addr"], sign * entry["size"]))
+
+
+def moments(
+    allocations: Iterable[Allocation], kind_of: Callable[[Allocation], str], scopes: Scopes
+) -> list[tuple[str, Moment]]:
+    """What was held after every change, by kinds, with the phase of each."""
+    changes: list[tuple[int, int, Allocation]] = []
+    for allocation in allocations:
+        changes.append((allocation.start, allocation.size, allocation))
+        if allocation.end is not None:
+            changes.append((allocation.end, -allocation.size, allocation))
+    held: dict[str, int] = {}
+    found = []
+    for when, size, allocation in sorted(changes, key=lambda change: change[0]):
+        kind = kind_of(allocation)
+        held[kind] = held.get(kind, 0) + size
+        phase, scope = scopes.at(when)
+        found.append((phase, Moment(scope, {kind: size for kind, size in held.items() if size})))
+    return found
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """A recorded step. Bytes; `moments` in order, each with its phase; `kept_by_block` what each block's forward left
+    for its backward."""
+
+    peak: Moment
+    phases: dict[str, Moment]
+    kept_by_block: dict[str, int]
+    moments: list[tuple[str, Moment]] = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total
+
+
+def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) -> MemoryProfile:
+    """What the recording of one optimizer step shows.
+
+    Args:
+        model: whose modules were watched; blocks are the children of its `blocks`.
+        activation_bytes: bytes of an element of the activations: copies of weights in that width are autocast's.
+    """
+    allocations = recording.allocations()
+    last = {phase: max((e[0] for e in recording.scopes.entries if e[1] == phase), default=0) for phase in PHASES}
+    copies = {
+        name: activation_bytes * module.weight.numel()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.element_size() != activation_bytes
+    }
+    end = max((e[0] for e in recording.scopes.entries), default=0)
+    first_block = min((e[0] for e in recording.scopes.entries if e[2].startswith("blocks")), default=0)
+
+    def kind_of(a: Allocation) -> str:
+        if a.owner:
+            return a.owner
+        stays = a.end is None or a.end >= end
+        if a.phase == "backward" and stays:
+            return "gradients"
+        if a.phase == "step":
+            return "optimizer state"
+        if copies.get(a.scope) == a.size:
+            return "autocast copies"
+        if a.scope == "" and a.start < first_block:
+            return "batch and tables"
+        return kind_of_module(a.scope)
+
+    found = moments(allocations, kind_of, recording.scopes)
+    peaks = {phase: _fullest(m for p, m in found if p == phase) for phase in PHASES}
+    kept: dict[str, int] = {}
+    for a in allocations:
+        parts = a.scope.split(".")
+        lives = a.end is None or a.end > last["forward"]
+        if a.phase == "forward" and lives and parts[0] == "blocks" and kind_of(a) != "autocast copies":
+            name = ".".join(parts[:2])
+            kept[name] = kept.get(name, 0) + a.size
+    return MemoryProfile(_fullest(m for _, m in found), peaks, kept, found)
+
+
+PHASES = ("forward", "backward", "step")
+
+
+def kind_of_module(scope: str) -> str:
+    """What a module's allocations are, by its name in `flash_train.model.Transformer`."""
+    name = scope.rpartition(".")[2]
+    if name.endswith("norm"):
+        return "norms"
+    for part, kind in (("attention", "attention"), ("mlp", "mlp"), ("blocks", "residual stream")):
+        if part in scope.split("."):
+            return kind
+    return "residual stream" if name == "embedding" else "logits and loss"
+
+
+def _fullest(found: Iterable[Moment]) -> Moment:
+    return max(found, key=lambda moment: moment.total, default=Moment("", {}))

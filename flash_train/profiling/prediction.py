@@ -1,0 +1,428 @@
+"""The memory of a training step, from its configuration alone.
+
+The step is walked through as PyTorch runs it, and every tensor that matters is entered into a ledger when it comes to
+be and struck out when it goes: when its name in Python ends, or when the backward has used what autograd saved. There
+is nothing in it but shapes, sizes of dtypes, and this order of events; no number was fitted.
+
+`Step.fused` is the path on CUDA (liger-kernel's norm, rotary, SwiGLU and linear cross entropy), else PyTorch's own.
+"""
+
+import math
+from dataclasses import dataclass
+
+from flash_train.model import ModelConfig
+from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
+from flash_train.profiling.ledger import Ledger, Moment
+
+#: bytes of (weights, activations) in each precision
+WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
+KINDS = (
+    "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
+    "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
+)  # fmt: skip
+PHASES = ("forward", "loss", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What decides the memory of a training step.
+
+    Args:
+        model: its shape, with attention and residual dropout.
+        seq_len, batch_size: of a micro-batch; `accumulate` of them make an optimizer step.
+        precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
+        memory: none, selective or checkpoint.
+        attention: flash, sdpa, standard or chunked: the backend that runs.
+        fused: CUDA's operations, else PyTorch's own, as on a CPU.
+        workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
+        longest: the longest document, for backends that hold something per pair; None: `seq_len`.
+    """
+
+    model: ModelConfig
+    seq_len: int
+    batch_size: int = 1
+    accumulate: int = 1
+    precision: str = "bf16-mixed"
+    memory: str = "none"
+    attention: str = "flash"
+    fused: bool = True
+    workspace: int = 0
+    longest: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_len * self.batch_size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes. `peak` is the fullest moment of the step, `phases` that of each phase, `per_layer` what a block keeps
+    between its forward and its backward, `moments` all of them, for a picture."""
+
+    peak: Moment
+    phases: dict[str, Moment]
+    per_layer: int
+    moments: list[tuple[str, Moment]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total
+
+
+def predict(step: Step) -> Prediction:
+    """The memory of a step after the first, when optimizer state and the last step's gradients exist.
+
+    Raises:
+        ValueError: a precision, memory mode or attention that is not known.
+    """
+    walk = _Walk(step)
+    walk.run()
+    return Prediction(
+        walk.ledger.peak(), {name: walk.ledger.peak(name) for name in PHASES}, walk.per_layer, walk.ledger.moments
+    )
+
+
+class _Walk:
+    """One optimizer step of the model, tensor by tensor. Sizes are in elements unless they are called bytes."""
+
+    def __init__(self, step: Step) -> None:
+        for name, value, allowed in (
+            ("precision", step.precision, tuple(WIDTHS)),
+            ("memory", step.memory, ("none", "selective", "checkpoint")),
+            ("attention", step.attention, ("flash", "triton", "sdpa", "standard", "chunked")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value} is not known: it must be one of {', '.join(allowed)}")
+        m = step.model
+        self.step, self.model, self.ledger = step, m, Ledger()
+        self.w, self.e = WIDTHS[step.precision]
+        self.mixed = self.w != self.e  # autocast
+        self.widens = self.e < 4 and not step.fused
+        tokens = step.tokens
+        self.stream = tokens * m.width
+        self.heads = tokens * m.n_heads * m.head_dim
+        self.kv_heads = tokens * m.n_kv_heads * m.head_dim
+        self.hidden = tokens * m.mlp_width
+        attention, kv = m.width * m.n_heads * m.head_dim, m.width * m.n_kv_heads * m.head_dim
+        self.linears = {
+            "q": attention, "k": kv, "v": kv, "out": attention,
+            "gate": m.width * m.mlp_width, "up": m.width * m.mlp_width, "down": m.width * m.mlp_width,
+        }  # fmt: skip
+        self.per_layer = 0
+
+    def run(self) -> None:
+        self.begin()
+        self.ledger.phase = "forward"
+        self.forward()
+        self.ledger.phase = "loss"
+        self.loss()
+        self.ledger.phase = "backward"
+        self.backward()
+        self.ledger.phase = "step"
+        self.ledger.pass_by("norms of the gradients", "optimizer state", 4 * len(self.linears) * self.model.n_layers)
+
+    def begin(self) -> None:
+        m, hold = self.model, self.ledger.hold
+        self.ledger.phase = "forward"
+        hold("weights", "weights", self.w * m.num_parameters)
+        hold("optimizer", "optimizer state", 2 * self.w * m.num_parameters)
+        hold("gradients", "gradients", self.w * m.num_parameters)  # of the last step, until this one's backward
+        hold("workspace", "matrix-product workspace", self.step.workspace)
+        hold("batch", "batch and tables", 3 * 8 * self.step.tokens)  # tokens, labels, positions
+        hold("tables", "batch and tables", 2 * 4 * self.step.tokens * m.head_dim // 2)  # cosines and sines
+
+    # -- forward
+
+    def forward(self) -> None:
+        ledger = self.ledger
+        ledger.hold("x0", "residual stream", self.e * self.stream)
+        if self.mixed:
+            ledger.pass_by("embedding in fp32", "residual stream", self.w * self.stream)
+        for layer in range(self.model.n_layers):
+            before = sum(ledger.parts.values())
+            self.block(layer, saves=self.step.memory == "none")
+            if self.step.memory == "selective":
+                self.keep_attention(layer)
+            if layer == 0:
+                copies = ledger.parts.get("autocast copies", 0)
+                self.per_layer = sum(ledger.parts.values()) - copies - before
+
+    def block(self, layer: int, *, saves: bool) -> None:
+        """A block's forward; `saves`: autograd keeps what its backward needs, else all ends with its name."""
+        hold, e = self.ledger.hold, self.e
+
+        def ends(*names: str) -> None:
+            if not saves:
+                self.ledger.drop(*(f"{layer}.{name}" for name in names))
+
+        if self.model.residual_dropout:
+            for i in (1, 2):
+                hold(f"{layer}.mask{i}", "residual stream", self.stream)
+        self.norm(f"{layer}.norm1", f"x{layer}")
+        for name in ("q", "k", "v"):
+            self.cast(layer, name)
+            hold(f"{layer}.{name}", "attention", e * (self.heads if name == "q" else self.kv_heads))
+        if self.model.qk_norm:
+            self.head_norms(layer)
+        if not self.step.fused:
+            self.rotate(layer)
+        self.attend(layer)
+        self.cast(layer, "out")
+        hold(f"{layer}.mixed", "attention", e * self.stream)
+        ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined", "pairs", "dropped pairs")
+        ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
+        self.add(layer, f"{layer}.middle", f"{layer}.mixed")
+        self.norm(f"{layer}.norm2", f"{layer}.middle")
+        for name in ("gate", "up"):
+            self.cast(layer, name)
+            hold(f"{layer}.{name}", "mlp", e * self.hidden)
+        if not self.step.fused:
+            hold(f"{layer}.silu", "mlp", e * self.hidden)
+        hold(f"{layer}.product", "mlp", e * self.hidden)
+        ends("gate", "up", "silu")
+        self.cast(layer, "down")
+        hold(f"{layer}.added", "mlp", e * self.stream)
+        ends("product", "norm2", "norm2 rstd", "norm2 scaled", "norm2 wide")
+        self.add(layer, f"x{layer + 1}", f"{layer}.added")
+        ends("middle", "mask1", "mask2")
+        if self.widens:  # the norms saved copies in fp32 in the stream's place
+            self.ledger.drop(f"{layer}.middle", f"x{layer}" if self.step.memory == "none" else "")
+
+    def add(self, layer: int, name: str, update: str) -> None:
+        """Onto the residual stream; with dropout the update is masked and scaled first."""
+        if self.model.residual_dropout:
+            for i in (1, 2):
+                self.ledger.hold(f"{update} {i}", "residual stream", self.e * self.stream)
+        self.ledger.hold(name, "residual stream", self.e * self.stream)
+        self.ledger.drop(update, f"{update} 1", f"{update} 2")
+
+    def norm(self, name: str, of: str) -> None:
+        """Its result, and what it saves beside its input: a number per row; PyTorch's own also the scaled rows."""
+        hold = self.ledger.hold
+        hold(name, "norms", self.e * self.stream)
+        hold(f"{name} rstd", "norms", 4 * self.step.tokens)
+        if not self.step.fused:
+            hold(f"{name} scaled", "norms", self.e * self.stream)
+            if self.widens:
+                hold(f"{name} wide", "norms", 4 * self.stream)
+            self.ledger.pass_by(f"{name} squared", "norms", 4 * self.stream)
+
+    def head_norms(self, layer: int) -> None:
+        m = self.model
+        for name, size, heads in (("q", self.heads, m.n_heads), ("k", self.kv_heads, m.n_kv_heads)):
+            self.rename(f"{layer}.{name}", f"{layer}.raw {name}")
+            self.ledger.hold(f"{layer}.{name}", "attention", self.e * size)
+            factor = 1 if self.step.fused else 1 + self.e * m.head_dim / 4  # PyTorch's own keeps the scaled rows
+            self.ledger.hold(f"{layer}.rstd {name}", "attention", 4 * self.step.tokens * heads * factor)
+
+    def rotate(self, layer: int) -> None:
+        """PyTorch's rotary embedding makes new tensors; what it was given stays only if something saved it."""
+        for name, size in (("q", self.heads), ("k", self.kv_heads)):
+            self.ledger.hold(f"{layer}.rotated {name}", "attention", self.e * size)
+            self.ledger.pass_by(f"{layer}.halves", "attention", 4 * size)
+            self.ledger.drop(f"{layer}.{name}")
+            self.rename(f"{layer}.rotated {name}", f"{layer}.{name}")
+
+    def attend(self, layer: int) -> None:
+        hold, e, m = self.ledger.hold, self.e, self.model
+        if self.step.attention == "standard":
+            pairs, document = self.pairs()
+            hold(f"{layer}.pairs", "attention", e * pairs)
+            dropout = pairs if m.attention_dropout else 0
+            hold(f"{layer}.dropped pairs", "attention", dropout)
+            mask = 2 * (self.step.longest or self.step.seq_len) ** 2
+            self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
+        grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
+        if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
+            self.ledger.drop(f"{layer}.k", f"{layer}.v")
+            for name in ("k", "v"):
+                hold(f"{layer}.{name}", "attention", e * self.heads)
+        if f"{layer}.out" not in self.ledger.held:
+            hold(f"{layer}.out", "attention", e * self.heads)
+            hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
+        if self.step.attention in ("standard", "chunked") or not self.step.fused:  # a document at a time, then joined
+            hold(f"{layer}.joined", "attention", e * self.heads)
+
+    def pairs(self) -> tuple[int, int]:
+        """Elements of all score matrices that one layer keeps, and of the largest one."""
+        longest = self.step.longest or self.step.seq_len
+        largest = self.model.n_heads * longest**2
+        return largest * (self.step.tokens // longest), largest
+
+    def keep_attention(self, layer: int) -> None:
+        """`memory=selective` keeps the results of a fused attention's operator."""
+        if self.step.attention not in ("standard", "chunked"):
+            self.ledger.hold(f"{layer}.kept out", "attention", self.e * self.heads)
+            self.ledger.hold(f"{layer}.kept lse", "attention", 4 * self.step.tokens * self.model.n_heads)
+
+    def cast(self, layer: int, name: str) -> None:
+        """Under autocast a weight's copy in 16 bits is made once, and kept for the backward."""
+        if self.mixed and f"copy {layer}.{name}" not in self.ledger.held:
+            self.ledger.hold(f"copy {layer}.{name}", "autocast copies", self.e * self.linears[name])
+
+    # -- loss
+
+    def loss(self) -> None:
+        ledger, m, e = self.ledger, self.model, self.e
+        self.norm("final", f"x{m.n_layers}")
+        head = m.vocab_size * m.width
+        if not self.step.fused:
+            self.chunk_of_logits("forward")
+            self.end_of_autocast()
+            return
+        if self.mixed:
+            ledger.hold("copy head", "autocast copies", e * head)
+        per_width = math.ceil(m.vocab_size / m.width)
+        piece = min(self.step.tokens, MAX_LOGIT_TOKENS * per_width)
+        pieces = math.ceil(self.step.tokens / piece)
+        chunk = min(1 << (math.ceil(piece / per_width) - 1).bit_length(), piece)
+        kind = "logits and loss"
+        ledger.hold("gradient of the hidden states", kind, e * self.stream)
+        ledger.hold("gradient of the head", kind, 4 * head * min(pieces, 2))
+        ledger.hold("losses", kind, 4 * piece)
+        transposed = e * head if self.mixed else 0
+        ledger.pass_by("logits", kind, e * chunk * (m.vocab_size + m.width) + transposed)
+        ledger.drop("losses", "gradient of the head")
+        ledger.hold("gradient of the head", kind, self.w * head)
+        if pieces > 1:
+            ledger.pass_by("its pieces joined", kind, e * self.stream)
+        ledger.drop("final", "copy head")
+        self.end_of_autocast()
+
+    def chunk_of_logits(self, phase: str) -> None:
+        """PyTorch's way: a chunk's logits at a time, computed again in the backward."""
+        size = min(CHUNK_TOKENS, self.step.tokens) * self.model.vocab_size
+        copies = (2 if phase == "forward" else 3) * 4 + (self.e if self.mixed else 0)  # logits, their log-softmax, grad
+        self.ledger.pass_by("logits", "logits and loss", copies * size)
+
+    def end_of_autocast(self) -> None:
+        """Copies that no graph holds go with autocast's cache."""
+        if self.step.memory != "none":
+            self.ledger.drop(*[name for name in self.ledger.held if name.startswith("copy ")])
+
+    # -- backward
+
+    def backward(self) -> None:
+        ledger, m, e = self.ledger, self.model, self.e
+        if self.step.accumulate == 1:  # Lightning clears the last gradients between forward and backward
+            ledger.drop("gradients")
+        head = m.vocab_size * m.width
+        if self.step.fused:
+            self.gradient("head", head, ready=True)
+            ledger.drop("gradient of the head")
+        else:
+            ledger.hold("gradient of the hidden states", "logits and loss", e * self.stream)
+            self.chunk_of_logits("backward")
+            self.gradient("head", head)
+            ledger.pass_by("its pieces joined", "logits and loss", e * self.stream)
+        ledger.drop("final")
+        self.norm_backward("final", "gradient of the hidden states", f"x{m.n_layers}")
+        ledger.hold("dx", "residual stream", e * self.stream)
+        for layer in reversed(range(m.n_layers)):
+            self.block_backward(layer)
+        if self.mixed:
+            ledger.hold("dx in fp32", "residual stream", self.w * self.stream)
+            ledger.drop("dx")
+        if m.tied_embeddings:
+            ledger.pass_by("embedding", "gradients", self.w * head)
+        else:
+            self.gradient("embedding", head, ready=True)
+        ledger.drop("dx", "dx in fp32")
+
+    def block_backward(self, layer: int) -> None:
+        ledger, e, fused = self.ledger, self.e, self.step.fused
+        if self.step.memory != "none":
+            for name in ("out", "lse"):  # of memory=selective, which does not run the attention again
+                self.rename(f"{layer}.kept {name}", f"{layer}.{name}")
+            self.block(layer, saves=True)
+            ledger.drop(f"x{layer + 1}")
+
+        def held(name: str, kind: str, size: int) -> None:
+            ledger.hold(f"{layer}.{name}", kind, e * size)
+
+        def done(*names: str) -> None:
+            ledger.drop(*(f"{layer}.{name}" for name in names))
+
+        self.through_dropout(layer, "2")
+        held("d product", "mlp", self.hidden)
+        self.weight_gradient(layer, "down")
+        done("product")
+        if not fused:
+            held("d silu", "mlp", self.hidden)
+            held("d up", "mlp", self.hidden)
+            done("silu", "up", "d product")
+            held("d gate", "mlp", self.hidden)
+            done("d silu", "gate")
+        done("d product")
+        for name in ("up", "gate"):  # liger's gradients lie where these were
+            held(f"d norm2 by {name}", "norms", self.stream)
+            self.weight_gradient(layer, name)
+            done(name, f"d {name}")
+        done("d norm2 by gate", "norm2")
+        self.norm_backward(f"{layer}.norm2", f"{layer}.d norm2 by up", f"{layer}.middle")
+        self.through_dropout(layer, "1")
+        held("d mixed", "attention", self.heads)
+        self.weight_gradient(layer, "out")
+        self.attention_backward(layer)
+        for name in ("v", "k", "q"):
+            held(f"d norm1 by {name}", "norms", self.stream)
+            self.weight_gradient(layer, name)
+            done(f"d {name}", *(() if name == "v" else (f"d norm1 by {name}",)))
+        done("norm1")
+        self.norm_backward(f"{layer}.norm1", f"{layer}.d norm1 by v", f"x{layer}")
+        ledger.drop(*[name for name in ledger.held if name.startswith(f"{layer}.")])
+
+    def through_dropout(self, layer: int, which: str) -> None:
+        if self.model.residual_dropout:
+            for name in ("scaled", "masked"):
+                self.ledger.hold(f"{layer}.{name} {which}", "residual stream", self.e * self.stream)
+            self.ledger.drop(f"{layer}.scaled {which}", f"{layer}.mask{which}")
+
+    def norm_backward(self, name: str, gradient: str, of: str) -> None:
+        """From the gradient of its result to that of its input."""
+        ledger, kind = self.ledger, "norms"
+        ledger.hold(f"d {name}", kind, self.e * self.stream)
+        if not self.step.fused:  # product by product: with the weight, with the scaled rows, and through the mean
+            wide = f"d {name} in fp32"
+            ledger.pass_by(f"d {name} of its weight", kind, self.e * self.stream)
+            ledger.drop(gradient, f"{name} scaled")
+            ledger.hold(wide, kind, (4 if self.widens else 0) * self.stream)
+            ledger.pass_by(f"{wide} by rows", kind, 2 * 4 * self.stream)
+            ledger.drop(wide)
+        ledger.drop(of, gradient, *(f"{name} {part}" for part in ("rstd", "scaled", "wide")), f"d {name}")
+
+    def attention_backward(self, layer: int) -> None:
+        ledger, e, m = self.ledger, self.e, self.model
+        kv = self.ledger.size_of(f"{layer}.k")
+        ledger.drop(f"{layer}.joined")
+        if self.step.attention == "standard":
+            _, document = self.pairs()
+            ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * document * (2 if m.attention_dropout else 1))
+        ledger.hold(f"{layer}.d q", "attention", e * self.heads)
+        for name in ("k", "v"):
+            ledger.hold(f"{layer}.d {name}", "attention", kv)
+        rows = 2 if self.step.attention in ("flash", "triton") else 1  # delta, and the log-sum-exp in base 2
+        ledger.hold(f"{layer}.rows", "attention workspace", rows * 4 * self.step.tokens * m.n_heads)
+        ledger.drop(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs")))
+        ledger.drop(f"{layer}.rows", f"{layer}.d mixed", f"{layer}.masked 1")
+        for name in ("q", "k") if m.qk_norm else ():
+            ledger.hold(f"{layer}.d raw {name}", "attention", ledger.size_of(f"{layer}.d {name}"))
+            ledger.drop(f"{layer}.d {name}", f"{layer}.raw {name}", f"{layer}.rstd {name}")
+            self.rename(f"{layer}.d raw {name}", f"{layer}.d {name}")
+
+    def weight_gradient(self, layer: int, name: str) -> None:
+        self.gradient(f"{layer}.weights of {name}", self.linears[name])
+        self.ledger.drop(f"copy {layer}.{name}")
+
+    def gradient(self, name: str, size: int, *, ready: bool = False) -> None:
+        """A weight's gradient; under autocast it comes in 16 bits first. `ready`: it is of the weight's dtype."""
+        if self.mixed and not ready:
+            self.ledger.hold("gradient in 16 bits", "gradients", self.e * size)
+        self.ledger.hold(f"gradient {name}", "gradients", self.w * size)
+        self.ledger.drop("gradient in 16 bits")
+        if self.step.accumulate > 1:  # it is added to what is there
+            self.ledger.drop(f"gradient {name}")
+
+    def rename(self, old: str, new: str) -> None:
+        if old in self.ledger.held:
+            self.ledger.held[new] = self.ledger.held.pop(old)
