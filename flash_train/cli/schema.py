@@ -167,6 +167,7 @@ class TrainSchema:
     init_from: str | None = None
     compile: bool = False
     validate_only: bool = False
+    force: bool = False
     attention: AttentionSchema = field(default_factory=AttentionSchema)
     model: ModelSchema = field(default_factory=ModelSchema)
     data: DataSchema = field(default_factory=DataSchema)

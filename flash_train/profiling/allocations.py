@@ -111,11 +111,16 @@ class Recording:
 
     def __init__(self, device: torch.device, owned: Iterable[tuple[str, Tensor]]) -> None:
         self.device, self.scopes = device, Scopes()
+        self.snapshot: Any = None  # the CUDA allocator's, for PyTorch's viewer
         self.events: list[Event] = []
         self.before: dict[int, tuple[str, int]] = {}  # address: what it is, bytes
         for owner, tensor in owned:
             storage = tensor.untyped_storage()
-            self.before.setdefault(storage.data_ptr(), (owner, storage.nbytes()))
+            if storage.device.type == device.type:
+                self.before.setdefault(storage.data_ptr(), (owner, storage.nbytes()))
+        if device.type == "cuda":  # mostly what matrix products keep for themselves
+            rest = torch.cuda.memory_allocated(device) - sum(size for _, size in self.before.values())
+            self.before[-1] = ("matrix-product workspace", max(0, rest))
 
     def release(self, owner: str) -> None:
         """What was owned under this name goes now: a CPU's profiler does not see the end of what it saw not begin."""

@@ -35,7 +35,7 @@ class Step:
         attention: flash, sdpa, standard or chunked: the backend that runs.
         fused: CUDA's operations, else PyTorch's own, as on a CPU.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
-        longest: the longest document, for backends that hold something per pair; None: `seq_len`.
+        lengths: of the documents, for backends that hold something per pair; None: one document a row.
     """
 
     model: ModelConfig
@@ -47,11 +47,15 @@ class Step:
     attention: str = "flash"
     fused: bool = True
     workspace: int = 0
-    longest: int | None = None
+    lengths: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
         return self.seq_len * self.batch_size
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        return self.lengths or (self.seq_len,) * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,7 @@ class _Walk:
             hold(f"{layer}.pairs", "attention", e * pairs)
             dropout = pairs if m.attention_dropout else 0
             hold(f"{layer}.dropped pairs", "attention", dropout)
-            mask = 2 * (self.step.longest or self.step.seq_len) ** 2
+            mask = 2 * max(self.step.documents) ** 2
             self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
         grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
         if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
@@ -245,9 +249,8 @@ class _Walk:
 
     def pairs(self) -> tuple[int, int]:
         """Elements of all score matrices that one layer keeps, and of the largest one."""
-        longest = self.step.longest or self.step.seq_len
-        largest = self.model.n_heads * longest**2
-        return largest * (self.step.tokens // longest), largest
+        squares = [n * n for n in self.step.documents]
+        return self.model.n_heads * sum(squares), self.model.n_heads * max(squares)
 
     def keep_attention(self, layer: int) -> None:
         """`memory=selective` keeps the results of a fused attention's operator."""

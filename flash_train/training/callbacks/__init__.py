@@ -1,6 +1,7 @@
 """Callbacks, each of use by itself in any `Trainer`; those that log metrics want `Throughput` beside them."""
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
+from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
 from flash_train.training.callbacks.progress import RichProgress
 from flash_train.training.callbacks.record import RunRecord
@@ -12,8 +13,10 @@ from flash_train.training.callbacks.throughput import Throughput
 __all__ = [
     "AtomicCheckpointIO",
     "ClosingSample",
+    "MemorySnapshot",
     "NonFiniteLoss",
     "NonFiniteLossError",
+    "RecordedStep",
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",

@@ -1,0 +1,103 @@
+"""A configuration's memory, before it runs: told in one line, and refused where it cannot fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from flash_train.cli.errors import UsageError
+from flash_train.model import ModelConfig
+from flash_train.profiling.prediction import Prediction, Step, predict
+
+#: what cuBLAS keeps on a device of Hopper's generation or later, and on others (`CUBLAS_WORKSPACE_CONFIG`'s defaults)
+WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
+GIB = 2**30
+SHORTEST = 256  # tokens in a row that are still worth proposing
+
+
+def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> Step:
+    """What decides the memory of this configuration's steps; one document a row, the most that attention can need."""
+    on_cuda = device.type == "cuda"
+    recent = on_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+    return Step(
+        model,
+        config.seq_len,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        precision=config.precision,
+        memory=config.memory.mode,
+        attention=attention,
+        fused=on_cuda,
+        workspace=WORKSPACES[0 if recent else 1] if on_cuda else 0,
+    )
+
+
+def check_memory(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> None:
+    """Say what a step will take, and on CUDA refuse one that takes more than there is, unless `force=true`.
+
+    Of a run over several devices, or a compiled one, nothing is known beforehand.
+
+    Raises:
+        UsageError: it cannot fit; says what was predicted, what there is, and settings that would fit.
+    """
+    if config.trainer.devices * config.trainer.num_nodes > 1 or config.compile:
+        return
+    step = step_of(config, model, attention, device)
+    prediction = predict(step)
+    limit = available(device)
+    tell(prediction, limit)
+    if limit is not None and prediction.peak_bytes > limit and not config.force:
+        raise UsageError(
+            f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
+            f"{_gib(prediction.peak_bytes)} and there are {_gib(limit)} on the device; {advice(step, limit)}, "
+            "or force=true to try all the same"
+        )
+
+
+def available(device: torch.device) -> int | None:
+    """Bytes that a run can have of a CUDA device; None elsewhere, where the system's other programs decide."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
+@rank_zero_only
+def tell(prediction: Prediction, limit: int | None) -> None:
+    """One line: the predicted peak and its largest parts."""
+    parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
+    largest = ", ".join(f"{kind} {_gib(size)}" for size, kind in parts[:4])
+    of = "" if limit is None else f" of {_gib(limit)}"
+    print(f"memory: {_gib(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True)
+
+
+def advice(step: Step, limit: int) -> str:
+    """The first settings that would fit, in the order of what they cost."""
+    for words, other in alternatives(step):
+        if predict(other).peak_bytes <= limit:
+            return f"{words} would fit"
+    return "nothing that changes only memory, batch_size, precision or seq_len would fit: choose a smaller model"
+
+
+def alternatives(step: Step) -> Iterator[tuple[str, Step]]:
+    modes = ("none", "selective", "checkpoint")
+    stronger = modes[modes.index(step.memory) + 1 :]
+    for mode in stronger:
+        yield f"memory={mode}", replace(step, memory=mode)
+    least = replace(step, memory="checkpoint")
+    if step.batch_size > 1:
+        one = replace(least, batch_size=1, accumulate=step.accumulate * step.batch_size)
+        yield f"memory=checkpoint batch_size=1 accumulate={one.accumulate}", one
+        least = one
+    words = "memory=checkpoint" + (f" batch_size=1 accumulate={least.accumulate}" if step.batch_size > 1 else "")
+    if step.precision != "bf16-true":
+        yield f"{words} precision=bf16-true", replace(least, precision="bf16-true")
+    seq_len = step.seq_len
+    while (seq_len := seq_len // 2) >= SHORTEST:
+        yield f"{words} seq_len={seq_len}", replace(least, seq_len=seq_len)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,139 @@
+"""`flash-train-memory`: where the memory of a training step goes, measured beside what its configuration predicts."""
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from flash_train.cli.compose import compose_config
+from flash_train.cli.errors import one_line_errors
+from flash_train.cli.overrides import CommandLine, read
+
+if TYPE_CHECKING:
+    from flash_train.cli.build import Run
+    from flash_train.training.callbacks.memory_snapshot import RecordedStep
+
+STEPS = 3  # the first makes the optimizer's state, the second meets the gradients of the first; the last is recorded
+HELP = """Where the memory of a training step goes: weights, gradients, optimizer state, activations by kind, loss.
+
+  python scripts/profile_memory.py seq_len=16384 model=1b3 memory=selective
+
+takes the options of train.py (--help there lists them), runs three steps, records the last, and writes to run_dir:
+  memory.json  memory.md  memory.html  memory.png    measured beside predicted; the page needs no network
+  snapshot.pickle                                    on CUDA, for https://pytorch.org/memory_viz
+"""
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in ("--help", "-h"):
+        print(HELP)
+        return
+    # Read when PyTorch is imported: its profiler would say when it starts and stops, and what it did not see begin.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with one_line_errors():
+        profile_memory(compose(arguments))
+
+
+def compose(arguments: list[str]) -> DictConfig:
+    """The configuration of the run to record: that of `flash-train` with these arguments, and few steps."""
+    from flash_train.cli.train import prepare
+
+    line = read(arguments)
+    for key, value in defaults(line).items():
+        if line.given(key) is None:
+            line = line.with_override(key, value)
+    line = read(prepare(line.arguments()))
+    return compose_config(line.overrides, line.config_dir)
+
+
+def defaults(line: CommandLine) -> dict[str, str]:
+    steps = STEPS if line.given("max_steps") is None else int(str(line.given("max_steps")))
+    return {
+        "max_steps": str(steps),
+        "run_dir": f"runs/memory_{datetime.now():%Y-%m-%d_%H-%M-%S}",
+        "trainer.progress_bar": "false",
+    }
+
+
+def profile_memory(config: DictConfig) -> None:
+    """Run, record the last step, and write the report."""
+    from flash_train.cli.build import build
+    from flash_train.cli.failures import known_failures
+    from flash_train.cli.report import announce, finish
+    from flash_train.cli.train import quieten
+    from flash_train.training.callbacks import ClosingSample, MemorySnapshot, RunRecord, StepCheckpoint
+
+    quieten()
+    run_dir = Path(config.run_dir)
+    parts = build(config, run_dir)
+    announce(parts.attention, parts.data.info)
+    trainer = parts.trainer
+    recorded: list[RecordedStep] = []
+    # Three steps leave nothing to validate, to sample from or to go on with.
+    trainer.limit_val_batches = 0
+    unwanted = (StepCheckpoint, ClosingSample, RunRecord)
+    kept = [c for c in trainer.callbacks if not isinstance(c, unwanted)]  # type: ignore[attr-defined]
+    trainer.callbacks = [*kept, MemorySnapshot(recorded.append, steps=(config.max_steps,))]  # type: ignore[attr-defined]
+    with known_failures(config):
+        trainer.fit(parts.module, datamodule=parts.data)
+    write(config, parts, recorded[-1], run_dir)
+    finish(parts.logger)
+
+
+def write(config: DictConfig, parts: "Run", recorded: "RecordedStep", run_dir: Path) -> None:
+    """The report's files, and one line of it to the terminal."""
+    import pickle
+    from dataclasses import replace
+
+    from flash_train.cli.predict import step_of
+    from flash_train.profiling import device_name, versions
+    from flash_train.profiling.memory_plot import plot_memory
+    from flash_train.profiling.memory_report import report, summary, write_report
+    from flash_train.profiling.prediction import predict
+
+    model, device = parts.module.model.config, parts.module.device
+    step = replace(step_of(config, model, parts.attention[0], device), lengths=recorded.lengths)
+    found = report(
+        recorded.profile, predict(step), allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
+    )
+    found = {"settings": settings(config, parts), **found, "device": device_name(device), "versions": versions()}
+    lengths = [step.seq_len * 2**i // 8 for i in range(7)]
+    curves = {
+        mode: (lengths, [predict(replace(step, memory=mode, seq_len=n, lengths=None)).peak_bytes for n in lengths])
+        for mode in ("none", "selective", "checkpoint")
+    }
+    title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {parts.attention[0]}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    picture = plot_memory(
+        run_dir / "memory.png", recorded.profile.moments, curves,
+        (step.seq_len, found["measured_peak_bytes"], step.memory), title,
+    )  # fmt: skip
+    written = [*write_report(run_dir, found, f"Memory of a training step: {title}", picture), picture]
+    if recorded.snapshot is not None:
+        written.append(run_dir / "snapshot.pickle")
+        written[-1].write_bytes(pickle.dumps(recorded.snapshot))
+    log_artifact(parts.logger, written)
+    print(f"{summary(found)}\n{run_dir}: {', '.join(path.name for path in written)}")
+
+
+def settings(config: DictConfig, parts: "Run") -> dict[str, Any]:
+    chosen = {"model": config.model.name, "attention": parts.attention[0], "memory": config.memory.mode}
+    return chosen | {key: config[key] for key in ("seq_len", "batch_size", "accumulate", "precision")}
+
+
+def log_artifact(logger: Any, files: list[Path]) -> None:
+    """The files as an artifact of W&B's run, where it logs."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    if isinstance(logger, WandbLogger):
+        import wandb
+
+        artifact = wandb.Artifact("memory", type="memory-profile")
+        for path in files:
+            artifact.add_file(str(path))
+        logger.experiment.log_artifact(artifact)

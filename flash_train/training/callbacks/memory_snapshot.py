@@ -1,0 +1,105 @@
+"""Where a step's memory goes, recorded while training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from flash_train.profiling.allocations import MemoryProfile, Recording, profile_of
+from flash_train.training.callbacks.base import StepCallback
+from flash_train.training.callbacks.throughput import COMPUTE_DTYPE
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A recorded optimizer step: its number, its profile, the lengths of its documents; on CUDA the peak by the
+    allocator's own count, the most that it held from the device, and its snapshot for PyTorch's viewer."""
+
+    step: int
+    profile: MemoryProfile
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    lengths: tuple[int, ...] | None
+    snapshot: Any
+
+
+class MemorySnapshot(StepCallback):
+    """Records whole optimizer steps and hands each to `receive`.
+
+    Args:
+        receive: called after a recorded step.
+        every: record each step whose number this divides.
+        steps: or these steps, counted from 1.
+    """
+
+    def __init__(
+        self, receive: Callable[[RecordedStep], None], *, every: int | None = None, steps: tuple[int, ...] = ()
+    ) -> None:
+        self.receive, self.every, self.steps = receive, every, steps
+        self.recording: Recording | None = None
+        self._open = ExitStack()
+
+    def due(self, step: int) -> bool:
+        return step in self.steps or bool(self.every and step % self.every == 0)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.recording is None and self.due(trainer.global_step + 1):
+            self._begin(trainer, pl_module, batch)
+        self._phase("forward")
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        if self.recording is not None:
+            self.recording.release("gradients")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        self._phase("backward")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self._phase("step")
+
+    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        recording = self.recording
+        if recording is None:
+            return
+        self._phase("end")
+        self._open.close()
+        self.recording = None
+        width = COMPUTE_DTYPE[trainer.precision].itemsize
+        peaks: tuple[int | None, int | None] = (None, None)
+        if recording.device.type == "cuda":
+            stats = torch.cuda.memory_stats(recording.device)
+            peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        profile = profile_of(recording, pl_module.model, width)
+        self.receive(RecordedStep(trainer.global_step, profile, *peaks, self._lengths, recording.snapshot))
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._open.close()
+
+    def _begin(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
+        device = pl_module.device
+        self.recording = Recording(device, _owned(trainer, pl_module, batch))
+        lengths = batch.get("lengths")
+        self._lengths = tuple(map(int, lengths)) if lengths is not None else None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._open.enter_context(self.recording.recording(pl_module.model))
+
+    def _phase(self, name: str) -> None:
+        if self.recording is not None:
+            self.recording.scopes.begin(name)
+
+
+def _owned(trainer: Trainer, pl_module: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that outlive a step, by what they are."""
+    for parameter in pl_module.parameters():
+        yield "weights", parameter
+        if parameter.grad is not None:
+            yield "gradients", parameter.grad
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            yield from (("optimizer state", value) for value in state.values() if isinstance(value, Tensor))
+    yield from (("batch and tables", value) for value in batch.values() if isinstance(value, Tensor))

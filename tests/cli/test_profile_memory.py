@@ -1,0 +1,76 @@
+import json
+import re
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from flash_train.cli import predict as command
+from flash_train.cli import profile_memory
+from flash_train.cli.errors import UsageError
+from flash_train.model import ModelConfig
+from flash_train.profiling.prediction import Step, predict
+
+MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["flash-train-memory", *arguments])
+    profile_memory.main()
+
+
+@pytest.mark.parametrize("memory", ["none", "checkpoint"])
+def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
+    run(monkeypatch, *tiny, "seq_len=256", f"memory={memory}")
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} >= {"memory.json", "memory.md", "memory.html", "memory.png"}
+    found = json.loads((folder / "memory.json").read_text())
+    assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.1)
+    parts = sum(part["measured_bytes"] for part in found["parts"].values())
+    assert parts == found["measured_peak_bytes"]
+    assert list(found["phases"]) == ["forward", "backward", "step"] and list(found["blocks"]) == ["blocks.0"]
+    assert "MiB measured" in capsys.readouterr().out
+    page = (folder / "memory.html").read_text()
+    assert "data:image/png;base64," in page and not re.search(r"(src|href)=.?http", page)
+    assert not list(folder.rglob("*.ckpt"))
+
+
+def test_help_needs_no_run(monkeypatch, capsys):
+    run(monkeypatch, "--help")
+    assert "seq_len=16384" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(monkeypatch, capsys, tiny):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *tiny, "seq_len=many")
+    assert "seq_len=many: needs an integer" in capsys.readouterr().err
+
+
+def config(**values):
+    base = {
+        "seq_len": 16384, "batch_size": 1, "accumulate": 1, "precision": "bf16-mixed", "memory": {"mode": "none"},
+        "trainer": {"devices": 1, "num_nodes": 1}, "compile": False, "force": False,
+    }  # fmt: skip
+    return OmegaConf.create(base | values)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsys):
+    step = Step(MODEL, 16384)
+    limit = predict(Step(MODEL, 16384, memory="selective")).peak_bytes
+    monkeypatch.setattr(command, "available", lambda device: limit)
+    device = torch.device("cpu")
+    monkeypatch.setattr(command, "step_of", lambda *_: step)
+    with pytest.raises(UsageError, match=r"seq_len=16384 .*memory=selective would fit, or force=true"):
+        command.check_memory(config(), MODEL, "flash", device)
+    assert "predicted at the peak of a step" in capsys.readouterr().out
+    command.check_memory(config(force=True), MODEL, "flash", device)
+    command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), MODEL, "flash", device)
+
+
+def test_the_first_setting_that_fits_is_the_cheapest():
+    peaks = {words: predict(step).peak_bytes for words, step in command.alternatives(Step(MODEL, 8192, batch_size=2))}
+    assert list(peaks)[:3] == ["memory=selective", "memory=checkpoint", "memory=checkpoint batch_size=1 accumulate=2"]
+    for peak in peaks.values():
+        first = next(other for other, size in peaks.items() if size <= peak)
+        assert command.advice(Step(MODEL, 8192, batch_size=2), peak) == f"{first} would fit"
+    assert "smaller model" in command.advice(Step(MODEL, 8192), 2**20)
