@@ -99,7 +99,7 @@ def write(config: DictConfig, parts: "Run", recorded: "RecordedStep", run_dir: P
     model, device = parts.module.model.config, parts.module.device
     step = replace(step_of(config, model, parts.attention[0], device), lengths=recorded.lengths)
     found = report(
-        recorded.profile, predict(step), allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
+        recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
     )
     found = {"settings": settings(config, parts), **found, "device": device_name(device), "versions": versions()}
     lengths = [step.seq_len * 2**i // 8 for i in range(7)]

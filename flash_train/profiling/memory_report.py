@@ -5,9 +5,10 @@ import html
 from pathlib import Path
 from typing import Any
 
+from flash_train.attention.traffic import flash_traffic, standard_traffic
 from flash_train.profiling.allocations import PHASES, MemoryProfile
 from flash_train.profiling.ledger import Moment
-from flash_train.profiling.prediction import KINDS, Prediction
+from flash_train.profiling.prediction import KINDS, WIDTHS, Prediction, Step
 from flash_train.profiling.records import write_json, write_text
 
 MIB = 2**20
@@ -17,11 +18,17 @@ Report = dict[str, Any]
 
 
 def report(
-    profile: MemoryProfile, prediction: Prediction, *, allocated: int | None = None, reserved: int | None = None
+    profile: MemoryProfile,
+    prediction: Prediction,
+    step: Step,
+    *,
+    allocated: int | None = None,
+    reserved: int | None = None,
 ) -> Report:
     """Bytes throughout.
 
     Args:
+        step: what the prediction is of.
         allocated: the device's own count of the peak, which stands for the profile's where there is one.
         reserved: the most that the allocator held from the device; what is not allocated of it is fragmentation.
     """
@@ -35,6 +42,7 @@ def report(
         "phases": {},
         "blocks": profile.kept_by_block,
         "predicted_block_bytes": prediction.per_layer,
+        "attention_traffic": attention_traffic(step),
     }
     for phase in PHASES:
         expected = max((prediction.phases[name] for name in PHASES_PREDICTED[phase]), key=lambda moment: moment.total)
@@ -44,6 +52,17 @@ def report(
             "predicted_peak_bytes": expected.total,
             "parts": _beside(measured, expected),
         }
+    return found
+
+
+def attention_traffic(step: Step) -> dict[str, dict[str, int]]:
+    """Bytes that one block's attention moves, the standard way and the kernels', whichever ran."""
+    m, itemsize = step.model, WIDTHS[step.precision][1]
+    shape = (m.n_heads, m.n_kv_heads, m.head_dim, itemsize)
+    found = {}
+    for name, count in (("standard", standard_traffic), ("flash", flash_traffic)):
+        each = [count(length, *shape) for length in step.documents]
+        found[name] = {"forward": sum(t.forward for t in each), "backward": sum(t.backward for t in each)}
     return found
 
 
@@ -68,11 +87,13 @@ def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
         [phase, _mib(both["measured_peak_bytes"]), _mib(both["predicted_peak_bytes"]), _largest(both["parts"])]
         for phase, both in found["phases"].items()
     ]
+    traffic = [[name, _mib(one["forward"]), _mib(one["backward"])] for name, one in found["attention_traffic"].items()]
     blocks = [[name, _mib(size), _mib(found["predicted_block_bytes"])] for name, size in found["blocks"].items()]
     return [
         ("At the peak", ["part", "measured (MiB)", "predicted (MiB)"], parts),
         ("Peak of each phase", ["phase", "measured (MiB)", "predicted (MiB)", "largest parts (measured)"], phases),
         ("Kept by each block for its backward", ["block", "measured (MiB)", "predicted (MiB)"], blocks),
+        ("What one block's attention moves, by its algorithm", ["attention", "forward (MiB)", "backward (MiB)"], traffic),
     ]
 
 

@@ -18,8 +18,9 @@ def as_measured(prediction):
 
 
 def test_what_was_predicted_stands_beside_what_was_measured():
-    prediction = predict(Step(MODEL, 1024))
-    found = report(as_measured(prediction), prediction, allocated=prediction.peak_bytes, reserved=2**30)
+    step = Step(MODEL, 1024)
+    prediction = predict(step)
+    found = report(as_measured(prediction), prediction, step, allocated=prediction.peak_bytes, reserved=2**30)
     assert all(part["measured_bytes"] == part["predicted_bytes"] for part in found["parts"].values())
     assert found["fragmentation_bytes"] == 2**30 - prediction.peak_bytes
     text = markdown(found, "a title")
