@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.attention import resolve_backend
-from flash_train.cli.errors import UsageError, blame
+from flash_train.cli.errors import UnavailableError, UsageError, blame
 from flash_train.cli.loggers import build_logger
 from flash_train.cli.paths import CHECKPOINTS, holds_run
 from flash_train.cli.schema import DataSchema
@@ -91,7 +91,9 @@ def device_of(accelerator: str) -> torch.device:
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
     if not available[accelerator]:
         usable = ", ".join(["auto", *(kind for kind, there in available.items() if there)])
-        raise UsageError(f"trainer.accelerator={accelerator}: PyTorch finds no such device here; allowed: {usable}")
+        raise UnavailableError(
+            f"trainer.accelerator={accelerator}: PyTorch finds no such device here; allowed: {usable}"
+        )
     return torch.device(accelerator)
 
 
@@ -187,7 +189,7 @@ def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig 
 def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
     """The backend that runs, and why."""
     dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
-    with blame(f"attention={config.attention.backend}"):
+    with blame(f"attention={config.attention.backend}", UnavailableError):
         return resolve_backend(config.attention.backend, device=device, dtype=dtype, head_dim=head_dim)
 
 
@@ -233,9 +235,11 @@ def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule)
             val_every=config.val_every,
             checkpoint_every=settings.checkpoint_every,
             keep_checkpoints=settings.keep_checkpoints,
+            checkpoints=settings.checkpoints,
             deterministic=settings.deterministic,
             inference_mode=not config.compile,
             progress=settings.progress_bar,
+            step_times=config.callbacks.step_times,
             generate=None if isinstance(data.corpus, RecallCorpus) else Sample(data.tokenizer, config.seed),
             summary={"data": data.info},
         )

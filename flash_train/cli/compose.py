@@ -20,8 +20,12 @@ CONFIG_NAME = "train"
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "String": "text"}
 
 
-def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
+def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None, name: str = CONFIG_NAME) -> DictConfig:
     """The configuration that `flash-train *overrides` would run with; every interpolation resolved.
+
+    Args:
+        config_dir: a folder of further choices.
+        name: of the file under `conf` that is composed.
 
     Raises:
         UsageError: a key, a value or a choice that doesn't exist, or a value that is missing.
@@ -30,7 +34,7 @@ def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None)
     extra = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         try:
-            config = compose(CONFIG_NAME, overrides=[*overrides, *extra])
+            config = compose(name, overrides=[*overrides, *extra])
             missing = OmegaConf.missing_keys(config)
             OmegaConf.resolve(config)
         except (HydraException, OmegaConfBaseException) as error:

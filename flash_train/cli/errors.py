@@ -14,6 +14,20 @@ NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must
 class UsageError(Exception):
     """A mistake in the command line or in what it points at; its text is the one line that the user sees."""
 
+    status = 1  #: with which the process exits
+
+
+class UnavailableError(UsageError):
+    """Nothing is wrong with the command, but this machine can't run it."""
+
+    status = 3
+
+
+class OutOfMemoryError(UsageError):
+    """A run needs more memory than there is."""
+
+    status = 4
+
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """` (did you mean …?)`, or nothing when no allowed name is close."""
@@ -22,18 +36,18 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 @contextmanager
-def blame(key: str) -> Iterator[None]:
+def blame(key: str, kind: type[UsageError] = UsageError) -> Iterator[None]:
     """Errors that the library raises on bad input become a `UsageError` that names a configuration key."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
         text = " ".join(str(error).split())
-        raise UsageError(text if NAMES_A_KEY.match(text) else f"{key}: {text}") from error
+        raise kind(text if NAMES_A_KEY.match(text) else f"{key}: {text}") from error
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a `UsageError` as one line on stderr and exit with status 1; HYDRA_FULL_ERROR=1 lets it through."""
+    """Print a `UsageError` as one line on stderr and exit with its status; HYDRA_FULL_ERROR=1 lets it through."""
     try:
         yield
     except UsageError as error:
@@ -44,4 +58,4 @@ def one_line_errors() -> Iterator[None]:
 
 def fail(error: UsageError) -> NoReturn:
     print(f"flash-train: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(1)
+    sys.exit(error.status)

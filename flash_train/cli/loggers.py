@@ -4,7 +4,7 @@ import netrc
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -46,6 +46,7 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
             run = wandb.init(
                 project=settings.project,
                 name=settings.run_name or run_dir.name,
+                group=settings.group,
                 dir=run_dir,
                 id=_wandb_id(run_dir),
                 config=dict(config),
@@ -58,6 +59,18 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
     run.define_metric("trainer/global_step")  # under which Lightning logs the step
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return run
+
+
+@rank_zero_only
+def log_table(
+    settings: DictConfig, run_dir: Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """A W&B run with a table, in the group of the runs that the table is about."""
+    import wandb
+
+    run = _wandb_run(settings, run_dir, {})
+    run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)})
+    run.finish()
 
 
 def wandb_mode(wanted: Mode | Literal["auto"], environ: Mapping[str, str]) -> Mode | None:

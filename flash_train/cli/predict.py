@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from flash_train.cli.errors import UsageError
+from flash_train.cli.errors import OutOfMemoryError
 from flash_train.model import ModelConfig
 from flash_train.profiling.prediction import Prediction, Step, predict
 
@@ -40,7 +40,7 @@ def check_memory(config: DictConfig, model: ModelConfig, attention: str, device:
     Of a run over several devices, or a compiled one, nothing is known beforehand.
 
     Raises:
-        UsageError: it cannot fit; says what was predicted, what there is, and settings that would fit.
+        OutOfMemoryError: it cannot fit; says what was predicted, what there is, and settings that would fit.
     """
     if config.trainer.devices * config.trainer.num_nodes > 1 or config.compile:
         return
@@ -49,7 +49,7 @@ def check_memory(config: DictConfig, model: ModelConfig, attention: str, device:
     limit = available(device)
     tell(prediction, limit)
     if limit is not None and prediction.peak_bytes > limit and not config.force:
-        raise UsageError(
+        raise OutOfMemoryError(
             f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
             f"{_gib(prediction.peak_bytes)} and there are {_gib(limit)} on the device; {advice(step, limit)}, "
             "or force=true to try all the same"

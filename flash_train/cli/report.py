@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from flash_train.cli.loggers import sync_hint
-from flash_train.cli.paths import CHECKPOINTS
+from flash_train.cli.paths import CHECKPOINTS, holds_run
 
 FILES = ("config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png")
 
@@ -47,7 +47,7 @@ def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
     print(f"{run_dir}: {', '.join(there)}")
     if trainer.state.fn == "validate":
         print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
-    else:
+    elif holds_run(run_dir):
         print(f"go on with the same options and run_dir={run_dir} resume=last")
     if hint := sync_hint(logger, run_dir):
         print(hint)

@@ -127,6 +127,7 @@ class TrainerSchema:
     strategy: str = "auto"
     checkpoint_every: int | None = None  # null: only at the end, at a stop and on SIGTERM
     keep_checkpoints: int = 2
+    checkpoints: bool = True  # false: none is saved, nor anything to resume from
     deterministic: bool = False
     progress_bar: bool = True
 
@@ -146,7 +147,15 @@ class WandbSchema(LoggerSchema):
     name: str = "wandb"
     project: str = "flash-train"
     run_name: str | None = None  # null: the run directory's name
+    group: str | None = None  # under which W&B shows several runs together
     mode: str = "auto"  # auto: offline where there is no login
+
+
+@dataclass
+class CallbacksSchema:
+    """What is measured on request, as it costs something."""
+
+    step_times: bool = False  # flash_train.training.StepTimes
 
 
 @dataclass
@@ -175,15 +184,40 @@ class TrainSchema:
     trainer: TrainerSchema = field(default_factory=TrainerSchema)
     memory: MemorySchema = field(default_factory=MemorySchema)
     logger: LoggerSchema = field(default_factory=LoggerSchema)
+    callbacks: CallbacksSchema = field(default_factory=CallbacksSchema)
+
+
+@dataclass
+class SweepSchema:
+    """The axes of an ablation, and how many of its cells run at once; `flash_train.cli.sweep` says what an axis is."""
+
+    seq_len: list[int] | None = None
+    attention: list[str] | None = None
+    dropout: list[float] | None = None
+    packing: list[str] | None = None
+    memory: list[str] | None = None
+    precision: list[str] | None = None
+    model: list[str] | None = None
+    jobs: int = 1
+
+
+@dataclass
+class AblateSchema:
+    """The configuration of `scripts/ablate.py`, less that of the training runs: `train` holds overrides of these."""
+
+    sweep: SweepSchema = field(default_factory=SweepSchema)
+    run_dir: str = "runs/ablation_${now:%Y-%m-%d_%H-%M-%S}"
+    train: list[str] = field(default_factory=list)
 
 
 DATA_SCHEMAS = (StdlibSchema, TextSchema, HubSchema, RecallSchema)
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra; `conf/train.yaml` and `conf/data/*.yaml` name it in their defaults."""
+    """Make the schema known to Hydra; `conf/*.yaml` and `conf/data/*.yaml` name it in their defaults."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainSchema)
+    store.store(name="ablate_schema", node=AblateSchema)
     for node in DATA_SCHEMAS:
         store.store(group="schema/data", name=node.corpus, node=node)
     store.store(group="schema/logger", name="wandb", node=WandbSchema)

@@ -93,13 +93,13 @@ def train(config: DictConfig, run_dir: Path) -> None:
     from flash_train.profiling import write_text
 
     quieten()
-    parts = build(config, run_dir)
-    announce(parts.attention, parts.data.info)
-    if not config.validate_only:
-        check_memory(config, parts.module.model.config, parts.attention[0], parts.trainer.strategy.root_device)
-    if parts.trainer.is_global_zero:
-        write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
     with known_failures(config):
+        parts = build(config, run_dir)
+        announce(parts.attention, parts.data.info)
+        if not config.validate_only:
+            check_memory(config, parts.module.model.config, parts.attention[0], parts.trainer.strategy.root_device)
+        if parts.trainer.is_global_zero:
+            write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         if config.validate_only:
             parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
         else:

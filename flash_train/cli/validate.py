@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from flash_train.cli.errors import UsageError, did_you_mean
+from flash_train.cli.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.schema import TrainSchema
 
 
@@ -109,4 +109,4 @@ def _together(config: DictConfig) -> None:
     if config.model.name == "pretrained" and config.init_from is None:
         raise UsageError("model=pretrained: needs init_from=FOLDER, the model whose shape it takes")
     if config.trainer.accelerator == "cpu" and config.precision == "fp16-mixed":
-        raise UsageError("precision=fp16-mixed: needs a GPU; allowed on a CPU: fp32, bf16-mixed, bf16-true")
+        raise UnavailableError("precision=fp16-mixed: needs a GPU; allowed on a CPU: fp32, bf16-mixed, bf16-true")

@@ -28,13 +28,26 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
+class AttentionCall(nn.Module):
+    """The operator by itself, apart from the projections around it: a module, so that hooks can time it."""
+
+    def __init__(self, dropout: float, backend: str) -> None:
+        super().__init__()
+        self.dropout, self.backend = dropout, backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
+        """q (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); k and v with heads of their own."""
+        spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
+        return attention(q, k, v, spec, packing=packing, backend=self.backend)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions and, if asked for, normalised queries and keys."""
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        self.dropout, self.backend = config.attention_dropout, backend
+        self.call = AttentionCall(config.attention_dropout, backend)
         self.q = Linear(config.width, config.n_heads * config.head_dim)
         self.k = Linear(config.width, config.n_kv_heads * config.head_dim)
         self.v = Linear(config.width, config.n_kv_heads * config.head_dim)
@@ -52,9 +65,7 @@ class Attention(nn.Module):
         q, k = ops.apply_rotary(q, k, cos, sin)
         if packing is None:
             q, k, v = (t.unflatten(0, (batch_size, -1)) for t in (q, k, v))
-        spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
-        mixed = attention(q, k, v, spec, packing=packing, backend=self.backend)
-        return self.out(mixed.reshape(len(x), -1))
+        return self.out(self.call(q, k, v, packing).reshape(len(x), -1))
 
 
 class SwiGLU(nn.Module):

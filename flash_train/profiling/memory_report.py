@@ -93,7 +93,11 @@ def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
         ("At the peak", ["part", "measured (MiB)", "predicted (MiB)"], parts),
         ("Peak of each phase", ["phase", "measured (MiB)", "predicted (MiB)", "largest parts (measured)"], phases),
         ("Kept by each block for its backward", ["block", "measured (MiB)", "predicted (MiB)"], blocks),
-        ("What one block's attention moves, by its algorithm", ["attention", "forward (MiB)", "backward (MiB)"], traffic),
+        (
+            "What one block's attention moves, by its algorithm",
+            ["attention", "forward (MiB)", "backward (MiB)"],
+            traffic,
+        ),
     ]
 
 

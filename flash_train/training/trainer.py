@@ -17,6 +17,7 @@ from flash_train.training.callbacks import (
     SaveOnSignal,
     StepCheckpoint,
     StepSeed,
+    StepTimes,
     StopAfter,
     Throughput,
 )
@@ -39,10 +40,12 @@ def build_trainer(
     limit_val_batches: float | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int | None = 2,
+    checkpoints: bool = True,
     stop_after: int | None = None,
     deterministic: bool = False,
     inference_mode: bool = True,
     progress: bool = True,
+    step_times: bool = False,
     generate: Any | None = None,
     summary: dict[str, Any] | None = None,
     logger: Logger | Iterable[Logger] | None = None,
@@ -60,8 +63,10 @@ def build_trainer(
         log_every, val_every, checkpoint_every: optimizer steps. `val_every=None` validates at the end only, with
             `limit_val_batches=0` never; `checkpoint_every=None` saves at the end only.
         keep_checkpoints: how many, the newest; None keeps all.
+        checkpoints: False saves none.
         deterministic: raise where PyTorch has no deterministic implementation.
         inference_mode: False where validation shares compiled code with training.
+        step_times: tell forward, backward, optimizer and attention apart (see `StepTimes`).
         generate: from the trained module to a text, which closes the run.
         summary: more entries for summary.json.
         logger: none, one or several of Lightning's.
@@ -80,12 +85,13 @@ def build_trainer(
     if precision == "fp16-mixed" and not on_cuda:
         raise ValueError("precision=fp16-mixed needs an NVIDIA GPU: use bf16-mixed or fp32 here")
 
-    standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), Throughput(), StopAfter(stop_after), SaveOnSignal()]
-    standard.append(RunRecord(run_dir, summary))
+    standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), *([StepTimes()] if step_times else []), Throughput()]
+    standard += [StopAfter(stop_after), SaveOnSignal(), RunRecord(run_dir, summary)]
     if progress:
         standard.append(RichProgress())
     standard += [*callbacks, ClosingSample(generate)] if progress else [*callbacks]
-    standard.append(StepCheckpoint(Path(run_dir) / "checkpoints", every=checkpoint_every, keep=keep_checkpoints))
+    if checkpoints:
+        standard.append(StepCheckpoint(Path(run_dir) / "checkpoints", every=checkpoint_every, keep=keep_checkpoints))
     return Trainer(
         default_root_dir=str(run_dir),
         accelerator=accelerator,
@@ -108,6 +114,7 @@ def build_trainer(
         callbacks=standard,
         plugins=[AtomicCheckpointIO()],
         enable_progress_bar=progress,
+        enable_checkpointing=checkpoints,
         enable_model_summary=False,
         **trainer_options,
     )

@@ -74,11 +74,15 @@ AT_ONCE = [
 ]
 
 
+# Nothing is wrong with these but the machine: a status of their own tells scripts so.
+UNAVAILABLE = (["attention=flash"], ["hardware=cuda"], ["hardware=cpu", "precision=fp16-mixed"])
+
+
 @pytest.mark.parametrize(("arguments", "says"), AT_ONCE, ids=lambda x: " ".join(x))
 def test_at_once(flash_train, monkeypatch, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
     code, lines = flash_train(*arguments)
-    assert code == 1
+    assert code == (3 if arguments in UNAVAILABLE else 1)
     assert len(lines) == 1, lines
     assert lines[0].startswith("flash-train: ")
     for words in says:
@@ -152,7 +156,7 @@ def test_when_built(flash_train, tiny, tmp_path, arguments, says):
         tiny = [text for text in tiny if not text.startswith("data.path")]
 
     code, lines = flash_train(*tiny, *(text.format(tmp=tmp_path) for text in arguments))
-    assert code == 1
+    assert code == (3 if arguments in UNAVAILABLE else 1)
     assert len(lines) == 1, lines
     assert lines[0].startswith("flash-train: ")
     for words in says:

@@ -7,6 +7,7 @@ from flash_train.training.callbacks.progress import RichProgress
 from flash_train.training.callbacks.record import RunRecord
 from flash_train.training.callbacks.sample import ClosingSample
 from flash_train.training.callbacks.step_seed import StepSeed
+from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.callbacks.stop import SaveOnSignal, StopAfter
 from flash_train.training.callbacks.throughput import Throughput
 
@@ -22,6 +23,7 @@ __all__ = [
     "SaveOnSignal",
     "StepCheckpoint",
     "StepSeed",
+    "StepTimes",
     "StopAfter",
     "Throughput",
     "newest_checkpoint",

@@ -101,6 +101,7 @@ class RunRecord(StepCallback):
             "train_loss": result.loss.item() if result else None,
             "val_loss": pl_module.validation.get("val/loss"),
             **{name.removeprefix("val/"): value for name, value in pl_module.validation.items() if name != "val/loss"},
+            **self._step_times(),
             "tokens_per_second": self._median("throughput/tokens_per_second"),
             "mfu": self._median("throughput/mfu"),
             "peak_memory_gib": peak_memory(memory_use(pl_module.device)),
@@ -111,6 +112,12 @@ class RunRecord(StepCallback):
             **self.extra,
         }
         write_json(self.run_dir / "summary.json", self.summary)
+
+    def _step_times(self) -> dict[str, float]:
+        """Seconds per optimizer step, whole and by its parts, as far as they were measured."""
+        names = self.table.columns if self.table is not None else []
+        medians = {name.removeprefix("time/"): self._median(name) for name in names if name.startswith("time/")}
+        return {name: seconds for name, seconds in medians.items() if seconds is not None}
 
     def _median(self, name: str) -> float | None:
         """Over the table's rows but the first, which holds compilation and warm-up, where there are more."""

@@ -9,7 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
 from flash_train.profiling import device_name, memory_use, peak_flops, reset_peak_memory
-from flash_train.training.callbacks.base import StepCallback
+from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.step_times import StepTimes
 
 COMPUTE_DTYPE = {
     "32-true": torch.float32,
@@ -70,6 +71,7 @@ class Throughput(StepCallback):
 
         train/loss, train/gradient_norm, train/learning_rate   of that step
         time/step_seconds, time/data_wait_seconds              per optimizer step, mean since the last row
+        time/forward_seconds, …                                where `StepTimes` is there too, before this one
         throughput/tokens_per_second                           all positions of the rows, all ranks
         throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
         memory/...                                             see `flash_train.profiling.memory_use`
@@ -87,6 +89,7 @@ class Throughput(StepCallback):
         super().on_train_start(trainer, pl_module)
         device = pl_module.device
         self.peak_flops = known_peak(device, trainer.precision)
+        self._step_times = find_callback(trainer, StepTimes, before=self)
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
         self._fetches = profiler if isinstance(profiler, _FetchTimer) else _FetchTimer(profiler)
         trainer.profiler = self._fetches  # type: ignore[attr-defined]
@@ -137,6 +140,7 @@ class Throughput(StepCallback):
             "train/learning_rate": result.learning_rate,
             "time/step_seconds": (now - then) / (self._steps - steps),
             "time/data_wait_seconds": (self._fetches.seconds - waited) / (self._steps - steps),
+            **(self._step_times.read() if self._step_times else {}),
             "throughput/tokens_per_second": rates["device/items_per_sec"] * trainer.world_size,
             "throughput/mfu": rates.get("device/mfu"),
             **memory_use(pl_module.device),

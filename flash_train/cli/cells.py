@@ -1,0 +1,222 @@
+"""One training command in a fresh process and a directory of its own: what came of it, kept in `cell.json`.
+
+A directory holds what any run leaves there, `log.txt` with the process's output, and `cell.json` once it has ended.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from flash_train.cli.errors import OutOfMemoryError, UnavailableError
+from flash_train.cli.overrides import quote
+from flash_train.profiling import write_json
+
+Status = Literal["ok", "oom", "failed", "unavailable"]
+
+RECORD, LOG = "cell.json", "log.txt"
+STATUSES: dict[int, Status] = {OutOfMemoryError.status: "oom", UnavailableError.status: "unavailable"}
+COMMAND = (sys.executable, "-m", "flash_train.cli.cells")
+PACKAGES = ("flash-train", "torch", "triton")  # a record of other versions of these is none of this command's
+STOP_SECONDS = 10.0  # for a child that is told to stop; it is killed then
+POLL_SECONDS = 0.05
+ERROR_LINE = re.compile(r"flash-train: |([\w.]+\.)?\w*(Error|Exception|Interrupt)\b|terminate called|\s+what\(\): ")
+OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError", re.I)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A training command.
+
+    Args:
+        folder: the run's directory; whatever an unfinished run left there is removed when it starts.
+        overrides: of `flash-train`, all but `run_dir`.
+    """
+
+    folder: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a cell: `summary` is the run's summary.json as far as it got; `reason` says why it isn't ok."""
+
+    status: Status
+    reason: str | None = None
+    seconds: float = 0.0
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def known_result(cell: Cell) -> Result | None:
+    """The result of an earlier run of this command with these versions, unless it failed; None where it must run."""
+    try:
+        record = json.loads((cell.folder / RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if record["overrides"] != list(cell.overrides) or record["versions"] != _versions():
+        return None
+    result = Result(**record["result"])
+    return None if result.status == "failed" else result  # the cause may be gone
+
+
+def keep(cell: Cell, result: Result) -> None:
+    """Write `cell.json`, in one move."""
+    record = {"overrides": cell.overrides, "versions": _versions(), "result": dataclasses.asdict(result)}
+    write_json(cell.folder / RECORD, record)
+
+
+def run_cell(cell: Cell, environ: Mapping[str, str] | None = None) -> Result:
+    """Run one cell to its end and keep its result."""
+    ((_, result),) = run_cells([cell], [environ or {}])
+    return result
+
+
+def run_cells(
+    cells: Sequence[Cell], environs: Sequence[Mapping[str, str]]
+) -> Generator[tuple[Cell, Result], None, None]:
+    """Run cells, as many at once as there are environments, and keep each result; yields them as they end.
+
+    Left early (an interrupt, or the caller's `close`), it stops the processes that still run; they leave no record.
+
+    Args:
+        environs: variables that a process has beside those of this one, such as the GPU it may use.
+    """
+    waiting, free = list(cells), list(environs)
+    running: list[_Child] = []
+    try:
+        while waiting or running:
+            while waiting and free:
+                running.append(_Child(waiting.pop(0), free.pop(0)))
+            for child in [child for child in running if child.process.poll() is not None]:
+                running.remove(child)
+                free.append(child.environ)
+                result = child.result()
+                keep(child.cell, result)
+                yield child.cell, result
+            time.sleep(POLL_SECONDS)
+    finally:
+        for child in running:
+            child.signal(signal.SIGTERM)
+        for child in running:
+            child.stop()
+
+
+def train() -> None:
+    """What a cell's process runs: `flash-train`, for as long as the process lives that started it."""
+    from flash_train.cli.train import main
+
+    end_with_parent()
+    main()
+
+
+def end_with_parent() -> None:
+    """Kill this process and its own when its parent is gone: standard input, which the parent holds, ends then."""
+
+    def wait() -> None:
+        os.read(sys.__stdin__.fileno(), 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+class _Child:
+    """A cell's process, in a session of its own: Ctrl-C reaches it through this process only."""
+
+    def __init__(self, cell: Cell, environ: Mapping[str, str]) -> None:
+        self.cell, self.environ = cell, environ
+        shutil.rmtree(cell.folder, ignore_errors=True)
+        cell.folder.mkdir(parents=True)
+        self._kills = _kills_for_memory()
+        self._start = time.monotonic()
+        with open(cell.folder / LOG, "wb") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, *cell.overrides, quote("run_dir", str(cell.folder))],
+                env={**os.environ, **environ},
+                stdin=subprocess.PIPE,  # never written to; see `end_with_parent`
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended already
+            os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Wait a while for the end that was asked for, then kill."""
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+        self.process.stdin.close()
+
+    def result(self) -> Result:
+        """Of the process, which has ended."""
+        seconds, code = time.monotonic() - self._start, self.process.returncode
+        self.process.stdin.close()
+        try:
+            summary = json.loads((self.cell.folder / "summary.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            summary = {}
+        status, reason = self._judge(code, summary.get("status"))
+        return Result(status, reason, seconds, summary)
+
+    def _judge(self, code: int, run_status: str | None) -> tuple[Status, str | None]:
+        if code == 0:
+            return ("ok", None) if run_status == "finished" else ("failed", f"the run was {run_status}")
+        reason = last_error((self.cell.folder / LOG).read_text(encoding="utf-8", errors="replace"))
+        if code == -signal.SIGKILL:
+            kills = _kills_for_memory()
+            if kills is None or kills != self._kills:
+                return "oom", "killed by the system, which ran out of memory"
+            return "failed", "killed by SIGKILL"
+        if code < 0:
+            reason = f"{signal.Signals(-code).name}: {reason}" if reason else signal.Signals(-code).name
+        if code not in STATUSES and reason and OUT_OF_MEMORY.search(reason):
+            return "oom", reason
+        return STATUSES.get(code, "failed"), reason or f"exit status {code}"
+
+
+def last_error(log: str) -> str | None:
+    """The last line of a log that tells of an error, else its last line; None for an empty log."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return (errors or lines)[-1].strip().removeprefix("flash-train: ") if lines else None
+
+
+def _kills_for_memory() -> int | None:
+    """How many processes the kernel has killed for want of memory; None where it doesn't say."""
+    vmstat = Path("/proc/vmstat")
+    found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(), re.M) if vmstat.exists() else None
+    return int(found[1]) if found else None
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+if __name__ == "__main__":  # by name, as Lightning starts the processes of further ranks in the same way
+    train()

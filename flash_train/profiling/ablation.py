@@ -1,0 +1,180 @@
+"""An ablation's cells as CSV and Markdown, and what they say: the best, ratios, how far losses differ."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BASELINE = "standard"  # the attention that ratios refer to
+COMPARED = ("memory", "attention")  # cells that differ in these alone compute the same
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell: its place on every axis, what came of it (status ok, oom, failed or unavailable), what was measured.
+
+    Args:
+        measured: by the names of `COLUMNS`; None or absent where it isn't known.
+        losses: of training, by optimizer step.
+    """
+
+    axes: Mapping[str, Any]
+    status: str
+    reason: str | None = None
+    measured: Mapping[str, float | None] = field(default_factory=dict)
+    losses: Mapping[int, float] = field(default_factory=dict)
+
+    def without(self, *names: str) -> tuple[Any, ...]:
+        """The place on all axes but these."""
+        return tuple(value for name, value in self.axes.items() if name not in names)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A measurement in the Markdown table; `best` picks the better of its values, and None marks none."""
+
+    name: str
+    label: str
+    shown: Callable[[float], str]
+    best: Callable[[Iterable[float]], float] | None = min
+    ratio: bool = False
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+COLUMNS = (
+    Column("step_seconds", "step ms", _milliseconds, ratio=True),
+    Column("forward_seconds", "forward", _milliseconds),
+    Column("backward_seconds", "backward", _milliseconds),
+    Column("optimizer_seconds", "optimizer", _milliseconds),
+    Column("data_wait_seconds", "data wait", _milliseconds, None),
+    Column("attention_seconds", "attention", _milliseconds),
+    Column("attention_share", "attention's share", lambda share: f"{share:.0%}", None),
+    Column("tokens_per_second", "tokens/s", lambda rate: f"{rate:,.0f}", max),
+    Column("mfu", "MFU", lambda part: f"{part:.1%}", max),
+    Column("peak_memory_gib", "peak GiB", lambda gib: f"{gib:.2f}", ratio=True),
+    Column("train_loss", "loss", lambda loss: f"{loss:.4f}", None),
+    Column("val_loss", "val. loss", lambda loss: f"{loss:.4f}", None),
+)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """A line per cell: axes, status and reason, measurements with all their digits."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header(rows))
+    writer.writerows(["" if value is None else value for value in values(row)] for row in rows)
+    return out.getvalue()
+
+
+def header(rows: Sequence[Row]) -> list[str]:
+    return [*(rows[0].axes if rows else ()), "status", "reason", *(column.name for column in COLUMNS)]
+
+
+def values(row: Row) -> list[Any]:
+    """In the order of `header`."""
+    return [*row.axes.values(), row.status, row.reason, *(row.measured.get(column.name) for column in COLUMNS)]
+
+
+def to_markdown(rows: Sequence[Row], title: str) -> str:
+    """The cells that ran, the best of each group bold, with ratios to standard attention; then those that did not."""
+    axes = varying(rows)
+    ran, others = [row for row in rows if row.status == "ok"], [row for row in rows if row.status != "ok"]
+    columns = [column for column in COLUMNS if any(row.measured.get(column.name) is not None for row in ran)]
+    compared = _baselines(ran)
+    labels = [label for column in columns for label in _labels(column, bool(compared))]
+    lines = [
+        [*(str(row.axes[name]) for name in axes), *_figures(row, ran, columns, compared)]
+        for group in groups(ran)
+        for row in group
+    ]
+    text = f"# {title}\n\n"
+    fixed = ", ".join(f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes) if rows else ""
+    text += f"Every cell has {fixed}.\n\n" if fixed else ""
+    if lines:
+        marks = "Times in milliseconds per optimizer step. **Bold**: the best of the cells that differ in "
+        marks += f"{' and '.join(COMPARED)} only"
+        marks += f"; ×: in parts of {BASELINE} attention's.\n\n" if compared else ".\n\n"
+        text += marks + _table([*axes, *labels], lines, left=len(axes))
+    if others:
+        cells = [[*(str(row.axes[name]) for name in axes), row.status, _cell(row.reason)] for row in others]
+        text += "\nWithout figures:\n\n" + _table([*axes, "status", "reason"], cells, left=len(axes) + 2)
+    if spreads := loss_differences(rows):
+        text += "\nLargest relative difference between the training losses of cells that differ in "
+        text += f"{' and '.join(COMPARED)} only:\n\n"
+        text += "".join(f"- {words}: {spread:.1e}\n" for words, spread in spreads)
+    return text
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The axes on which the cells differ; length and attention always."""
+    names = list(rows[0].axes) if rows else []
+    return [n for n in names if n in ("seq_len", "attention") or len({row.axes[n] for row in rows}) > 1]
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """The cells that differ in attention and memory alone, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.without(*COMPARED), []).append(row)
+    return list(found.values())
+
+
+def describe(group: Sequence[Row], rows: Sequence[Row]) -> str:
+    """What a group's cells have in common, and other groups don't."""
+    return ", ".join(f"{name}={group[0].axes[name]}" for name in varying(rows) if name not in COMPARED)
+
+
+def loss_differences(rows: Sequence[Row]) -> list[tuple[str, float]]:
+    """For each group of two cells or more that ran: its words, and the largest (max - min) / |max| of all steps."""
+    found = []
+    for group in groups(rows):
+        curves = [row.losses for row in group if row.status == "ok" and row.losses]
+        if len(curves) < 2:
+            continue
+        steps = set.intersection(*(set(curve) for curve in curves))
+        at_each = [[curve[step] for curve in curves] for step in steps]
+        spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=0.0)
+        found.append((describe(group, rows), spread))
+    return found
+
+
+def _baselines(rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
+    """Standard attention's cells, by their place on the other axes."""
+    return {row.without("attention"): row for row in rows if row.axes.get("attention") == BASELINE}
+
+
+def _labels(column: Column, with_ratio: bool) -> list[str]:
+    return [column.label, "×"] if column.ratio and with_ratio else [column.label]
+
+
+def _figures(
+    row: Row, ran: Sequence[Row], columns: Sequence[Column], compared: Mapping[tuple[Any, ...], Row]
+) -> list[str]:
+    group = [other for other in ran if other.without(*COMPARED) == row.without(*COMPARED)]
+    figures = []
+    for column in columns:
+        value = row.measured.get(column.name)
+        figure = "–" if value is None else column.shown(value)
+        known = [x for other in group if (x := other.measured.get(column.name)) is not None]
+        if value is not None and column.best and len(known) > 1 and value == column.best(known):
+            figure = f"**{figure}**"
+        figures.append(figure)
+        if column.ratio and compared:
+            base = compared.get(row.without("attention"))
+            theirs = base.measured.get(column.name) if base else None
+            figures.append(f"{value / theirs:.2f}" if value is not None and theirs else "–")
+    return figures
+
+
+def _cell(text: str | None) -> str:
+    """Text that can't break a table."""
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def _table(labels: Sequence[str], lines: Iterable[Sequence[str]], left: int) -> str:
+    rule = ["---" if i < left else "---:" for i in range(len(labels))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (labels, rule, *lines))

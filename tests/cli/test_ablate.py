@@ -1,0 +1,229 @@
+"""Ablations: wrong axes are told before anything runs; a sweep is stopped, gone on with, and reported."""
+
+import csv
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from flash_train.cli import ablate
+from flash_train.cli.cells import Result, keep, known_result
+from flash_train.cli.errors import UsageError
+from flash_train.cli.loggers import log_table
+from flash_train.cli.overrides import read
+from flash_train.cli.sweep import plan
+
+ROOT = Path(__file__).parents[2]
+LONG = 2**18  # tokens whose score matrix fits nowhere
+GIB = 2**30
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run the console script in this process: (exit code, lines on stderr)."""
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["ablate.py", *arguments])
+        code = 0
+        try:
+            ablate.main()
+        except SystemExit as stop:
+            code = stop.code
+        finally:
+            GlobalHydra.instance().clear()
+        return code, capsys.readouterr().err.splitlines()
+
+    return run
+
+
+MISTAKES = [
+    (["sweep.sequence=[1]"], ["sweep.sequence=[1]", "no such axis", "seq_len", "packing"]),
+    (["sweep.atention=[flash]"], ["did you mean attention?"]),
+    (["sweep.attention=[fast]"], ["attention=fast", "no such choice", "chunked, flash"]),
+    (["sweep.seq_len=[]"], ["sweep.seq_len=[]", "empty"]),
+    (["sweep.seq_len=[a,b]"], ["sweep.seq_len=[a,b]", "a list of integers"]),
+    (["sweep.seq_len=[64,1.5]"], ["sweep.seq_len=[64,1.5]", "a list of integers"]),
+    (["sweep.seq_len=[true]"], ["a list of integers"]),
+    (["sweep.seq_len=512"], ["sweep.seq_len=512", "a list of integers"]),
+    (["sweep.seq_len=64,128"], ["sweep.seq_len=64,128", "sweep.seq_len=[64,128]"]),
+    (["sweep.seq_len=[64,64]"], ["twice"]),
+    (["sweep.seq_len=[64,1]"], ["seq_len=1", "2 or more"]),
+    (["sweep.dropout=[0.1,1.5]"], ["attention.dropout=1.5", "from 0 up to 1"]),
+    (["sweep.dropout=[a]"], ["sweep.dropout=[a]", "a list of numbers"]),
+    (["sweep.packing=[best]"], ["data.packing=best", "best_fit, concat"]),
+    (["sweep.memory=[all]"], ["memory=all", "checkpoint, none, selective"]),
+    (["sweep.model=[nano,huge]"], ["model=huge", "125m"]),
+    (["sweep.jobs=0"], ["sweep.jobs=0", "1 or more"]),
+    (["sweep.seq_len=[64]", "seq_len=128"], ["seq_len=128", "sweep.seq_len", "one of the two"]),
+    (["sweep.seq_len=[64]", "max_step=5"], ["max_step", "did you mean max_steps?"]),
+    (["resume=last"], ["resume", "run_dir"]),
+    (["-m"], ["-m", "no such flag"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), MISTAKES, ids=lambda x: " ".join(x))
+def test_mistakes_are_told_before_anything_runs(command, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, lines = command("hardware=cpu", *arguments)
+    assert code == 1 and len(lines) == 1, lines
+    for words in says:
+        assert words in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_the_axes(command, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--help"])
+    ablate.main()
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("sweep.seq_len", "sweep.jobs", "run_dir", "dropout", "packing"))
+
+
+def planned(*arguments: str):
+    return plan(read(["hardware=cpu", *arguments]))
+
+
+def test_cells_are_all_combinations_shortest_first(tmp_path):
+    sweep = planned(
+        f"run_dir={tmp_path}", "sweep.seq_len=[64,128]", "sweep.attention=[standard,sdpa]", "sweep.memory=[none]"
+    )
+    assert [cell.cell.name for cell in sweep.cells] == [
+        f"seq_len={n},memory=none,attention={name}" for n in (64, 128) for name in ("standard", "sdpa")
+    ]
+    assert sweep.cells[0].axes == {
+        **{"model": "nano", "precision": "fp32", "packing": "best_fit", "dropout": 0.0},
+        **{"seq_len": 64, "memory": "none", "attention": "standard"},
+    }
+    assert {cell.config.seed for cell in sweep.cells} == {0}
+    assert all(cell.config.callbacks.step_times and not cell.config.trainer.checkpoints for cell in sweep.cells)
+
+
+def test_a_key_that_is_given_is_no_axis(tmp_path):
+    sweep = planned(f"run_dir={tmp_path}", "seq_len=96", "attention=sdpa", "sweep.dropout=[0.0,0.1]", "max_steps=7")
+    assert [(cell.axes["seq_len"], cell.axes["dropout"], cell.config.max_steps) for cell in sweep.cells] == [
+        (96, 0.0, 7),
+        (96, 0.1, 7),
+    ]
+
+
+def test_the_runs_are_a_group_at_wandb(tmp_path):
+    sweep = planned(f"run_dir={tmp_path / 'a=1, b'}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]")
+    (only,) = sweep.cells
+    assert only.config.logger.name == "wandb"
+    (again,) = [text for text in only.cell.overrides if text.startswith("logger.group")]
+    assert again == "logger.group='a=1, b'"
+    quiet = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]", "logger=none")
+    assert not [text for text in quiet.cells[0].cell.overrides if text.startswith("logger.group")]
+
+
+def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.precision=[fp32,fp16-mixed]", "attention=sdpa")
+    assert [cell.unavailable and "needs a GPU" in cell.unavailable for cell in sweep.cells] == [None, True]
+
+
+def test_cells_at_once_share_the_machine(tmp_path, monkeypatch):
+    arguments = (f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "sweep.jobs=3")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert planned(*arguments).environs == ({"OMP_NUM_THREADS": "4"},) * 3
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,4,6,8,9")
+    on_gpus = [*arguments, "trainer.accelerator=cuda", "trainer.devices=2"]
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in planned(*on_gpus).environs] == ["0,2", "4,6", "8,9"]
+    with pytest.raises(UsageError, match=r"sweep.jobs=4: needs 8 GPUs, and there are 6; allowed: 3"):
+        planned(*on_gpus, "sweep.jobs=4")
+
+
+def test_table_at_wandb(tmp_path):
+    settings = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]").cells[0].config.logger
+    log_table(settings, tmp_path, "ablation", ["attention", "mfu"], [["sdpa", None], ["flash", 0.5]])
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/ablation*.json")
+    assert '"flash"' in table.read_text()
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen:
+    """The script in a process whose memory is limited, as is that of its children."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(cwd), "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (32 * GIB, 32 * GIB)),
+    )
+
+
+def rows_of(run_dir: Path) -> dict[str, dict[str, str]]:
+    """The table, by attention."""
+    with open(run_dir / "ablation.csv", encoding="utf-8", newline="") as file:
+        return {row["attention"]: row for row in csv.DictReader(file)}
+
+
+def test_stopped_and_gone_on_with(tiny, tmp_path):
+    tiny = [text for text in tiny if not text.startswith("seq_len")]
+    arguments = [*tiny, "sweep.attention=[sdpa,standard,flash]", "sweep.seq_len=[32]"]
+    run_dir = tmp_path / "run"
+    first, second = (run_dir / "cells" / f"seq_len=32,attention={name}" for name in ("sdpa", "standard"))
+    process = start(*arguments, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (second / "log.txt").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "1/3  seq_len=32,attention=sdpa  ok" in out and f"run_dir={run_dir}" in err
+    assert (first / "cell.json").is_file() and not (second / "cell.json").exists()
+    written = (first / "cell.json").stat().st_mtime_ns
+
+    process = start(*arguments, cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "1 of 3 cells are finished already" in out and "3/3" in out
+    assert (first / "cell.json").stat().st_mtime_ns == written
+
+    rows = rows_of(run_dir)
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "sdpa": "ok",
+        "standard": "ok",
+        "flash": "unavailable",
+    }
+    assert "no NVIDIA GPU" in rows["flash"]["reason"]
+    ran = rows["standard"]
+    parts = [float(ran[f"{part}_seconds"]) for part in ("forward", "backward", "optimizer", "data_wait")]
+    assert 0 < sum(parts) <= 1.5 * float(ran["step_seconds"])  # each is a median of its own
+    assert 0 < float(ran["attention_share"]) < 1
+    assert "losses at seq_len=32: largest relative difference" in out
+    assert "| 32 | sdpa |" in (run_dir / "ablation.md").read_text(encoding="utf-8")
+    for name in ("ablation.png", "ablation_losses.png"):
+        assert (run_dir / name).read_bytes().startswith(b"\x89PNG")
+    assert not list(run_dir.rglob("*.ckpt")) and not list(run_dir.rglob("wandb"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
+def test_out_of_memory_is_recorded(tiny, corpus, tmp_path):
+    (corpus / "long.txt").write_text("the quick brown fox " * (LONG // 16), encoding="utf-8")
+    tiny = [text for text in tiny if not text.startswith("seq_len")]
+    arguments = [*tiny, "batch_size=1", "data.packing=concat", "sweep.attention=[standard]", f"sweep.seq_len=[{LONG}]"]
+    out, err = start(*arguments, cwd=tmp_path).communicate(timeout=120)
+    assert "1/1" in out and "1 oom" in out, err
+    row = rows_of(tmp_path / "run")["standard"]
+    assert row["status"] == "oom" and f"out of memory at seq_len={LONG}" in row["reason"]
+    assert "out of memory" in (tmp_path / "run" / "ablation.md").read_text(encoding="utf-8")
+
+
+def test_a_result_of_other_overrides_is_none(tiny, tmp_path):
+    tiny = [text for text in tiny if not text.startswith("seq_len")]
+    arguments = [*tiny, "sweep.seq_len=[32]", "sweep.attention=[sdpa]"]
+    (cell,) = (planned.cell for planned in plan(read(arguments)).cells)
+    keep(cell, Result("ok"))
+    assert known_result(cell) == Result("ok")
+    (other,) = (planned.cell for planned in plan(read([*arguments, "seed=1"])).cells)
+    assert other.folder == cell.folder and known_result(other) is None

@@ -1,0 +1,160 @@
+"""One command in a process of its own: what its end means, what is kept of it, and that nothing outlives its parent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flash_train.cli import cells
+from flash_train.cli.cells import Cell, Result, keep, known_result, last_error, run_cell, run_cells
+
+FINISHED = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[-1].removeprefix("run_dir=").strip("'"))
+(folder / "summary.json").write_text(json.dumps({"status": "finished", "step_seconds": 0.5}))
+"""
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Let every cell run this Python text in place of `flash-train`."""
+
+    def use(text: str) -> None:
+        monkeypatch.setattr(cells, "COMMAND", (sys.executable, "-c", text))
+
+    return use
+
+
+def test_a_run_that_finishes(command, tmp_path):
+    command(FINISHED + "print(sys.argv[1:])")
+    cell = Cell(tmp_path / "seq_len=8,attention=sdpa", ("seq_len=8",))
+    result = run_cell(cell)
+    assert (result.status, result.reason, result.summary["step_seconds"]) == ("ok", None, 0.5)
+    assert 0 < result.seconds < 60
+    assert "seq_len=8" in (cell.folder / "log.txt").read_text()
+    assert known_result(cell) == result
+    assert {path.name for path in cell.folder.iterdir()} == {"cell.json", "log.txt", "summary.json"}
+
+
+ENDS = [
+    ("sys.exit('flash-train: seq_len=1: allowed: 2 or more')", "failed", "seq_len=1: allowed: 2 or more"),
+    ("print('flash-train: no GPU', file=sys.stderr); sys.exit(3)", "unavailable", "no GPU"),
+    ("print('flash-train: out of GPU memory'); sys.exit(4)", "oom", "out of GPU memory"),
+    ("1 / 0", "failed", "ZeroDivisionError: division by zero"),
+    ("raise MemoryError", "oom", "MemoryError"),
+    ("raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')", "oom", "RuntimeError: DefaultCPUAllocator"),
+    ("print('before'); os.abort()", "failed", "SIGABRT: before"),
+    ("print('  what():  std::bad_alloc', flush=True); os.abort()", "oom", "SIGABRT: what():  std::bad_alloc"),
+    ("sys.exit(0)", "failed", "the run was None"),
+    ("sys.exit(7)", "failed", "exit status 7"),
+]
+
+
+@pytest.mark.parametrize(("text", "status", "reason"), ENDS, ids=[end[0][:40] for end in ENDS])
+def test_how_a_run_ends(command, tmp_path, text, status, reason):
+    command(f"import os, sys\n{text}")
+    result = run_cell(Cell(tmp_path / "cell", ()))
+    assert result.status == status
+    assert result.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("before", "after", "status"), [(3, 4, "oom"), (3, 3, "failed"), (None, None, "oom")])
+def test_killed_for_memory_or_by_somebody(command, monkeypatch, tmp_path, before, after, status):
+    counts = iter([before, after])
+    monkeypatch.setattr(cells, "_kills_for_memory", lambda: next(counts))
+    command("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert run_cell(Cell(tmp_path / "cell", ())).status == status
+
+
+def test_known_only_for_the_same_command_and_versions(tmp_path, monkeypatch):
+    cell = Cell(tmp_path / "cell", ("seq_len=8",))
+    assert known_result(cell) is None
+    keep(cell, Result("oom", "out of memory"))
+    assert known_result(cell) == Result("oom", "out of memory")
+    assert known_result(Cell(cell.folder, ("seq_len=16",))) is None
+    monkeypatch.setattr(cells, "_versions", lambda: {"flash-train": "other"})
+    assert known_result(cell) is None
+
+
+def test_what_failed_is_tried_again(tmp_path):
+    cell = Cell(tmp_path / "cell", ())
+    keep(cell, Result("failed", "somebody pulled the plug"))
+    assert known_result(cell) is None
+
+
+def test_what_an_unfinished_run_left_is_removed(command, tmp_path):
+    cell = Cell(tmp_path / "cell", ())
+    cell.folder.mkdir()
+    (cell.folder / "metrics.csv").write_text("step\n1\n")
+    command(FINISHED)
+    run_cell(cell)
+    assert not (cell.folder / "metrics.csv").exists()
+
+
+def test_several_at_once_each_with_its_own_gpu(command, tmp_path):
+    command(FINISHED + "import os, time; time.sleep(1)\nprint(os.environ['CUDA_VISIBLE_DEVICES'])")
+    wanted = [Cell(tmp_path / str(i), ()) for i in range(4)]
+    start = time.monotonic()
+    done = dict(run_cells(wanted, [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "2", "3")]))
+    assert time.monotonic() - start < 4
+    assert all(done[cell].status == "ok" for cell in wanted)
+    assert sorted((cell.folder / "log.txt").read_text().strip() for cell in wanted) == ["0", "1", "2", "3"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_no_process_is_left_when_the_sweep_stops(command, monkeypatch, tmp_path, ignores):
+    monkeypatch.setattr(cells, "STOP_SECONDS", 0.5)
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if ignores else ""
+    command(
+        "import os, pathlib, signal, sys, time\n"
+        f"{deaf}\n"
+        f"(pathlib.Path({str(tmp_path)!r}) / f'{{os.getpid()}}.pid').touch()\n"
+        "if sys.argv[1] == 'short': sys.exit(3)\n"
+        "time.sleep(60)\n"
+    )
+    running = run_cells([Cell(tmp_path / "a", ("long",)), Cell(tmp_path / "b", ("short",))], [{}, {}])
+    ended, _ = next(running)
+    assert ended.name == "b"
+    while len(list(tmp_path.glob("*.pid"))) < 2:
+        time.sleep(0.05)
+    running.close()
+    assert not any(alive(int(path.stem)) for path in tmp_path.glob("*.pid"))
+    assert not (tmp_path / "a" / "cell.json").exists()
+    assert json.loads((tmp_path / "b" / "cell.json").read_text())["result"]["status"] == "unavailable"
+
+
+def test_a_process_ends_with_its_parent():
+    text = "from flash_train.cli.cells import end_with_parent; end_with_parent(); print(1, flush=True); "
+    process = subprocess.Popen(
+        [sys.executable, "-c", text + "import time; time.sleep(60)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == b"1\n"
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    process.stdout.close()
+
+
+def test_the_last_error_of_a_log():
+    traceback = "Traceback (most recent call last):\n  File x\nValueError: no\n\nsome warning\n"
+    assert last_error(traceback) == "ValueError: no"
+    assert last_error("torch.cuda.OutOfMemoryError: CUDA out of memory\n") == (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory"
+    )
+    assert last_error("a\nb\n") == "b"
+    assert last_error("\n") is None

@@ -1,0 +1,84 @@
+"""An ablation's tables: the best is marked among what can be compared, ratios, and how far losses differ."""
+
+import csv
+import io
+
+import pytest
+
+from flash_train.profiling.ablation import Row, loss_differences, to_csv, to_markdown
+
+AXES = {"model": "nano", "dropout": 0.0, "seq_len": 64, "memory": "none", "attention": "sdpa"}
+
+
+def row(status="ok", reason=None, losses=(), *, step=None, tokens=None, peak=None, **axes):
+    measured = {"step_seconds": step, "tokens_per_second": tokens, "peak_memory_gib": peak}
+    return Row({**AXES, **axes}, status, reason, measured, dict(enumerate(losses, 1)))
+
+
+ROWS = [
+    row(attention="standard", step=0.4, tokens=100.0, peak=2.0, losses=[4.0, 2.0]),
+    row(attention="flash", step=0.1, tokens=400.0, peak=3.0, losses=[4.0, 2.002]),
+    row(attention="standard", seq_len=128, step=2.0, tokens=50.0, peak=8.0, losses=[4.0, 1.0]),
+    row(attention="flash", seq_len=128, step=4.0, tokens=25.0, peak=4.0, losses=[4.0, 1.0]),
+    row("oom", "out of | memory\nhere", attention="standard", seq_len=256),
+]
+
+
+def lines_of(markdown):
+    return [line for line in markdown.splitlines() if line.startswith("|")]
+
+
+def test_the_best_of_comparable_cells_is_bold_and_ratios_are_to_standard():
+    header, _, *lines = lines_of(to_markdown(ROWS, "title"))[:6]
+    assert header == "| seq_len | attention | step ms | × | tokens/s | peak GiB | × |"
+    assert lines == [
+        "| 64 | standard | 400.0 | 1.00 | 100 | **2.00** | 1.00 |",
+        "| 64 | flash | **100.0** | 0.25 | **400** | 3.00 | 1.50 |",
+        "| 128 | standard | **2,000** | 1.00 | **50** | 8.00 | 1.00 |",
+        "| 128 | flash | 4,000 | 2.00 | 25 | **4.00** | 0.50 |",
+    ]
+
+
+def test_what_did_not_run_stands_apart_with_its_reason():
+    text = to_markdown(ROWS, "title")
+    assert text.startswith("# title\n\nEvery cell has model=nano, dropout=0.0, memory=none.\n")
+    assert lines_of(text)[-1] == r"| 256 | standard | oom | out of \| memory here |"
+
+
+def test_without_standard_there_are_no_ratios_and_alone_nothing_is_best():
+    text = to_markdown([row(step=0.1), row(step=0.2, seq_len=128)], "title")
+    assert "×" not in text
+    assert lines_of(text)[2:] == ["| 64 | sdpa | 100.0 |", "| 128 | sdpa | 200.0 |"]
+
+
+def test_a_ratio_is_to_standard_at_the_same_memory():
+    rows = [
+        row(attention="standard", memory="none", step=0.1),
+        row(attention="standard", memory="checkpoint", step=0.2),
+        row(attention="flash", memory="checkpoint", step=0.1),
+    ]
+    assert lines_of(to_markdown(rows, "title"))[2:] == [
+        "| 64 | none | standard | **100.0** | 1.00 |",
+        "| 64 | checkpoint | standard | 200.0 | 1.00 |",
+        "| 64 | checkpoint | flash | **100.0** | 0.50 |",
+    ]
+
+
+def test_losses_are_compared_where_only_attention_and_memory_differ():
+    assert loss_differences(ROWS) == [("seq_len=64", pytest.approx(1e-3, rel=2e-3)), ("seq_len=128", 0.0)]
+    dropped = [row(losses=[2.0]), row(losses=[1.0], dropout=0.1), row("failed", losses=[9.0], memory="checkpoint")]
+    assert loss_differences(dropped) == []
+    assert "seq_len=64: 1.0e-03" in to_markdown(ROWS, "title")
+
+
+def test_csv_has_a_line_for_every_cell_with_all_digits():
+    lines = list(csv.DictReader(io.StringIO(to_csv([row(step=1 / 3), ROWS[-1]]))))
+    assert [line["status"] for line in lines] == ["ok", "oom"]
+    assert float(lines[0]["step_seconds"]) == 1 / 3 and lines[0]["mfu"] == ""
+    assert lines[1]["reason"] == "out of | memory\nhere" and lines[1]["seq_len"] == "256"
+
+
+def test_nothing_ran():
+    text = to_markdown([row("failed", "a bug")], "title")
+    assert "Times in milliseconds" not in text and "| 64 | sdpa | failed | a bug |" in text
+    assert to_csv([]).startswith("status,reason,step_seconds")

@@ -1,0 +1,67 @@
+"""An ablation's pictures: the fitted exponent, and that they are drawn from one cell as well as from many."""
+
+import math
+
+import matplotlib.image
+import pytest
+
+from flash_train.profiling.ablation import Row
+from flash_train.profiling.ablation_plot import _apart, fit_exponent, plot_ablation, plot_losses
+
+AXES = {"model": "nano", "memory": "none", "attention": "sdpa"}
+
+
+def row(n, attention="sdpa", memory="none", status="ok"):
+    measured = {"step_seconds": 1e-9 * n**2, "peak_memory_gib": n / 1024, "train_loss": 3.0}
+    losses = {step: 6 / step for step in range(1, 4)}
+    axes = {**AXES, "seq_len": n, "attention": attention, "memory": memory}
+    return Row(axes, status, None, measured if status == "ok" else {}, losses if status == "ok" else {})
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 1.87, 2.0])
+def test_the_exponent_of_a_power_is_found(power):
+    lengths = [256, 512, 1024, 4096]
+    assert fit_exponent(lengths, [3e-7 * n**power for n in lengths]) == pytest.approx(power, abs=1e-12)
+
+
+def test_the_exponent_of_noisy_data_is_near():
+    lengths = [2**i for i in range(8, 18)]
+    values = [n**1.5 * math.exp(0.05 * (-1) ** i) for i, n in enumerate(lengths)]
+    assert fit_exponent(lengths, values) == pytest.approx(1.5, abs=0.02)
+
+
+@pytest.mark.parametrize(("lengths", "values"), [([], []), ([64], [1.0]), ([64, 64], [1.0, 2.0]), ([64, 128], [0, 1])])
+def test_no_exponent_below_two_lengths(lengths, values):
+    assert fit_exponent(lengths, values) is None
+
+
+CASES = {
+    "one": [row(64)],
+    "backends": [row(64, name) for name in ("standard", "sdpa", "flash", "chunked", "auto", "reference")],
+    "many": [row(64 * 2**i, name, m) for i in range(20) for name in ("sdpa", "flash") for m in ("none", "selective")],
+    "out of memory": [row(64), row(128), row(256, status="oom"), row(64, "flash", status="unavailable")],
+}
+
+
+@pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
+def test_pictures(tmp_path, rows):
+    assert plot_ablation(rows, tmp_path / "a.png", title="title", memory_of="process")
+    assert plot_losses(rows, tmp_path / "b.png", title="title")
+    for name in ("a.png", "b.png"):
+        height, width, _ = matplotlib.image.imread(tmp_path / name).shape
+        assert width > 600 and height > 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
+
+
+def test_nothing_is_drawn_where_nothing_ran(tmp_path):
+    assert not plot_ablation([row(64, status="oom")], tmp_path / "a.png")
+    assert not plot_losses([row(64, status="oom")], tmp_path / "b.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_of_lengths_have_room():
+    assert _apart([1024]) == [1024]
+    assert sorted(_apart([256, 512, 1024])) == [256, 512, 1024]
+    shown = sorted(_apart([1024 * i for i in range(1, 21)]))
+    assert shown[-1] == 20480 and len(shown) <= 10
+    assert all(b / a > 1.3 for a, b in zip(shown, shown[1:], strict=False))

@@ -1,0 +1,119 @@
+"""Where a step's time goes: the parts add up, attention is counted once, also where it is computed again."""
+
+import csv
+import json
+import time
+
+import pytest
+import torch
+from tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
+
+from flash_train.model import layers
+from flash_train.training import StepTimes, Throughput
+from flash_train.training.callbacks.base import find_callback
+
+PARTS = ("forward", "backward", "optimizer", "attention")
+PAUSE = 0.02
+
+
+class Slow(torch.autograd.Function):
+    """Takes `PAUSE` seconds in the forward, and twice that in the backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        time.sleep(PAUSE)
+        ctx.save_for_backward(q)
+        return q + k.sum() * 0 + v.sum() * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        (q,) = ctx.saved_tensors  # under a checkpoint this is when the block runs again
+        time.sleep(2 * PAUSE)
+        zeros = grad.new_zeros(q.shape[0], 1, q.shape[2])
+        return grad, zeros, zeros
+
+
+@pytest.fixture
+def slow_attention(monkeypatch):
+    monkeypatch.setattr(layers, "attention", lambda q, k, v, *args, **options: Slow.apply(q, k, v))
+
+
+def rows_of(run_dir):
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fit(run_dir, *, memory="none", module_options=None, **options):
+    options = {"max_steps": 3, "accumulate": 1, "step_times": True, "checkpoints": False, **options}
+    trainer = tiny_trainer(run_dir, **options)
+    trainer.fit(tiny_module(memory=memory, **(module_options or {})), datamodule=TinyData())
+    return trainer
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_parts_make_up_the_step(tmp_path, accumulate):
+    fit(tmp_path, accumulate=accumulate, max_steps=4)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for row in rows_of(tmp_path)[1:]:
+        forward, backward, optimizer, attention = (float(row[f"time/{part}_seconds"]) for part in PARTS)
+        whole = float(row["time/step_seconds"])
+        assert min(forward, backward, optimizer, attention) > 0
+        assert attention < forward + backward
+        assert forward + backward + optimizer + float(row["time/data_wait_seconds"]) <= whole
+    assert {f"{part}_seconds" for part in (*PARTS, "step", "data_wait")} <= summary.keys()
+
+
+@pytest.mark.parametrize(("memory", "passes"), [("none", 3), ("checkpoint", 4)])
+def test_attention_counts_once_and_again_where_it_is_computed_again(tmp_path, slow_attention, memory, passes):
+    fit(tmp_path, memory=memory, max_steps=2)
+    for row in rows_of(tmp_path):
+        attention = float(row["time/attention_seconds"])
+        expected = passes * PAUSE * 2  # two layers
+        assert expected <= attention < expected + PAUSE
+        assert attention < float(row["time/forward_seconds"]) + float(row["time/backward_seconds"])
+
+
+def test_validation_does_not_count(tmp_path, slow_attention):
+    fit(tmp_path, max_steps=4, val_every=2, module_options={"config": tiny_config(n_layers=1)})
+    for row in rows_of(tmp_path):
+        assert float(row["time/attention_seconds"]) < 4 * PAUSE
+
+
+def test_means_over_the_steps_between_two_rows(tmp_path, slow_attention):
+    fit(tmp_path, max_steps=6, log_every=3)
+    first, second = rows_of(tmp_path)
+    for row in (first, second):
+        assert 6 * PAUSE <= float(row["time/attention_seconds"]) < 7 * PAUSE
+
+
+def test_the_run_is_the_same_with_it(tmp_path):
+    losses = []
+    for step_times in (False, True):
+        for memory in ("none", "selective"):
+            fit(tmp_path / f"{step_times}-{memory}", memory=memory, step_times=step_times)
+            losses.append([row["train/loss"] for row in rows_of(tmp_path / f"{step_times}-{memory}")])
+    assert losses[0] == losses[2] and losses[1] == losses[3]
+
+
+def test_nothing_is_left_behind(tmp_path):
+    trainer = fit(tmp_path)
+    hooked = [m for m in trainer.lightning_module.modules() if m._forward_hooks or m._backward_hooks]
+    assert not hooked
+    assert not (tmp_path / "checkpoints").exists() and not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])
+def test_on_a_gpu(tmp_path, memory):
+    fit(tmp_path, memory=memory, accelerator="cuda", log_every=2, max_steps=8)
+    for row in rows_of(tmp_path)[1:]:
+        forward, backward, optimizer, attention = (float(row[f"time/{part}_seconds"]) for part in PARTS)
+        assert min(forward, backward, optimizer, attention) > 0
+        assert attention < forward + backward
+        assert forward + backward + optimizer <= 1.05 * float(row["time/step_seconds"])
+
+
+def test_it_is_off_unless_asked_for(tmp_path):
+    trainer = fit(tmp_path, step_times=False)
+    assert find_callback(trainer, StepTimes) is None and find_callback(trainer, Throughput) is not None
+    assert "time/forward_seconds" not in rows_of(tmp_path)[0]
