@@ -4,7 +4,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -13,7 +13,6 @@ from flash_train.cli.errors import one_line_errors
 from flash_train.cli.overrides import CommandLine, read
 
 if TYPE_CHECKING:
-    from flash_train.cli.build import Run
     from flash_train.training.callbacks.memory_snapshot import RecordedStep
 
 STEPS = 3  # the first makes the optimizer's state, the second meets the gradients of the first; the last is recorded
@@ -64,6 +63,7 @@ def profile_memory(config: DictConfig) -> None:
     """Run, record the last step, and write the report."""
     from flash_train.cli.build import build
     from flash_train.cli.failures import known_failures
+    from flash_train.cli.memory_files import write_memory
     from flash_train.cli.report import announce, finish
     from flash_train.cli.train import quieten
     from flash_train.training.callbacks import ClosingSample, MemorySnapshot, RunRecord, StepCheckpoint
@@ -81,59 +81,5 @@ def profile_memory(config: DictConfig) -> None:
     trainer.callbacks = [*kept, MemorySnapshot(recorded.append, steps=(config.max_steps,))]  # type: ignore[attr-defined]
     with known_failures(config):
         trainer.fit(parts.module, datamodule=parts.data)
-    write(config, parts, recorded[-1], run_dir)
+    write_memory(config, parts, recorded[-1], run_dir)
     finish(parts.logger)
-
-
-def write(config: DictConfig, parts: "Run", recorded: "RecordedStep", run_dir: Path) -> None:
-    """The report's files, and one line of it to the terminal."""
-    import pickle
-    from dataclasses import replace
-
-    from flash_train.cli.predict import step_of
-    from flash_train.profiling import device_name, versions
-    from flash_train.profiling.memory_plot import plot_memory
-    from flash_train.profiling.memory_report import report, summary, write_report
-    from flash_train.profiling.prediction import predict
-
-    model, device = parts.module.model.config, parts.module.device
-    step = replace(step_of(config, model, parts.attention[0], device), lengths=recorded.lengths)
-    found = report(
-        recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
-    )
-    found = {"settings": settings(config, parts), **found, "device": device_name(device), "versions": versions()}
-    lengths = [step.seq_len * 2**i // 8 for i in range(7)]
-    curves = {
-        mode: (lengths, [predict(replace(step, memory=mode, seq_len=n, lengths=None)).peak_bytes for n in lengths])
-        for mode in ("none", "selective", "checkpoint")
-    }
-    title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {parts.attention[0]}"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    picture = plot_memory(
-        run_dir / "memory.png", recorded.profile.moments, curves,
-        (step.seq_len, found["measured_peak_bytes"], step.memory), title,
-    )  # fmt: skip
-    written = [*write_report(run_dir, found, f"Memory of a training step: {title}", picture), picture]
-    if recorded.snapshot is not None:
-        written.append(run_dir / "snapshot.pickle")
-        written[-1].write_bytes(pickle.dumps(recorded.snapshot))
-    log_artifact(parts.logger, written)
-    print(f"{summary(found)}\n{run_dir}: {', '.join(path.name for path in written)}")
-
-
-def settings(config: DictConfig, parts: "Run") -> dict[str, Any]:
-    chosen = {"model": config.model.name, "attention": parts.attention[0], "memory": config.memory.mode}
-    return chosen | {key: config[key] for key in ("seq_len", "batch_size", "accumulate", "precision")}
-
-
-def log_artifact(logger: Any, files: list[Path]) -> None:
-    """The files as an artifact of W&B's run, where it logs."""
-    from lightning.pytorch.loggers import WandbLogger
-
-    if isinstance(logger, WandbLogger):
-        import wandb
-
-        artifact = wandb.Artifact("memory", type="memory-profile")
-        for path in files:
-            artifact.add_file(str(path))
-        logger.experiment.log_artifact(artifact)

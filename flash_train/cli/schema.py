@@ -152,10 +152,18 @@ class WandbSchema(LoggerSchema):
 
 
 @dataclass
+class MemorySnapshotSchema:
+    """`flash_train.training.callbacks.MemorySnapshot`."""
+
+    every: int | None = None  # null: never
+
+
+@dataclass
 class CallbacksSchema:
     """What is measured on request, as it costs something."""
 
     step_times: bool = False  # flash_train.training.StepTimes
+    memory_snapshot: MemorySnapshotSchema = field(default_factory=MemorySnapshotSchema)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +18,9 @@ from flash_train.cli.overrides import CommandLine, read
 from flash_train.cli.paths import conf_dir, run_dir_of, unusable
 from flash_train.cli.schema import register_schema
 from flash_train.cli.validate import validate
+
+if TYPE_CHECKING:
+    from flash_train.cli.build import Run
 
 
 def main() -> None:
@@ -100,12 +104,25 @@ def train(config: DictConfig, run_dir: Path) -> None:
             check_memory(config, parts.module.model.config, parts.attention[0], parts.trainer.strategy.root_device)
         if parts.trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        if every := config.callbacks.memory_snapshot.every:
+            record_memory(config, parts, run_dir, every)
         if config.validate_only:
             parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
         else:
             parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint)
     say_where(parts.trainer, parts.logger, run_dir)
     finish(parts.logger)
+
+
+def record_memory(config: DictConfig, parts: "Run", run_dir: Path, every: int) -> None:
+    """Have every so many steps recorded, each with a folder of its own."""
+    from flash_train.cli.memory_files import write_memory
+    from flash_train.training.callbacks import MemorySnapshot, RecordedStep
+
+    def write(recorded: RecordedStep) -> None:
+        write_memory(config, parts, recorded, run_dir / "memory" / f"step-{recorded.step:06}")
+
+    parts.trainer.callbacks.append(MemorySnapshot(write, every=every))  # type: ignore[attr-defined]
 
 
 def run_dir_of_job(config: DictConfig) -> Path:

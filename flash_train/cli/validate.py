@@ -77,6 +77,7 @@ RULES = {
     "trainer.num_nodes": at_least(1),
     "trainer.checkpoint_every": at_least(1),
     "trainer.keep_checkpoints": at_least(1),
+    "callbacks.memory_snapshot.every": at_least(1),
     "memory.mode": one_of("none", "selective", "checkpoint"),
     "logger.name": one_of("wandb", "csv", "none"),
     "logger.mode": one_of("auto", "online", "offline"),

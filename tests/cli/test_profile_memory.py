@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +35,16 @@ def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
     page = (folder / "memory.html").read_text()
     assert "data:image/png;base64," in page and not re.search(r"(src|href)=.?http", page)
     assert not list(folder.rglob("*.ckpt"))
+
+
+def test_a_training_run_records_steps_on_demand(tiny, tmp_path):
+    arguments = [*tiny, "callbacks.memory_snapshot.every=2", "accumulate=2", "attention=standard"]
+    subprocess.run([sys.executable, "-c", "from flash_train.cli.train import main; main()", *arguments], check=True)
+    (folder,) = (tmp_path / "run" / "memory").iterdir()
+    assert folder.name == "step-000002"
+    found = json.loads((folder / "memory.json").read_text())
+    assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.1)
+    assert (tmp_path / "run" / "metrics.csv").is_file()
 
 
 def test_help_needs_no_run(monkeypatch, capsys):
