@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,12 @@ HELP = """Where the memory of a training step goes: weights, gradients, optimize
 takes the options of train.py (--help there lists them), runs three steps, records the last, and writes to run_dir:
   memory.json  memory.md  memory.html  memory.png    measured beside predicted; the page needs no network
   snapshot.pickle                                    on CUDA, for https://pytorch.org/memory_viz
+
+  python scripts/profile_memory.py find_max=true model=1b3
+
+looks for the longest row that trains here, for each find_max.memory=[none,selective,checkpoint] and
+find_max.attention=[flash,standard], to 2 %, in at most 4 trials each, none longer than find_max.limit=1048576; writes
+find_max.json, find_max.md and find_max.png. Started again with the same run_dir, trials that ended are not run again.
 """
 
 
@@ -35,14 +42,34 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with one_line_errors():
-        profile_memory(compose(arguments))
+        line = read(arguments)
+        if any(text.startswith("find_max") for text in line.overrides):
+            search(line)
+        else:
+            profile_memory(compose(line))
 
 
-def compose(arguments: list[str]) -> DictConfig:
+def search(line: CommandLine) -> None:
+    """`find_max=true`: no step is recorded, but the longest row is looked for."""
+    from flash_train.cli.find_max import find_max, split
+    from flash_train.cli.train import prepare
+
+    line, asked = split(line)
+    if asked is None:
+        profile_memory(compose(line))
+        return
+    if line.given("run_dir") is None:
+        line = line.with_override("run_dir", f"runs/find_max_{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    run_dir = Path(str(line.given("run_dir")))
+    line = read(prepare(line.arguments()))
+    own = tuple(text for text in line.overrides if not text.startswith("run_dir="))  # a trial's is its own
+    find_max(replace(line, overrides=own), asked, run_dir)
+
+
+def compose(line: CommandLine) -> DictConfig:
     """The configuration of the run to record: that of `flash-train` with these arguments, and few steps."""
     from flash_train.cli.train import prepare
 
-    line = read(arguments)
     for key, value in defaults(line).items():
         if line.given(key) is None:
             line = line.with_override(key, value)

@@ -1,0 +1,159 @@
+"""`scripts/profile_memory.py find_max=true`: the longest row that trains here, by attention backend and memory mode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from flash_train.cli.build import build_data, build_model_config, choose_attention, device_of, load_init
+from flash_train.cli.cells import Cell, Result, known_result, run_cell
+from flash_train.cli.compose import compose_config
+from flash_train.cli.errors import UnavailableError, UsageError
+from flash_train.cli.overrides import CommandLine, parse
+from flash_train.cli.predict import step_of
+from flash_train.profiling import device_name, versions, write_json, write_text
+from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search
+from flash_train.profiling.prediction import Step, predict
+
+TRIALS, TOLERANCE = 4, 0.02
+KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
+TRIAL = ("max_steps=3", "force=true", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false")
+SHORT = 512  # tokens in a row while only the shape of the model is asked for
+
+
+@dataclass(frozen=True)
+class Search:
+    """What `find_max` was asked for: no longer row than `limit` is tried."""
+
+    limit: int = 1 << 20
+    memory: tuple[str, ...] = ("none", "selective", "checkpoint")
+    attention: tuple[str, ...] = field(default=("flash", "standard"))
+
+
+def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
+    """The command line without `find_max…`, and what that asks for; None where it does not.
+
+    Raises:
+        UsageError: a key that is not there, or a value that it does not take.
+    """
+    asked: dict[str, object] = {}
+    rest = []
+    for text in line.overrides:
+        override = parse(text)
+        key, value = override.key_or_group, override.value()
+        if not key.startswith("find_max"):
+            rest.append(text)
+        elif key not in KEYS:
+            raise UsageError(f"{key}: no such key; allowed: {', '.join(KEYS)}")
+        else:
+            asked[key] = _checked(key, value)
+    line = replace(line, overrides=tuple(rest))
+    if not asked or asked.get("find_max") is False:
+        return line, None
+    for key in ("seq_len", "memory", "attention"):
+        if line.given(key):
+            raise UsageError(
+                f"{key}={line.given(key)}: find_max=true chooses it; allowed: find_max.limit, .memory, .attention"
+            )
+    chosen = {key.removeprefix("find_max."): value for key, value in asked.items() if key != "find_max"}
+    return line, Search(**chosen)  # type: ignore[arg-type]
+
+
+def _checked(key: str, value: object) -> object:
+    if key == "find_max":
+        if not isinstance(value, bool):
+            raise UsageError(f"find_max={value}: allowed: true, false")
+        return value
+    if key == "find_max.limit":
+        if not isinstance(value, int) or isinstance(value, bool) or value < UNIT:
+            raise UsageError(f"find_max.limit={value}: allowed: an integer, {UNIT} or more")
+        return value
+    allowed = (
+        ("none", "selective", "checkpoint") if key.endswith("memory") else ("flash", "sdpa", "standard", "chunked")
+    )
+    if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
+        raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
+    return tuple(map(str, value))
+
+
+def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
+    """Search for every backend and mode, a trial in a process of its own, and write `find_max.json`, `.md` and `.png`.
+
+    Started again with the same arguments and run_dir, trials that have ended are not run again.
+    """
+    rows: list[Row] = []
+    for attention, memory in ((a, m) for a in asked.attention for m in asked.memory):
+        row = _search(line, asked, run_dir, attention, memory)
+        rows.append(row)
+        longest = f"{row.found.seq_len:,} tokens" if row.found.seq_len else row.reason or "nothing fitted"
+        print(f"attention={attention} memory={memory}: {longest}, {len(row.found.trials)} trials", flush=True)
+        _write(rows, run_dir, line)
+    print(f"{run_dir}: find_max.json, find_max.md, find_max.png, trials/")
+
+
+def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, memory: str) -> Row:
+    overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL)
+    try:
+        step, device = _step(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir))
+    except UnavailableError as error:
+        return Row(attention, memory, Longest(0, None, ()), 0, None, True, str(error))
+    guess = predicted_longest(step, capacity(device), asked.limit)
+    results: dict[int, Result] = {}
+
+    def fits(length: int) -> bool:
+        cell = Cell(run_dir / "trials" / f"{attention}-{memory}-{length}", (*overrides, f"seq_len={length}"))
+        results[length] = known_result(cell) or run_cell(cell)
+        if results[length].status not in ("ok", "oom"):
+            raise UsageError(f"a trial at seq_len={length} ended otherwise: {results[length].reason} ({cell.folder})")
+        return results[length].status == "ok"
+
+    found = search(fits, guess, asked.limit, TRIALS, TOLERANCE)
+    peak = results[found.seq_len].summary.get("peak_memory_gib") if found.seq_len else None
+    return Row(attention, memory, found, guess, peak, found.within(TOLERANCE, asked.limit // UNIT * UNIT))
+
+
+def _step(config: DictConfig) -> tuple[Step, torch.device]:
+    """What decides a trial's memory, but for its length."""
+    device = device_of(config.trainer.accelerator)
+    pretrained = load_init(config.init_from)
+    model = build_model_config(config, build_data(config).vocab_size, pretrained[0] if pretrained else None)
+    backend, _ = choose_attention(config, device, model.head_dim)
+    return step_of(config, model, backend, device), device
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes of the device; on a CPU of the machine. Takes none of them, as a CUDA context would."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
+    """The longest row whose predicted peak is within so many bytes, in multiples of UNIT."""
+    low, high = 1, max(1, limit // UNIT)
+    while low < high:
+        middle = (low + high + 1) // 2
+        within = predict(replace(step, seq_len=middle * UNIT)).peak_bytes <= limit_bytes
+        low, high = (middle, high) if within else (low, middle - 1)
+    return low * UNIT
+
+
+def _write(rows: Sequence[Row], run_dir: Path, line: CommandLine) -> None:
+    device = device_name(device_of(str(line.given("trainer.accelerator") or "auto")))
+    title = f"Longest row that trains on {device}"
+    records = [
+        {
+            "attention": row.attention, "memory": row.memory, "seq_len": row.found.seq_len,
+            "too_long": row.found.too_long, "predicted_seq_len": row.predicted, "peak_memory_gib": row.peak_gib,
+            "exact_to": TOLERANCE if row.exact else None, "reason": row.reason,
+            "trials": [{"seq_len": length, "fits": fit} for length, fit in row.found.trials],
+        }
+        for row in rows
+    ]  # fmt: skip
+    write_json(run_dir / "find_max.json", {"device": device, "versions": versions(), "records": records})
+    write_text(run_dir / "find_max.md", markdown(rows, title))
+    plot_longest(rows, run_dir / "find_max.png", title)

@@ -1,0 +1,117 @@
+"""The longest row that trains: a search in few trials, and how its results are told."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+UNIT = 64  # lengths are multiples of it
+COLORS = {"none": "#0072B2", "selective": "#E69F00", "checkpoint": "#009E73"}
+
+
+@dataclass(frozen=True)
+class Longest:
+    """What a search found: `seq_len` fits (0: nothing tried did); `too_long`, where it is known, does not."""
+
+    seq_len: int
+    too_long: int | None
+    trials: tuple[tuple[int, bool], ...]
+
+    def within(self, tolerance: float, limit: int) -> bool:
+        """Whether the answer is that close, or as long as was asked for."""
+        if self.seq_len >= limit:
+            return True
+        return self.too_long is not None and self.too_long - self.seq_len <= max(UNIT, tolerance * self.too_long)
+
+
+def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4, tolerance: float = 0.02) -> Longest:
+    """The longest row that fits, to `tolerance`, by at most so many trials.
+
+    A good guess takes two: it fits, and what is longer by the tolerance does not. Where it was wrong, steps grow until
+    the answer lies between two trials, which are then halved.
+
+    Args:
+        fits: tries a length.
+        guess: where to begin.
+        limit: no longer row is tried.
+    """
+    limit = max(UNIT, limit // UNIT * UNIT)
+    found = Longest(0, None, ())
+    length, stride = _whole(guess, limit), tolerance
+    while len(found.trials) < trials:
+        fit = fits(length)
+        found = Longest(
+            length if fit else found.seq_len,
+            found.too_long if fit else length,
+            (*found.trials, (length, fit)),
+        )
+        if found.within(tolerance, limit) or (not fit and length == UNIT):
+            break
+        if found.too_long is None:
+            length = _whole(math.ceil(found.seq_len * (1 + stride) / UNIT) * UNIT, limit)
+        elif found.seq_len == 0:
+            length = _whole(found.too_long * (1 - min(stride, 0.75)), limit)
+        else:
+            length = _whole((found.seq_len + found.too_long) / 2, limit)
+        stride *= 3
+    return found
+
+
+def _whole(length: float, limit: int) -> int:
+    return min(limit, max(UNIT, int(length) // UNIT * UNIT))
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one attention backend and memory mode; bytes of the longest that fitted, where it was measured."""
+
+    attention: str
+    memory: str
+    found: Longest
+    predicted: int
+    peak_gib: float | None
+    exact: bool
+    reason: str | None = None
+
+
+def markdown(rows: Sequence[Row], title: str) -> str:
+    lines = [f"# {title}", "", "| attention | memory | longest row | peak (GiB) | predicted | trials |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        sign = "" if row.exact else "≥ "
+        longest = f"{sign}{row.found.seq_len:,}" if row.found.seq_len else (row.reason or "none that was tried")
+        peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        cells = (row.attention, row.memory, longest, peak, f"{row.predicted:,}", str(len(row.found.trials)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot_longest(rows: Sequence[Row], path: str | os.PathLike[str], title: str) -> Path:
+    """A bar for each backend and memory mode."""
+    path = Path(path)
+    figure = Figure(figsize=(8, 1.4 + 0.45 * len(rows)), layout="constrained")
+    panel = figure.subplots()
+    places = range(len(rows))
+    lengths = [row.found.seq_len for row in rows]
+    panel.barh(places, lengths, color=[COLORS.get(row.memory, "#777777") for row in rows], height=0.7)
+    for place, row in zip(places, rows, strict=True):
+        panel.text(
+            row.found.seq_len, place, f" {row.found.seq_len:,}" if row.found.seq_len else " none",
+            va="center", fontsize=9,
+        )  # fmt: skip
+    panel.set_yticks(list(places), [f"{row.attention}, memory={row.memory}" for row in rows])
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.2 * max([*lengths, UNIT]))
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    panel.set_xlabel("longest row that trains (tokens)")
+    panel.set_title(title, fontsize=11, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    temporary = path.with_name(f".{path.name}.tmp.png")
+    figure.savefig(temporary, dpi=150)
+    os.replace(temporary, path)
+    return path

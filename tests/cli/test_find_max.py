@@ -1,0 +1,89 @@
+import json
+
+import pytest
+
+from flash_train.cli import find_max as command
+from flash_train.cli.cells import Result, keep
+from flash_train.cli.errors import UsageError
+from flash_train.cli.overrides import read
+from flash_train.model import ModelConfig
+from flash_train.profiling.longest import UNIT
+from flash_train.profiling.prediction import Step, predict
+
+MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
+
+
+def split(*arguments):
+    return command.split(read(list(arguments)))
+
+
+def test_what_is_asked_for():
+    line, asked = split("model=1b3", "find_max=true", "find_max.limit=4096", "find_max.memory=[checkpoint]")
+    assert line.overrides == ("model=1b3",)
+    assert asked == command.Search(4096, ("checkpoint",), ("flash", "standard"))
+    assert split("model=1b3")[1] is None and split("find_max=false", "seq_len=512")[1] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["find_max=maybe"], "find_max=maybe: allowed: true, false"),
+        (["find_max.limit=10"], "find_max.limit=10: allowed: an integer, 64 or more"),
+        (["find_max.memory=checkpoint"], "allowed: a list of none, selective, checkpoint"),
+        (["find_max.attention=[flush]"], "allowed: a list of flash, sdpa, standard, chunked"),
+        (["find_max.most=4"], "find_max.most: no such key"),
+        (["find_max=true", "seq_len=512"], "seq_len=512: find_max=true chooses it"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words):
+    with pytest.raises(UsageError, match=words.replace("[", r"\[")) as error:
+        split(*arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])
+def test_the_guess_is_the_longest_that_is_predicted_to_fit(memory):
+    step = Step(MODEL, 512, memory=memory)
+    limit = 3 * 2**30
+    guess = command.predicted_longest(step, limit, 1 << 20)
+    assert predict(Step(MODEL, guess, memory=memory)).peak_bytes <= limit
+    assert predict(Step(MODEL, guess + UNIT, memory=memory)).peak_bytes > limit
+    assert command.predicted_longest(step, limit, 1000) == 960
+
+
+def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
+    """A device that takes 1,300 tokens, where 1,000 were predicted; the process dies in its second trial."""
+    trials = []
+
+    def run_cell(cell):
+        length = int(cell.name.rpartition("-")[2])
+        trials.append(length)
+        if len(trials) == 2:
+            raise KeyboardInterrupt
+        result = (
+            Result("ok", summary={"peak_memory_gib": length / 1000}) if length <= 1300 else Result("oom", "too long")
+        )
+        cell.folder.mkdir(parents=True)
+        keep(cell, result)
+        return result
+
+    monkeypatch.setattr(command, "run_cell", run_cell)
+    monkeypatch.setattr(command, "predicted_longest", lambda *_: 1024)
+    line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
+    asked = command.Search(1 << 20, ("none",), ("sdpa",))
+    with pytest.raises(KeyboardInterrupt):
+        command.find_max(line, asked, tmp_path / "search")
+    command.find_max(line, asked, tmp_path / "search")
+    assert trials[0] == 1024 and trials.count(1024) == 1 and trials[1] == trials[2]
+    (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
+    assert record["seq_len"] <= 1300 < record["too_long"]
+    assert record["peak_memory_gib"] == record["seq_len"] / 1000
+    assert {"find_max.md", "find_max.png"} <= {path.name for path in (tmp_path / "search").iterdir()}
+    assert "attention=sdpa memory=none" in capsys.readouterr().out
+
+
+def test_a_backend_that_is_not_there_is_told(tiny, tmp_path):
+    line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
+    command.find_max(line, command.Search(512, ("none",), ("flash",)), tmp_path / "search")
+    (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
+    assert record["seq_len"] == 0 and "no NVIDIA GPU" in record["reason"]

@@ -1,0 +1,50 @@
+import pytest
+
+from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search
+
+
+@pytest.mark.parametrize("true", [640, 5000, 131_072, 200_000])
+@pytest.mark.parametrize("error", [0.99, 1.0, 1.01])
+def test_a_good_guess_takes_few_trials(true, error):
+    tried = []
+
+    def fits(length):
+        tried.append(length)
+        return length <= true
+
+    found = search(fits, int(true * error), 10**7)
+    assert found.within(0.02, 10**7) and len(tried) <= 4 and len(set(tried)) == len(tried)
+    assert found.seq_len <= true < found.too_long
+    assert true - found.seq_len <= max(UNIT, 0.02 * found.too_long)
+
+
+@pytest.mark.parametrize("error", [0.8, 0.93, 1.07, 1.15])
+def test_a_worse_guess_still_brackets_the_answer(error):
+    found = search(lambda length: length <= 100_000, int(100_000 * error), 10**7)
+    assert len(found.trials) == 4 or found.within(0.02, 10**7)
+    assert 0 < found.seq_len <= 100_000 < found.too_long < 1.3 * found.seq_len
+
+
+def test_the_limit_is_never_passed_and_ends_the_search():
+    tried = []
+    found = search(lambda length: tried.append(length) is None, 4096, 4000)
+    assert tried == [3968] and found.seq_len == 3968 and found.within(0.02, 3968)
+    assert max(length for length, _ in search(lambda length: True, 1000, 9000).trials) <= 9000
+
+
+def test_nothing_fits():
+    found = search(lambda length: False, 1024, 4096)
+    assert found.seq_len == 0 and len(found.trials) == 4
+    assert search(lambda length: False, 10, 4096).trials == ((UNIT, False),)
+
+
+def test_tables_and_pictures(tmp_path):
+    rows = [
+        Row("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True),
+        Row("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, "out of memory"),
+        Row("flash", "checkpoint", Longest(262144, None, ((262144, True),)), 300000, 70.0, False),
+    ]
+    text = markdown(rows, "title")
+    assert "| 65,536 | 139.2 |" in text and "| out of memory | – |" in text and "≥ 262,144" in text
+    assert plot_longest(rows, tmp_path / "one.png", "title").stat().st_size > 5000
+    plot_longest(rows[:1], tmp_path / "two.png", "title")
