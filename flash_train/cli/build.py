@@ -52,6 +52,11 @@ class Run:
     checkpoint: Path | None
     attention: tuple[str, str]
 
+    @property
+    def device(self) -> torch.device:
+        """That of this process."""
+        return self.trainer.strategy.root_device
+
 
 def build(config: DictConfig, run_dir: Path) -> Run:
     """Build the objects of a run.

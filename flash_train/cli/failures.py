@@ -1,30 +1,84 @@
 """What can go wrong while a run is under way and is no bug: told in one line, like a mistake in the configuration."""
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
 from flash_train.cli.errors import OutOfMemoryError, UsageError
+from flash_train.cli.predict import alternatives, in_words
+from flash_train.profiling import write_text
+from flash_train.profiling.prediction import Prediction, Step, predict
 from flash_train.training import NonFiniteLossError
 
 ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory")  # which have no exception of their own
+REPORT, SNAPSHOT = "out_of_memory.md", "out_of_memory.pickle"
+
+
+@dataclass
+class UnderWay:
+    """What is known of the run by now: the step that it takes, and where its files are."""
+
+    step: Step | None = None
+    run_dir: Path | None = None
 
 
 @contextmanager
-def known_failures(config: DictConfig) -> Iterator[None]:
-    """Turn a diverging loss and exhausted memory into a `UsageError`; everything else keeps its traceback."""
+def known_failures(config: DictConfig) -> Iterator[UnderWay]:
+    """Turn a diverging loss and exhausted memory into a `UsageError`; everything else keeps its traceback.
+
+    Where the run has said what its step is, exhausted memory leaves a table of that step in `out_of_memory.md`, on CUDA
+    with the allocator's snapshot for PyTorch's viewer, and the error says which setting takes less.
+    """
+    under_way = UnderWay()
     try:
-        yield
+        yield under_way
     except NonFiniteLossError as error:
         raise UsageError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(x in str(error) for x in ALLOCATORS):
             raise
         kind = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
-        raise OutOfMemoryError(
-            f"out of {kind} at seq_len={config.seq_len} batch_size={config.batch_size} "
-            f"memory={config.memory.mode}: try memory=selective, then memory=checkpoint, "
-            "a smaller batch_size with accumulate, or precision=bf16-true"
-        ) from error
+        hint = "try memory=checkpoint, a smaller batch_size with accumulate, or precision=bf16-true"
+        if under_way.step is not None:
+            hint = _way_out(under_way.step)
+            hint += f" ({', '.join(_leave_behind(under_way, error))} in {under_way.run_dir})"
+        where = f"seq_len={config.seq_len} batch_size={config.batch_size} memory={config.memory.mode}"
+        raise OutOfMemoryError(f"out of {kind} at {where}: {hint}") from error
+
+
+def _way_out(step: Step) -> str:
+    """The first setting that takes less by a tenth, and how much."""
+    own = predict(step).peak_bytes
+    for words, other in alternatives(step):
+        if (size := predict(other).peak_bytes) < 0.9 * own:
+            return f"{words} takes {in_words(size)} in place of {in_words(own)}"
+    return "only a smaller model or a shorter row takes less"
+
+
+def _leave_behind(under_way: UnderWay, error: BaseException) -> list[str]:
+    """Write what may help to understand; the names of the files."""
+    assert under_way.step is not None and under_way.run_dir is not None
+    write_text(under_way.run_dir / REPORT, _table(predict(under_way.step), error))
+    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+        return [REPORT]
+    (under_way.run_dir / SNAPSHOT).write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+    return [REPORT, SNAPSHOT]
+
+
+def _table(prediction: Prediction, error: BaseException) -> str:
+    kinds = sorted(prediction.peak.parts, key=lambda kind: -prediction.peak.parts[kind])
+    lines = ["# Out of memory", "", f"    {str(error).splitlines()[0] if str(error) else type(error).__name__}", ""]
+    lines += ["What the step was predicted to take at its peak, and at the peak of each phase:", ""]
+    lines += [
+        f"| part | peak | {' | '.join(prediction.phases)} |",
+        "| --- |" + " ---: |" * (1 + len(prediction.phases)),
+    ]
+    columns = [prediction.peak, *prediction.phases.values()]
+    lines += [f"| {kind} | {' | '.join(in_words(m.parts.get(kind, 0)) for m in columns)} |" for kind in kinds]
+    lines += [f"| all | {' | '.join(in_words(m.total) for m in columns)} |", ""]
+    return "\n".join(lines)

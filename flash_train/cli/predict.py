@@ -34,7 +34,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
     )
 
 
-def check_memory(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> None:
+def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
     """Say what a step will take, and on CUDA refuse one that takes more than there is, unless `force=true`.
 
     Of a run over several devices, or a compiled one, nothing is known beforehand.
@@ -44,14 +44,13 @@ def check_memory(config: DictConfig, model: ModelConfig, attention: str, device:
     """
     if config.trainer.devices * config.trainer.num_nodes > 1 or config.compile:
         return
-    step = step_of(config, model, attention, device)
     prediction = predict(step)
     limit = available(device)
     tell(prediction, limit)
     if limit is not None and prediction.peak_bytes > limit and not config.force:
         raise OutOfMemoryError(
             f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
-            f"{_gib(prediction.peak_bytes)} and there are {_gib(limit)} on the device; {advice(step, limit)}, "
+            f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)} on the device; {advice(step, limit)}, "
             "or force=true to try all the same"
         )
 
@@ -68,9 +67,9 @@ def available(device: torch.device) -> int | None:
 def tell(prediction: Prediction, limit: int | None) -> None:
     """One line: the predicted peak and its largest parts."""
     parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
-    largest = ", ".join(f"{kind} {_gib(size)}" for size, kind in parts[:4])
-    of = "" if limit is None else f" of {_gib(limit)}"
-    print(f"memory: {_gib(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True)
+    largest = ", ".join(f"{kind} {in_words(size)}" for size, kind in parts[:4])
+    of = "" if limit is None else f" of {in_words(limit)}"
+    print(f"memory: {in_words(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True)
 
 
 def advice(step: Step, limit: int) -> str:
@@ -99,5 +98,6 @@ def alternatives(step: Step) -> Iterator[tuple[str, Step]]:
         yield f"{words} seq_len={seq_len}", replace(least, seq_len=seq_len)
 
 
-def _gib(size: int) -> str:
+def in_words(size: int) -> str:
+    """Bytes, as GiB or MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

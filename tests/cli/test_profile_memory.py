@@ -71,12 +71,11 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
     limit = predict(Step(MODEL, 16384, memory="selective")).peak_bytes
     monkeypatch.setattr(command, "available", lambda device: limit)
     device = torch.device("cpu")
-    monkeypatch.setattr(command, "step_of", lambda *_: step)
     with pytest.raises(UsageError, match=r"seq_len=16384 .*memory=selective would fit, or force=true"):
-        command.check_memory(config(), MODEL, "flash", device)
+        command.check_memory(config(), step, device)
     assert "predicted at the peak of a step" in capsys.readouterr().out
-    command.check_memory(config(force=True), MODEL, "flash", device)
-    command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), MODEL, "flash", device)
+    command.check_memory(config(force=True), step, device)
+    command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), step, device)
 
 
 def test_the_first_setting_that_fits_is_the_cheapest():
