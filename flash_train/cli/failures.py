@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from flash_train.cli.errors import OutOfMemoryError, UsageError
 from flash_train.cli.predict import alternatives, in_words
 from flash_train.profiling import write_text
-from flash_train.profiling.prediction import Prediction, Step, predict
+from flash_train.profiling.prediction import Prediction, predict
+from flash_train.profiling.step import Step
 from flash_train.training import NonFiniteLossError
 
 ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory")  # which have no exception of their own

@@ -1,21 +1,24 @@
 """`scripts/profile_memory.py find_max=true`: the longest row that trains here, by attention backend and memory mode."""
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-from flash_train.cli.build import build_data, build_model_config, choose_attention, device_of, load_init
+from flash_train.cli.build import build_model_config, build_tokenizer, choose_attention, device_of, load_init
 from flash_train.cli.cells import Cell, Result, known_result, run_cell
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError, UsageError
 from flash_train.cli.overrides import CommandLine, parse
 from flash_train.cli.predict import step_of
+from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions, write_json, write_text
 from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search
-from flash_train.profiling.prediction import Step, predict
+from flash_train.profiling.prediction import predict
+from flash_train.profiling.step import Step
 
 TRIALS, TOLERANCE = 4, 0.02
 KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
@@ -28,8 +31,8 @@ class Search:
     """What `find_max` was asked for: no longer row than `limit` is tried."""
 
     limit: int = 1 << 20
-    memory: tuple[str, ...] = ("none", "selective", "checkpoint")
-    attention: tuple[str, ...] = field(default=("flash", "standard"))
+    memory: tuple[str, ...] = MEMORY_MODES
+    attention: tuple[str, ...] = ("flash", "standard")
 
 
 def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
@@ -70,9 +73,7 @@ def _checked(key: str, value: object) -> object:
         if not isinstance(value, int) or isinstance(value, bool) or value < UNIT:
             raise UsageError(f"find_max.limit={value}: allowed: an integer, {UNIT} or more")
         return value
-    allowed = (
-        ("none", "selective", "checkpoint") if key.endswith("memory") else ("flash", "sdpa", "standard", "chunked")
-    )
+    allowed = MEMORY_MODES if key.endswith("memory") else ("flash", "sdpa", "standard", "chunked")
     if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
         raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
     return tuple(map(str, value))
@@ -118,7 +119,7 @@ def _step(config: DictConfig) -> tuple[Step, torch.device]:
     """What decides a trial's memory, but for its length."""
     device = device_of(config.trainer.accelerator)
     pretrained = load_init(config.init_from)
-    model = build_model_config(config, build_data(config).vocab_size, pretrained[0] if pretrained else None)
+    model = build_model_config(config, build_tokenizer(config).vocab_size, pretrained[0] if pretrained else None)
     backend, _ = choose_attention(config, device, model.head_dim)
     return step_of(config, model, backend, device), device
 
@@ -127,8 +128,6 @@ def capacity(device: torch.device) -> int:
     """Bytes of the device; on a CPU of the machine. Takes none of them, as a CUDA context would."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.build import Run
 from flash_train.cli.predict import step_of
+from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions
 from flash_train.profiling.memory_plot import plot_memory
 from flash_train.profiling.memory_report import report, summary, write_report
@@ -28,7 +29,7 @@ def write_memory(config: DictConfig, parts: Run, recorded: RecordedStep, folder:
     lengths = [step.seq_len * 2**i // 8 for i in range(7)]
     curves = {
         mode: (lengths, [predict(replace(step, memory=mode, seq_len=n, lengths=None)).peak_bytes for n in lengths])
-        for mode in ("none", "selective", "checkpoint")
+        for mode in MEMORY_MODES
     }
     title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {parts.attention[0]}"
     folder.mkdir(parents=True, exist_ok=True)

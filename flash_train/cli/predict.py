@@ -9,11 +9,13 @@ from omegaconf import DictConfig
 
 from flash_train.cli.errors import OutOfMemoryError
 from flash_train.model import ModelConfig
-from flash_train.profiling.prediction import Prediction, Step, predict
+from flash_train.model.memory import MEMORY_MODES
+from flash_train.profiling.memory import GIB
+from flash_train.profiling.prediction import Prediction, predict
+from flash_train.profiling.step import Step
 
 #: what cuBLAS keeps on a device of Hopper's generation or later, and on others (`CUBLAS_WORKSPACE_CONFIG`'s defaults)
 WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
-GIB = 2**30
 SHORTEST = 256  # tokens in a row that are still worth proposing
 
 
@@ -81,9 +83,7 @@ def advice(step: Step, limit: int) -> str:
 
 
 def alternatives(step: Step) -> Iterator[tuple[str, Step]]:
-    modes = ("none", "selective", "checkpoint")
-    stronger = modes[modes.index(step.memory) + 1 :]
-    for mode in stronger:
+    for mode in MEMORY_MODES[MEMORY_MODES.index(step.memory) + 1 :]:  # in the order of what they keep
         yield f"memory={mode}", replace(step, memory=mode)
     least = replace(step, memory="checkpoint")
     if step.batch_size > 1:

@@ -16,7 +16,8 @@ from flash_train.cli.overrides import CommandLine, read
 if TYPE_CHECKING:
     from flash_train.training.callbacks.memory_snapshot import RecordedStep
 
-STEPS = 3  # the first makes the optimizer's state, the second meets the gradients of the first; the last is recorded
+# The first step makes the optimizer's state, the second meets the gradients of the first; the last is recorded.
+DEFAULTS = {"max_steps": "3", "trainer.progress_bar": "false", "trainer.checkpoints": "false"}
 HELP = """Where the memory of a training step goes: weights, gradients, optimizer state, activations by kind, loss.
 
   python scripts/profile_memory.py seq_len=16384 model=1b3 memory=selective
@@ -70,20 +71,12 @@ def compose(line: CommandLine) -> DictConfig:
     """The configuration of the run to record: that of `flash-train` with these arguments, and few steps."""
     from flash_train.cli.train import prepare
 
-    for key, value in defaults(line).items():
+    now = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    for key, value in (DEFAULTS | {"run_dir": f"runs/memory_{now}"}).items():
         if line.given(key) is None:
             line = line.with_override(key, value)
     line = read(prepare(line.arguments()))
     return compose_config(line.overrides, line.config_dir)
-
-
-def defaults(line: CommandLine) -> dict[str, str]:
-    steps = STEPS if line.given("max_steps") is None else int(str(line.given("max_steps")))
-    return {
-        "max_steps": str(steps),
-        "run_dir": f"runs/memory_{datetime.now():%Y-%m-%d_%H-%M-%S}",
-        "trainer.progress_bar": "false",
-    }
 
 
 def profile_memory(config: DictConfig) -> None:
@@ -91,9 +84,10 @@ def profile_memory(config: DictConfig) -> None:
     from flash_train.cli.build import build
     from flash_train.cli.failures import known_failures
     from flash_train.cli.memory_files import write_memory
+    from flash_train.cli.predict import step_of
     from flash_train.cli.report import announce, finish
     from flash_train.cli.train import quieten
-    from flash_train.training.callbacks import ClosingSample, MemorySnapshot, RunRecord, StepCheckpoint
+    from flash_train.training.callbacks import MemorySnapshot, RunRecord
 
     quieten()
     run_dir = Path(config.run_dir)
@@ -101,12 +95,13 @@ def profile_memory(config: DictConfig) -> None:
     announce(parts.attention, parts.data.info)
     trainer = parts.trainer
     recorded: list[RecordedStep] = []
-    # Three steps leave nothing to validate, to sample from or to go on with.
     trainer.limit_val_batches = 0
-    unwanted = (StepCheckpoint, ClosingSample, RunRecord)
-    kept = [c for c in trainer.callbacks if not isinstance(c, unwanted)]  # type: ignore[attr-defined]
+    # A run's own record has a memory.png as well.
+    kept = [c for c in trainer.callbacks if not isinstance(c, RunRecord)]  # type: ignore[attr-defined]
     trainer.callbacks = [*kept, MemorySnapshot(recorded.append, steps=(config.max_steps,))]  # type: ignore[attr-defined]
-    with known_failures(config):
+    with known_failures(config) as under_way:
+        under_way.step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
+        under_way.run_dir = run_dir
         trainer.fit(parts.module, datamodule=parts.data)
     write_memory(config, parts, recorded[-1], run_dir)
     finish(parts.logger)

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from flash_train.profiling.ablation import COMPARED, Row, describe, groups, varying
-from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION
+from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure
 
 #: color and mark of an attention backend; marks differ, too, for prints in gray
 STYLES = {
@@ -55,7 +54,7 @@ def plot_ablation(rows: Sequence[Row], path: str | os.PathLike[str], *, title: s
     validated = any(row.measured.get("val_loss") is not None for row in rows)
     part, name = ("validation", "val_loss") if validated else ("last training", "train_loss")
     _panel(loss, series, name, f"{part} loss (nats per token)", fitted=False)
-    _save(figure, Path(path))
+    save_figure(figure, path)
     return True
 
 
@@ -97,7 +96,7 @@ def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str
         frameon=False,
         handlelength=4,
     )
-    _save(figure, Path(path))
+    save_figure(figure, path)
     return True
 
 
@@ -210,9 +209,3 @@ def _short(n: int) -> str:
 def _plain(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150)
-    os.replace(temporary, path)

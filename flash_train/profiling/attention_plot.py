@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION
+from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure
 
 #: label, color and mark of an implementation, in the order of the legend; marks differ, too, for prints in gray
 STYLES = {
@@ -27,11 +27,7 @@ def plot_attention(source: str | os.PathLike[str], path: str | os.PathLike[str])
     Raises ValueError where no record has a rate.
     """
     records = json.loads(Path(source).read_text(encoding="utf-8"))["records"]
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    _draw(records).savefig(temporary, dpi=150, metadata={"Source": fingerprint(source)})
-    os.replace(temporary, path)
-    return path
+    return save_figure(_draw(records), path, metadata={"Source": fingerprint(source)})
 
 
 def fingerprint(source: str | os.PathLike[str]) -> str:

@@ -9,8 +9,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from flash_train.profiling.memory_plot import MODES
+from flash_train.profiling.plots import save_figure
+
 UNIT = 64  # lengths are multiples of it
-COLORS = {"none": "#0072B2", "selective": "#E69F00", "checkpoint": "#009E73"}
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,11 @@ def markdown(rows: Sequence[Row], title: str) -> str:
 
 def plot_longest(rows: Sequence[Row], path: str | os.PathLike[str], title: str) -> Path:
     """A bar for each backend and memory mode."""
-    path = Path(path)
     figure = Figure(figsize=(8, 1.4 + 0.45 * len(rows)), layout="constrained")
     panel = figure.subplots()
     places = range(len(rows))
     lengths = [row.found.seq_len for row in rows]
-    panel.barh(places, lengths, color=[COLORS.get(row.memory, "#777777") for row in rows], height=0.7)
+    panel.barh(places, lengths, color=[MODES[row.memory][0] for row in rows], height=0.7)
     for place, row in zip(places, rows, strict=True):
         panel.text(
             row.found.seq_len, place, f" {row.found.seq_len:,}" if row.found.seq_len else " none",
@@ -111,7 +112,4 @@ def plot_longest(rows: Sequence[Row], path: str | os.PathLike[str], title: str) 
     panel.set_xlabel("longest row that trains (tokens)")
     panel.set_title(title, fontsize=11, loc="left")
     panel.spines[["top", "right"]].set_visible(False)
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150)
-    os.replace(temporary, path)
-    return path
+    return save_figure(figure, path)

@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flash_train.profiling.ledger import Moment
+from flash_train.profiling.memory import GIB
+from flash_train.profiling.plots import BLUE, GREEN, ORANGE, save_figure
 from flash_train.profiling.prediction import KINDS
 
 # Okabe & Ito (2008) and greys: what stays is grey, what comes and goes has a colour.
@@ -20,9 +22,8 @@ COLORS = {
 }  # fmt: skip
 BELOW = ("weights", "optimizer state", "gradients", "autocast copies", "matrix-product workspace", "batch and tables")
 ORDER = (*BELOW, *(kind for kind in KINDS if kind not in BELOW))
-MODES = {"none": ("#0072B2", "o"), "selective": ("#E69F00", "s"), "checkpoint": ("#009E73", "D")}
+MODES = {"none": (BLUE, "o"), "selective": (ORANGE, "s"), "checkpoint": (GREEN, "D")}
 POINTS = 1500  # more moments than this are thinned out, the fullest of each stretch kept
-GIB = 2**30
 
 
 def plot_memory(
@@ -39,16 +40,12 @@ def plot_memory(
         curves: by memory mode, lengths and predicted peaks in bytes.
         measured: the length, the peak in bytes and the memory mode of the measured step.
     """
-    path = Path(path)
     figure = Figure(figsize=(14, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _step(left, moments)
     _lengths(right, curves, measured)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150)
-    os.replace(temporary, path)
-    return path
+    return save_figure(figure, path)
 
 
 def _step(panel: Axes, moments: Sequence[tuple[str, Moment]]) -> None:

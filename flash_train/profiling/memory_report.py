@@ -8,8 +8,9 @@ from typing import Any
 from flash_train.attention.traffic import flash_traffic, standard_traffic
 from flash_train.profiling.allocations import PHASES, MemoryProfile
 from flash_train.profiling.ledger import Moment
-from flash_train.profiling.prediction import KINDS, WIDTHS, Prediction, Step
+from flash_train.profiling.prediction import KINDS, Prediction
 from flash_train.profiling.records import write_json, write_text
+from flash_train.profiling.step import WIDTHS, Step
 
 MIB = 2**20
 PHASES_PREDICTED = {"forward": ("forward", "loss"), "backward": ("backward",), "step": ("step",)}

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,12 +26,17 @@ def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str 
         return []
     written = []
     for name, draw in (("loss.png", _loss), ("throughput.png", _throughput), ("memory.png", _memory)):
-        path = Path(folder) / name
-        temporary = path.with_name(f".{name}.tmp.png")
-        draw(table, title).savefig(temporary, dpi=150)
-        os.replace(temporary, path)
-        written.append(path)
+        written.append(save_figure(draw(table, title), Path(folder) / name))
     return written
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) -> Path:
+    """Write a PNG, in one move; `options` are those of `Figure.savefig`."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp.png")
+    figure.savefig(temporary, dpi=150, **options)
+    os.replace(temporary, path)
+    return path
 
 
 def _figure(title: str, *labels: str) -> tuple[Figure, list[Axes]]:

@@ -10,52 +10,15 @@ is nothing in it but shapes, sizes of dtypes, and this order of events; no numbe
 import math
 from dataclasses import dataclass
 
-from flash_train.model import ModelConfig
 from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
 from flash_train.profiling.ledger import Ledger, Moment
+from flash_train.profiling.step import WIDTHS, Step
 
-#: bytes of (weights, activations) in each precision
-WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
 KINDS = (
     "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
     "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
 )  # fmt: skip
 PHASES = ("forward", "loss", "backward", "step")
-
-
-@dataclass(frozen=True)
-class Step:
-    """What decides the memory of a training step.
-
-    Args:
-        model: its shape, with attention and residual dropout.
-        seq_len, batch_size: of a micro-batch; `accumulate` of them make an optimizer step.
-        precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
-        memory: none, selective or checkpoint.
-        attention: flash, sdpa, standard or chunked: the backend that runs.
-        fused: CUDA's operations, else PyTorch's own, as on a CPU.
-        workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
-        lengths: of the documents, for backends that hold something per pair; None: one document a row.
-    """
-
-    model: ModelConfig
-    seq_len: int
-    batch_size: int = 1
-    accumulate: int = 1
-    precision: str = "bf16-mixed"
-    memory: str = "none"
-    attention: str = "flash"
-    fused: bool = True
-    workspace: int = 0
-    lengths: tuple[int, ...] | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.seq_len * self.batch_size
-
-    @property
-    def documents(self) -> tuple[int, ...]:
-        return self.lengths or (self.seq_len,) * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -74,11 +37,7 @@ class Prediction:
 
 
 def predict(step: Step) -> Prediction:
-    """The memory of a step after the first, when optimizer state and the last step's gradients exist.
-
-    Raises:
-        ValueError: a precision, memory mode or attention that is not known.
-    """
+    """The memory of a step after the first, when optimizer state and the last step's gradients exist."""
     walk = _Walk(step)
     walk.run()
     return Prediction(
@@ -90,13 +49,6 @@ class _Walk:
     """One optimizer step of the model, tensor by tensor. Sizes are in elements unless they are called bytes."""
 
     def __init__(self, step: Step) -> None:
-        for name, value, allowed in (
-            ("precision", step.precision, tuple(WIDTHS)),
-            ("memory", step.memory, ("none", "selective", "checkpoint")),
-            ("attention", step.attention, ("flash", "triton", "sdpa", "standard", "chunked")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value} is not known: it must be one of {', '.join(allowed)}")
         m = step.model
         self.step, self.model, self.ledger = step, m, Ledger()
         self.w, self.e = WIDTHS[step.precision]
@@ -162,7 +114,7 @@ class _Walk:
         if self.model.residual_dropout:
             for i in (1, 2):
                 hold(f"{layer}.mask{i}", "residual stream", self.stream)
-        self.norm(f"{layer}.norm1", f"x{layer}")
+        self.norm(f"{layer}.norm1")
         for name in ("q", "k", "v"):
             self.cast(layer, name)
             hold(f"{layer}.{name}", "attention", e * (self.heads if name == "q" else self.kv_heads))
@@ -175,8 +127,8 @@ class _Walk:
         hold(f"{layer}.mixed", "attention", e * self.stream)
         ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined", "pairs", "dropped pairs")
         ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
-        self.add(layer, f"{layer}.middle", f"{layer}.mixed")
-        self.norm(f"{layer}.norm2", f"{layer}.middle")
+        self.add(f"{layer}.middle", f"{layer}.mixed")
+        self.norm(f"{layer}.norm2")
         for name in ("gate", "up"):
             self.cast(layer, name)
             hold(f"{layer}.{name}", "mlp", e * self.hidden)
@@ -187,12 +139,12 @@ class _Walk:
         self.cast(layer, "down")
         hold(f"{layer}.added", "mlp", e * self.stream)
         ends("product", "norm2", "norm2 rstd", "norm2 scaled", "norm2 wide")
-        self.add(layer, f"x{layer + 1}", f"{layer}.added")
+        self.add(f"x{layer + 1}", f"{layer}.added")
         ends("middle", "mask1", "mask2")
         if self.widens:  # the norms saved copies in fp32 in the stream's place
             self.ledger.drop(f"{layer}.middle", f"x{layer}" if self.step.memory == "none" else "")
 
-    def add(self, layer: int, name: str, update: str) -> None:
+    def add(self, name: str, update: str) -> None:
         """Onto the residual stream; with dropout the update is masked and scaled first."""
         if self.model.residual_dropout:
             for i in (1, 2):
@@ -200,7 +152,7 @@ class _Walk:
         self.ledger.hold(name, "residual stream", self.e * self.stream)
         self.ledger.drop(update, f"{update} 1", f"{update} 2")
 
-    def norm(self, name: str, of: str) -> None:
+    def norm(self, name: str) -> None:
         """Its result, and what it saves beside its input: a number per row; PyTorch's own also the scaled rows."""
         hold = self.ledger.hold
         hold(name, "norms", self.e * self.stream)
@@ -267,7 +219,7 @@ class _Walk:
 
     def loss(self) -> None:
         ledger, m, e = self.ledger, self.model, self.e
-        self.norm("final", f"x{m.n_layers}")
+        self.norm("final")
         head = m.vocab_size * m.width
         if not self.step.fused:
             self.chunk_of_logits("forward")

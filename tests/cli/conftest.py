@@ -1,8 +1,11 @@
 """A corpus small enough to train on in seconds, and the overrides that make a run short."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 TINY_MODEL = [
     *("model.n_layers=1", "model.width=16", "model.n_heads=2", "model.n_kv_heads=1"),
@@ -28,3 +31,24 @@ def tiny(tmp_path: Path, corpus: Path) -> list[str]:
         *("seq_len=64", "batch_size=2", "max_steps=3", "hardware=cpu", "logger=none", f"run_dir={tmp_path / 'run'}"),
         *TINY_MODEL,
     ]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, capsys):
+    """Makes a console script a function of its arguments that runs here: (exit code, lines on stderr)."""
+
+    def command(main: Callable[[], None]) -> Callable[..., tuple[int, list[str]]]:
+        def run(*arguments: str) -> tuple[int, list[str]]:
+            monkeypatch.setattr(sys, "argv", ["command", *arguments])
+            code = 0
+            try:
+                main()
+            except SystemExit as stop:
+                code = stop.code
+            finally:
+                GlobalHydra.instance().clear()
+            return code, capsys.readouterr().err.splitlines()
+
+        return run
+
+    return command

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from flash_train.cli import ablate
 from flash_train.cli.cells import Result, keep, known_result
@@ -25,21 +24,8 @@ GIB = 2**30
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the console script in this process: (exit code, lines on stderr)."""
-
-    def run(*arguments: str) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["ablate.py", *arguments])
-        code = 0
-        try:
-            ablate.main()
-        except SystemExit as stop:
-            code = stop.code
-        finally:
-            GlobalHydra.instance().clear()
-        return code, capsys.readouterr().err.splitlines()
-
-    return run
+def command(in_this_process):
+    return in_this_process(ablate.main)
 
 
 MISTAKES = [

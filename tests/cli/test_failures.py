@@ -7,7 +7,7 @@ from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import OutOfMemoryError, UsageError, one_line_errors
 from flash_train.cli.failures import known_failures
 from flash_train.model import ModelConfig
-from flash_train.profiling.prediction import Step
+from flash_train.profiling.step import Step
 from flash_train.training import NonFiniteLossError
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"

@@ -8,7 +8,8 @@ from flash_train.cli.errors import UsageError
 from flash_train.cli.overrides import read
 from flash_train.model import ModelConfig
 from flash_train.profiling.longest import UNIT
-from flash_train.profiling.prediction import Step, predict
+from flash_train.profiling.prediction import predict
+from flash_train.profiling.step import Step
 
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 
 from flash_train.cli import train as command
 from flash_train.cli.errors import UsageError
@@ -18,21 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def flash_train(monkeypatch, capsys):
-    """Run the console script in this process: (exit code, lines on stderr)."""
-
-    def run(*arguments: str) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["flash-train", *arguments])
-        code = 0
-        try:
-            command.main()
-        except SystemExit as stop:
-            code = stop.code
-        finally:
-            GlobalHydra.instance().clear()
-        return code, capsys.readouterr().err.splitlines()
-
-    return run
+def flash_train(in_this_process):
+    return in_this_process(command.main)
 
 
 # Arguments → what the one line must say. None of these gets as far as importing Lightning.

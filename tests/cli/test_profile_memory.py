@@ -11,7 +11,8 @@ from flash_train.cli import predict as command
 from flash_train.cli import profile_memory
 from flash_train.cli.errors import UsageError
 from flash_train.model import ModelConfig
-from flash_train.profiling.prediction import Step, predict
+from flash_train.profiling.prediction import predict
+from flash_train.profiling.step import Step
 
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
 
@@ -56,6 +57,9 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tiny):
     with pytest.raises(SystemExit):
         run(monkeypatch, *tiny, "seq_len=many")
     assert "seq_len=many: needs an integer" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *[text for text in tiny if "max_steps" not in text], "max_steps=few")
+    assert "max_steps=few: needs an integer" in capsys.readouterr().err
 
 
 def config(**values):

@@ -2,7 +2,8 @@ from flash_train.model import ModelConfig
 from flash_train.profiling.allocations import MemoryProfile
 from flash_train.profiling.memory_plot import COLORS, ORDER, plot_memory, thinned
 from flash_train.profiling.memory_report import markdown, report
-from flash_train.profiling.prediction import KINDS, Step, predict
+from flash_train.profiling.prediction import KINDS, predict
+from flash_train.profiling.step import Step
 
 MODEL = ModelConfig(vocab_size=320, n_layers=2, width=64, n_heads=2, n_kv_heads=2, head_dim=32, mlp_width=128)
 

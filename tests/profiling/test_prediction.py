@@ -8,7 +8,8 @@ import torch
 from flash_train.attention import Packing
 from flash_train.model import ModelConfig, Transformer
 from flash_train.profiling.allocations import Recording, profile_of
-from flash_train.profiling.prediction import KINDS, Step, predict
+from flash_train.profiling.prediction import KINDS, predict
+from flash_train.profiling.step import Step
 from flash_train.training.optimizer import OptimizerConfig, build_adamw
 
 MODEL = ModelConfig(

@@ -1,0 +1,53 @@
+"""What decides the memory of a training step."""
+
+from dataclasses import dataclass
+
+from flash_train.model import ModelConfig
+from flash_train.model.memory import MEMORY_MODES
+
+#: bytes of (weights, activations) in each precision
+WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
+BACKENDS = ("flash", "triton", "sdpa", "standard", "chunked")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What decides the memory of a training step.
+
+    Args:
+        model: its shape, with attention and residual dropout.
+        seq_len, batch_size: of a micro-batch; `accumulate` of them make an optimizer step.
+        precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
+        memory: none, selective or checkpoint.
+        attention: flash, sdpa, standard or chunked: the backend that runs.
+        fused: CUDA's operations, else PyTorch's own, as on a CPU.
+        workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
+        lengths: of the documents, for backends that hold something per pair; None: one document a row.
+
+    Raises:
+        ValueError: a precision, memory mode or attention that is not known.
+    """
+
+    model: ModelConfig
+    seq_len: int
+    batch_size: int = 1
+    accumulate: int = 1
+    precision: str = "bf16-mixed"
+    memory: str = "none"
+    attention: str = "flash"
+    fused: bool = True
+    workspace: int = 0
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("precision", WIDTHS), ("memory", MEMORY_MODES), ("attention", BACKENDS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)} is not known: it must be one of {', '.join(allowed)}")
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_len * self.batch_size
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        return self.lengths or (self.seq_len,) * self.batch_size
