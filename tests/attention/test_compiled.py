@@ -20,7 +20,7 @@ from tests.attention.compiled import (
     all_variants,
     allowed_spills,
     problems_of,
-    tested_variants,
+    sampled_variants,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_a_few_of_each_kind_compile():
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.endswith("kernels, 0 failures")
-    assert int(last.split()[1]) >= 3 * len(tested_variants())
+    assert int(last.split()[1]) >= 3 * len(sampled_variants())
 
 
 def test_a_tile_that_spills_is_noticed():

@@ -163,7 +163,7 @@ def test_stopped_and_gone_on_with(tiny, tmp_path):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "1/3  seq_len=32,attention=sdpa  ok" in out and f"run_dir={run_dir}" in err
     assert (first / "cell.json").is_file() and not (second / "cell.json").exists()

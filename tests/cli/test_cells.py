@@ -34,7 +34,7 @@ def test_a_run_that_finishes(command, tmp_path):
     cell = Cell(tmp_path / "seq_len=8,attention=sdpa", ("seq_len=8",))
     result = run_cell(cell)
     assert (result.status, result.reason, result.summary["step_seconds"]) == ("ok", None, 0.5)
-    assert 0 < result.seconds < 60
+    assert result.seconds > 0
     assert "seq_len=8" in (cell.folder / "log.txt").read_text()
     assert known_result(cell) == result
     assert {path.name for path in cell.folder.iterdir()} == {"cell.json", "log.txt", "summary.json"}
@@ -96,11 +96,15 @@ def test_what_an_unfinished_run_left_is_removed(command, tmp_path):
 
 
 def test_several_at_once_each_with_its_own_gpu(command, tmp_path):
-    command(FINISHED + "import os, time; time.sleep(1)\nprint(os.environ['CUDA_VISIBLE_DEVICES'])")
+    # Each waits until all four are there.
+    command(
+        FINISHED + f"import os, time; room = pathlib.Path({str(tmp_path)!r})\n"
+        "(room / f'{os.getpid()}.here').touch()\n"
+        "while len(list(room.glob('*.here'))) < 4: time.sleep(0.05)\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
     wanted = [Cell(tmp_path / str(i), ()) for i in range(4)]
-    start = time.monotonic()
     done = dict(run_cells(wanted, [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "2", "3")]))
-    assert time.monotonic() - start < 4
     assert all(done[cell].status == "ok" for cell in wanted)
     assert sorted((cell.folder / "log.txt").read_text().strip() for cell in wanted) == ["0", "1", "2", "3"]
 
@@ -146,7 +150,7 @@ def test_a_process_ends_with_its_parent():
     assert process.stdout.readline() == b"1\n"
     assert process.poll() is None
     process.stdin.close()
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=120) == -signal.SIGKILL
     process.stdout.close()
 
 

@@ -181,7 +181,7 @@ def test_of_a_process_of_its_own(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "flash-train: seq_len=abc: needs an integer\n"

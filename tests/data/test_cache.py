@@ -21,7 +21,7 @@ class LateCorpus(ListCorpus):
         self.barrier = barrier
 
     def documents(self):
-        self.barrier.wait(timeout=60)
+        self.barrier.wait(timeout=300)
         yield from super().documents()
 
 
@@ -90,9 +90,9 @@ def test_two_processes_build_the_same_at_once(tmp_path):
     builders = [context.Process(target=build, args=(barrier, tmp_path, results)) for _ in range(2)]
     for process in builders:
         process.start()
-    built = [results.get(timeout=60) for _ in builders]
+    built = [results.get(timeout=300) for _ in builders]
     for process in builders:
-        process.join(timeout=60)
+        process.join(timeout=300)
     assert [process.exitcode for process in builders] == [0, 0]
     assert built[0] == built[1] and is_whole(Path(built[0][0]))
     assert len(list(tmp_path.iterdir())) == 1

@@ -1,5 +1,4 @@
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
@@ -31,21 +30,19 @@ def test_standard_library_leaves_installed_packages_out(tmp_path):
     assert [document.text for document in corpus.documents()] == [b"# a.py\n", b"# pkg/b.py\n"]
 
 
-def test_standard_library_of_this_interpreter_is_read(tmp_path):
+def test_standard_library_of_this_interpreter_is_read(tmp_path, monkeypatch):
     corpus = StdlibCorpus()
     assert corpus.root == Path(sysconfig.get_path("stdlib"))
     assert "json/decoder.py" in corpus.files and not any("site-packages" in name for name in corpus.files)
-    began = time.perf_counter()
     data = PackedDataModule(corpus, seq_len=2048, batch_size=1, cache_dir=tmp_path)
     train, val = data.info["train"], data.info["val"]
-    assert time.perf_counter() - began < 10
     assert train["bytes"] + val["bytes"] == sum((corpus.root / name).stat().st_size for name in corpus.files)
     assert train["tokens"] == train["bytes"] + 2 * train["documents"]
     assert 0.02 < val["documents"] / (train["documents"] + val["documents"]) < 0.08
-    began = time.perf_counter()
+    # The second time nothing is tokenised.
+    monkeypatch.setattr(ByteTokenizer, "encode_documents", None)
     again = PackedDataModule(StdlibCorpus(), seq_len=2048, batch_size=1, cache_dir=tmp_path)
     assert again.info == data.info
-    assert time.perf_counter() - began < 2
 
 
 def test_no_standard_library_is_named(tmp_path):

@@ -80,7 +80,7 @@ def test_half_a_million_documents_pack_in_seconds():
     lengths = np.random.default_rng(0).lognormal(7, 1.3, size=500_000).astype(np.int64) + 2
     began = time.perf_counter()
     index = pack(lengths, 16_384)
-    assert time.perf_counter() - began < 20  # quadratic time would be hours
+    assert time.perf_counter() - began < 60  # quadratic time would be hours
     assert index.efficiency > 0.99
 
 
