@@ -31,16 +31,18 @@ def attention_forward(
     scale: float,
     softcap: float,
     keep_threshold: int,
+    kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; the backward recomputes the rest from them. ``arguments.Call`` names the rest."""
-    from flash_train.attention.kernels import launch
+    """Output and natural log-sum-exp; the backward recomputes the rest from them. ``arguments.Call`` names the rest;
+    ``kernels`` are those of ``kernels.choice``."""
+    from flash_train.attention.kernels import choice
     from flash_train.attention.kernels.arguments import Call
 
     call = Call(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
-    return launch.forward(q, k, v, call)
+    return choice.forward(q, k, v, call, kernels)
 
 
 @torch.library.custom_op("flash_train::attention_backward", mutates_args=())
@@ -65,17 +67,18 @@ def attention_backward(
     scale: float,
     softcap: float,
     keep_threshold: int,
+    kernels: str,
     needs_slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the slopes and the sinks; empty for slopes that need none and sinks that are not there."""
-    from flash_train.attention.kernels import launch
+    from flash_train.attention.kernels import choice
     from flash_train.attention.kernels.arguments import Call
 
     call = Call(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
-    dq, dk, dv, dslopes, dsinks = launch.backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
+    dq, dk, dv, dslopes, dsinks = choice.backward(dout, dlse, q, k, v, out, lse, call, kernels, needs_slopes)
     nothing = q.new_empty(0)
     return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
 
@@ -109,9 +112,9 @@ def _backward_shapes(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *optional, term_tensors, terms, bounds, origin, scale, softcap, keep_threshold = inputs
+    q, k, v, *optional, term_tensors, terms, bounds, origin, scale, softcap, keep_threshold, kernels = inputs
     ctx.save_for_backward(q, k, v, *output, *optional, *term_tensors)
-    ctx.settings = (terms, bounds, origin, scale, softcap, keep_threshold)
+    ctx.settings = (terms, bounds, origin, scale, softcap, keep_threshold, kernels)
     ctx.set_materialize_grads(False)
 
 
@@ -126,7 +129,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
         dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
     )
     dslopes, dsinks = dslopes if needs_slopes else None, dsinks if needs_sinks else None
-    return (dq, dk, dv, None, None, None, dslopes, dsinks, None, [None] * len(term_tensors), *(None,) * 6)
+    return (dq, dk, dv, None, None, None, dslopes, dsinks, None, [None] * len(term_tensors), *(None,) * 7)
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)

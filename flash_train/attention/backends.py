@@ -9,8 +9,9 @@ import torch
 from flash_train.attention.baselines import sdpa_unavailable
 from flash_train.attention.spec import AttentionSpec
 
-#: ``flash`` is the best of this project's kernels that runs; ``triton`` the portable ones
-BACKENDS = ("auto", "flash", "triton", "sdpa", "standard", "chunked", "reference")
+#: ``flash`` and ``triton`` are the portable kernels; ``hopper`` those for compute capability 9.0, with the portable
+#: backward behind them where they have none
+BACKENDS = ("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked", "reference")
 MAX_HEAD_DIM = 256
 
 
@@ -35,6 +36,14 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -
             return "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there"
         return None
     return f"there is no NVIDIA GPU: the tensors are on {device.type}"
+
+
+@torch.compiler.assume_constant_result
+def hopper_unavailable(device: torch.device) -> str | None:
+    """Why Hopper's kernels cannot run on this device, or None where they can."""
+    from flash_train.attention.kernels.hopper.launch import device_unavailable
+
+    return device_unavailable(device)
 
 
 def resolve_backend(
@@ -63,10 +72,13 @@ def resolve_backend(
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: must be one of {', '.join(BACKENDS)}")
     spec = AttentionSpec() if spec is None else spec
-    if name in ("auto", "flash", "triton"):
-        reason = flash_unavailable(torch.device(device), dtype, head_dim)
+    if name in ("auto", "flash", "triton", "hopper"):
+        device = torch.device(device)
+        reason = flash_unavailable(device, dtype, head_dim)
+        if name == "hopper" and reason is None:
+            reason = hopper_unavailable(device)
         if reason is None:
-            return "triton" if name == "triton" else "flash", "this project's kernels run here"
+            return "flash" if name == "auto" else name, "this project's kernels run here"
         if name != "auto":
             raise ValueError(f"attention={name} cannot run here: {reason}; use attention=sdpa or attention=auto")
     if name in ("auto", "sdpa"):

@@ -72,8 +72,8 @@ def attention(
         alibi_slopes: (heads,), or (batch or entries, heads): the bias ``-slope * abs(i + len_k - len_q - j)`` is added
             to the logit of query i and key j. May be learnable.
         sinks: (heads,): a logit per head that joins the softmax's sum and has no value. May be learnable.
-        backend: ``flash`` or ``triton`` (this project's kernels), ``sdpa``, ``standard``, ``chunked``, ``reference``,
-            or ``auto``: flash where it runs, else sdpa, else reference.
+        backend: ``flash``, ``triton`` or ``hopper`` (this project's kernels), ``sdpa``, ``standard``, ``chunked``,
+            ``reference``, or ``auto``: flash where it runs, else sdpa, else reference.
         return_lse: also return the natural log-sum-exp of the logits, fp32, (batch, heads, seqlen_q), packed
             (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable. All but ``sdpa``.
 
@@ -114,7 +114,7 @@ def attention(
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
-        out, lse = attend(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
+        out, lse = attend(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
     return (out, lse) if return_lse else out
 
 

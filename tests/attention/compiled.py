@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from triton.errors import TritonError
 
 from flash_train.attention.functional import _operands
 from flash_train.attention.kernels import arguments, launch, launch_decode
+from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.tiles import Tile, Tiles, decode_tile, tiles_for, variant_of
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
 from flash_train.attention.spec import AttentionSpec
@@ -68,7 +69,8 @@ class AbsentDevice:
 class Variant:
     """A kind of call on a chip: all that decides the tiles and the code of its kernels.
 
-    ``mask`` is one of ``MASKS``; ``extras`` are softcap, ALiBi and sinks with their gradients.
+    ``mask`` is one of ``MASKS``; ``extras`` are softcap, ALiBi and sinks with their gradients. ``kernels`` are the
+    portable ones (``triton``) or ``hopper``'s.
     """
 
     capability: tuple[int, int]
@@ -79,12 +81,14 @@ class Variant:
     packed: bool = False
     group: int = 1
     extras: bool = False
+    kernels: str = "triton"
 
     def __str__(self) -> str:
         chip = f"sm_{self.capability[0]}{self.capability[1]}"
         flags = [name for name in ("dropout", "packed", "extras") if getattr(self, name)]
         group = [f"group{self.group}"] if self.group > 1 else []
-        return " ".join((chip, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
+        own = ["hopper"] if self.kernels == "hopper" else []
+        return " ".join((chip, *own, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
 
     @property
     def row(self) -> str:
@@ -94,6 +98,13 @@ class Variant:
 
     def tiles(self) -> Tiles:
         return tiles_for(SHARED_LIMIT[self.capability], self.dtype, self.head_dim, self.row, self.capability[0])
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k (or v) and the log-sum-exp."""
+        rows = (LENGTH,) if self.packed else (1, LENGTH)
+        q = torch.empty(*rows, HEADS, self.head_dim, dtype=self.dtype)
+        k = torch.empty(*rows, HEADS // self.group, self.head_dim, dtype=self.dtype)
+        return q, k, torch.empty(launch.lse_shape(q))
 
     def call(self, q: torch.Tensor, k: torch.Tensor) -> launch.Call:
         """The operator's arguments of such a call on these tensors."""
@@ -121,13 +132,15 @@ MASKS = {
 @dataclass(frozen=True)
 class Resources:
     """What a compiled kernel takes: registers a thread, bytes of stack (spills live there), instructions that spill or
-    reload, bytes of shared memory, columns of tensor memory."""
+    reload, bytes of shared memory, columns of tensor memory; and whether products run one by one: where the assembler
+    cannot follow what is in flight, it puts a wait behind every instruction of Hopper's matrix unit."""
 
     registers: int
     stack: int
     spills: int
     shared: int
     tensor_memory: int
+    serial: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,10 +162,7 @@ class Compiled:
 
 def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
     """Name, tile and launch of every kernel that such a call may start. A new kernel is added here."""
-    rows = (LENGTH,) if variant.packed else (1, LENGTH)
-    q = torch.empty(*rows, HEADS, variant.head_dim, dtype=variant.dtype)
-    k = torch.empty(*rows, HEADS // variant.group, variant.head_dim, dtype=variant.dtype)
-    lse = torch.empty(launch.lse_shape(q))
+    q, k, lse = variant.tensors()
     call = variant.call(q, k)
     if call.has_lists:
         tiles = tiles.within(*call.bounds[3:])
@@ -168,6 +178,18 @@ def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None,
         yield "rows", None, launch.rows_launch(q, q, lse, lse, lse, lse, call)
     if not variant.packed and variant.mask in ("full", "window"):
         yield from decode_launches(variant)
+
+
+def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
+    """The same of Hopper's kernels."""
+    q, k, lse = variant.tensors()
+    call = variant.call(q, k)
+    yield "forward", None, hopper.forward_launch(q, k, k, q, lse, call)
+    if variant.head_dim in hopper.BACKWARD:
+        sums = hopper.make_sums(q, call)
+        yield "prepare", None, hopper.prepare_launch(q, q, lse, lse, sums, call)
+        yield "backward", None, hopper.backward_launch(q, k, k, q, sums, k, k, call)
+        yield "finish", None, hopper.finish_launch(sums, q, call)
 
 
 def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
@@ -189,9 +211,12 @@ def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
 def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled]:
     """Compile its kernels and hold them to the limits; with ``tile`` in place of the table's."""
     _driver().capability = variant.capability
-    tiles = variant.tiles() if tile is None else Tiles(tile, tile, tile)
+    if variant.kernels == "hopper":
+        all_launches = hopper_launches(variant)
+    else:
+        all_launches = launches(variant, variant.tiles() if tile is None else Tiles(tile, tile, tile))
     done = []
-    for name, own, found in launches(variant, tiles):
+    for name, own, found in all_launches:
         constants = found.constants | {key: value for key, value in _on_gpu().items() if key in found.constants}
         try:
             kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
@@ -232,7 +257,9 @@ def resources_of(kernel: Any) -> Resources:
         raise RuntimeError(f"cuobjdump tells no registers: {said}")
     spills = len(re.findall(r"\b(?:STL|LDL)\b", said))
     tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
-    return Resources(int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory)
+    products, waits = (len(re.findall(rf"\b{name}\b", said)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
+    serial = products > 16 and waits >= products
+    return Resources(int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory, serial)
 
 
 def problems_of(variant: Variant, found: Resources) -> list[str]:
@@ -243,7 +270,10 @@ def problems_of(variant: Variant, found: Resources) -> list[str]:
         ("bytes of stack a thread", found.stack, stack),
         ("instructions that spill or reload", found.spills, spills),
     )
-    return [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
+    problems = [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
+    if found.serial and variant.kernels == "hopper":  # of the portable ones, Triton decides what is in flight
+        problems.append("the assembler runs every product by itself")
+    return problems
 
 
 def allowed_spills(variant: Variant) -> tuple[int, int]:
@@ -252,6 +282,10 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
     A head dimension that 16 does not divide leaves the heads' addresses unaligned as far as Triton knows: loads then go
     through registers, number by number.
     """
+    if variant.kernels == "hopper":
+        if variant.mask == "terms":
+            return 480, 540
+        return (160, 192) if variant.dropout or variant.extras else (96, 72)
     if variant.head_dim % 16:
         return 1536, 1536
     return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 128)
@@ -269,8 +303,19 @@ def all_variants() -> list[Variant]:
         *(Variant(*key, extras=True) for key in product(chips, [half], dims, ["window"], flags)),
         *(Variant(*key, extras=True) for key in product(newest, [torch.float32], dims[:2], ["window"], flags)),
         *(Variant(*key) for key in product(newest, [half], [40, 72, 80, 192], ["causal"], flags)),
+        *hopper_variants((half, torch.float16), ("full", "causal", "window", "terms")),
     ]
     return found
+
+
+def hopper_variants(dtypes: tuple[torch.dtype, ...], masks: tuple[str, ...]) -> list[Variant]:
+    """Hopper's kernels in every width; fp16, packed rows and shared keys with one mask, as they change little."""
+    own, flags, dims = (9, 0), (False, True), (64, 128, 256)
+    found = [Variant(own, dtypes[0], d, mask, drop) for d, mask, drop in product(dims, masks, flags)]
+    found += [Variant(own, dtypes[0], d, "causal", drop, packed=True, group=2) for d, drop in product(dims, flags)]
+    found += [Variant(own, dtype, d, "causal", True) for dtype, d in product(dtypes[1:], dims)]
+    found += [Variant(own, dtypes[0], d, "causal", extras=True) for d in dims]
+    return [replace(variant, kernels="hopper") for variant in found]
 
 
 def sampled_variants() -> list[Variant]:
@@ -290,6 +335,7 @@ def sampled_variants() -> list[Variant]:
         Variant((8, 9), torch.float32, 64, "full", True),
         Variant((10, 0), half, 128, "causal"),
         Variant((12, 0), half, 256, "causal", True),
+        *(v for v in hopper_variants((half,), ("causal",)) if v.head_dim == 128 or not v.packed),
     ]
 
 

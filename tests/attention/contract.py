@@ -10,7 +10,11 @@ memory and rows that belong to no entry are NaN, so that what is not written, or
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -124,16 +128,22 @@ def run(case: Case, backend: str, device: str) -> list[Error]:
     ]
 
 
-class poisoned_memory:
-    """Uninitialised tensors hold NaN inside."""
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Tensors that Python allocates without a value hold NaN inside, and integers junk."""
 
-    def __enter__(self) -> None:
-        self.before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True)
-        assert torch.utils.deterministic.fill_uninitialized_memory
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fill(*args: Any, **options: Any) -> Tensor:
+            x = allocate(*args, **options)
+            return x.fill_(float("nan") if x.is_floating_point() else 0x5A) if x.dtype != torch.bool else x
 
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self.before)
+        return fill
+
+    where = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+    with ExitStack() as stack:
+        for owner, name in where:
+            stack.enter_context(patch.object(owner, name, poisoned(getattr(owner, name))))
+        yield
 
 
 def build(case: Case, device: str, again: int = 0) -> Problem:

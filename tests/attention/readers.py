@@ -59,11 +59,11 @@ def read_mask(
     own = tl.program_id(0)
     seq = load_entry(entry, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, WALKS_KEYS)
     if WALKS_KEYS:
-        visits = key_visits(mask, seq, head, own * BLOCK_M, BLOCK_M, BLOCK_N)
+        visits = key_visits(mask, seq, head, own * BLOCK_M, tl.arange(0, 128), BLOCK_M, BLOCK_N)
         m = own * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         n = tl.arange(0, WIDTH)[None, :]
     else:
-        visits = query_visits(mask, seq, head, own * BLOCK_N, BLOCK_M, BLOCK_N)
+        visits = query_visits(mask, seq, head, own * BLOCK_N, tl.arange(0, 128), BLOCK_M, BLOCK_N)
         m = tl.arange(0, WIDTH)[None, :]
         n = own * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     for block in range(visits.clear_from, visits.clear_to):

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 
@@ -53,17 +53,19 @@ def test_a_tile_that_spills_is_noticed():
 
 
 def test_limits():
-    stack, spills = allowed_spills(HOPPER)
-    assert problems_of(HOPPER, Resources(255, stack, spills, SHARED_LIMIT[9, 0], 512)) == []
+    stack, spills = allowed_spills(replace(HOPPER, kernels="hopper"))
+    assert problems_of(replace(HOPPER, kernels="hopper"), Resources(255, stack, spills, SHARED_LIMIT[9, 0], 512)) == []
     worse = (
         (Resources(255, stack + 1, 0, 0, 0), "bytes of stack"),
         (Resources(255, 0, spills + 1, 0, 0), "spill or reload"),
         (Resources(255, 0, 0, SHARED_LIMIT[9, 0] + 1, 0), "bytes of shared memory"),
         (Resources(255, 0, 0, 0, 513), "columns of tensor memory"),
+        (Resources(255, 0, 0, 0, 0, serial=True), "every product by itself"),
     )
     for resources, words in worse:
-        (problem,) = problems_of(HOPPER, resources)
+        (problem,) = problems_of(replace(HOPPER, kernels="hopper"), resources)
         assert words in problem
+    assert problems_of(HOPPER, Resources(255, 0, 0, 0, 0, serial=True)) == []
 
 
 def test_every_row_of_the_table_is_compiled_for_every_chip_it_serves():

@@ -77,7 +77,7 @@ def attention_backward_dkdv(
 
     if mask.tiles is None:
         # One flat loop over (head of the group, block): a nested one would drain the pipeline of loads at every head.
-        visits = query_visits(mask, seq, kv_head, start_n, BLOCK_M, BLOCK_N)
+        visits = query_visits(mask, seq, kv_head, start_n, tl.arange(0, 128), BLOCK_M, BLOCK_N)
         n_edge = count_edges(visits)
         for i in range(0, GROUP * n_edge):
             g, at = _place(i, n_edge, 0, GROUP)
@@ -98,7 +98,7 @@ def attention_backward_dkdv(
     else:
         for g in range(0, GROUP):  # heads may have lists of their own
             head = kv_head * GROUP + g
-            visits = query_visits(mask, seq, head, start_n, BLOCK_M, BLOCK_N)
+            visits = query_visits(mask, seq, head, start_n, tl.arange(0, 128), BLOCK_M, BLOCK_N)
             for i in range(0, count_edges(visits)):
                 dk_acc, dv_acc = _dkdv_step(
                     dk_acc, dv_acc, k_tile, v_tile, q, dout, lse2, delta, dk, dv, mask, score, dropout, key0, key1,
@@ -230,7 +230,7 @@ def attention_backward_dq(
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     ds_acc = tl.zeros([BLOCK_M], tl.float32)
 
-    visits = key_visits(mask, seq, head, start_m, BLOCK_M, BLOCK_N)
+    visits = key_visits(mask, seq, head, start_m, tl.arange(0, 128), BLOCK_M, BLOCK_N)
     for block in range(visits.clear_from, visits.clear_to):
         dq_acc, ds_acc = _dq_step(
             dq_acc, ds_acc, q_tile, dout_tile, lse2_col, delta_col, k, v, k_ptrs, v_ptrs, dslope, mask, score, slope,

@@ -59,7 +59,7 @@ def attention_decode(
 
     # Blocks of keys that any row of the tile sees, in equal parts for the splits
     QUERIES: tl.constexpr = (BLOCK_M - 1) // GROUP + 2
-    visits = key_visits(mask, seq, kv_head * GROUP, start // GROUP, QUERIES, BLOCK_N)
+    visits = key_visits(mask, seq, kv_head * GROUP, start // GROUP, tl.arange(0, 128), QUERIES, BLOCK_N)
     per_split = tl.cdiv(visits.stop - visits.first, n_splits)
     begin = visits.first + split * per_split
     end = tl.minimum(begin + per_split, visits.stop)

@@ -78,7 +78,7 @@ def backward(
         else:
             dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     slopes = None if dslope is None else _slope_gradient(dslope, call)
-    return dq, dk, dv, slopes, None if call.sinks is None else _sink_gradient(delta, lse, call)
+    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(delta, lse, call)
 
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: Tile) -> Launch:
@@ -159,7 +159,7 @@ def _slope_gradient(rows: Tensor, call: Call) -> Tensor:
     return per_entry.to(call.alibi_slopes.dtype)
 
 
-def _sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
+def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
     """A sink's weight exp(sink - lse) gives nothing to the output: its gradient is -weight * D in every row."""
     assert call.sinks is not None
     weight = torch.exp(call.sinks.float()[:, None] - lse)

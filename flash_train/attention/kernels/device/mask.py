@@ -47,8 +47,11 @@ class Visits(NamedTuple):
 
 
 @triton.jit
-def key_visits(mask, seq, head, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of keys for the queries from ``start_m``."""
+def key_visits(mask, seq, head, start_m, lanes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks of keys for the queries from ``start_m``.
+
+    ``lanes`` counts 0, 1, 2 and so on: as many places of a list are looked at together.
+    """
     shift = seq.len_k - seq.len_q
     low = None if mask.left is None else shift - mask.left
     high = None if mask.right is None else shift + mask.right
@@ -58,11 +61,11 @@ def key_visits(mask, seq, head, start_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
         if mask.tail is not None:
             clear_to = tl.maximum(tl.minimum(visits.clear_to, (seq.len_k - mask.tail) // BLOCK_N), clear_to)
         visits = Visits(visits.first, visits.clear_from, clear_to, visits.stop, visits.list)
-    return _listed(visits, mask, seq, head, start_m)
+    return _listed(visits, mask, seq, head, start_m, lanes)
 
 
 @triton.jit
-def query_visits(mask, seq, head, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_visits(mask, seq, head, start_n, lanes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Blocks of queries for the keys from ``start_n``."""
     shift = seq.len_k - seq.len_q
     low = None if mask.right is None else -shift - mask.right
@@ -73,7 +76,7 @@ def query_visits(mask, seq, head, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
         if mask.tail is not None:
             clear_to = tl.where(start_n + BLOCK_N <= seq.len_k - mask.tail, visits.clear_to, clear_to)
         visits = Visits(visits.first, visits.clear_from, clear_to, visits.stop, visits.list)
-    return _listed(visits, mask, seq, head, start_n)
+    return _listed(visits, mask, seq, head, start_n, lanes)
 
 
 @triton.jit
@@ -130,7 +133,7 @@ def tree(seq, head, q, k, bits, stride_entry, n_nodes, n_words):
     node_k = k + (n_nodes - seq.len_k)
     both = (node_q >= 0) & (node_k >= 0)
     word = tl.load(bits + seq.index.to(tl.int64) * stride_entry + node_q * n_words + node_k // 32, mask=both, other=0)
-    return (node_k < 0) | (((word >> (node_k % 32)) & 1) == 1)
+    return (node_k < 0) | (((word >> (node_k & 31)) & 1) == 1)
 
 
 @triton.jit
@@ -163,7 +166,7 @@ def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _listed(visits, mask, seq, head, start):
+def _listed(visits, mask, seq, head, start, lanes):
     """The same blocks as places in the list of the row that holds ``start``."""
     if mask.tiles is not None:
         row = start // mask.row_size
@@ -174,8 +177,8 @@ def _listed(visits, mask, seq, head, start):
         clear_from = count * 0
         clear_to = count * 0
         stop = count * 0
-        for begin in range(0, count, 128):
-            i = begin + tl.arange(0, 128)
+        for begin in range(0, count, lanes.shape[0]):
+            i = begin + lanes
             tile = tl.load(tiles + i, mask=i < count, other=1 << 30)
             first += tl.sum((tile < visits.first).to(tl.int32), 0)
             clear_from += tl.sum((tile < visits.clear_from).to(tl.int32), 0)

@@ -104,8 +104,8 @@ def stream_key(state_ptr):
     """The 64-bit Philox key of the call's (seed, offset), as two uint32 scalars."""
     seed = tl.load(state_ptr).to(tl.uint64, bitcast=True)
     offset = tl.load(state_ptr + 1).to(tl.uint64, bitcast=True)
-    domain0 = tl.zeros_like(seed).to(tl.uint32) + 0x666C6173
-    domain1 = tl.zeros_like(seed).to(tl.uint32) + 0x68747261
+    domain0 = (seed & 0).to(tl.uint32) + 0x666C6173
+    domain1 = (seed & 0).to(tl.uint32) + 0x68747261
     k0, k1, _, _ = tl.philox_impl(
         offset.to(tl.uint32),
         (offset >> 32).to(tl.uint32),

@@ -24,10 +24,11 @@ class Score(NamedTuple):
 
 @triton.jit
 def load_slope(score, seq, head):
-    """The head's ALiBi slope; 0 without ALiBi."""
+    """The head's ALiBi slope; 0 without ALiBi, and of entries without keys: the tail of a packing has none."""
     slope = 0.0
     if score.slopes is not None:
-        slope = tl.load(score.slopes + seq.index.to(tl.int64) * score.slope_stride + head).to(tl.float32)
+        at = seq.index.to(tl.int64) * score.slope_stride + head
+        slope = tl.load(score.slopes + at, mask=seq.len_k > 0, other=0.0).to(tl.float32)
     return slope
 
 

@@ -1,0 +1,326 @@
+"""The backward kernel for Hopper: one program computes dK and dV of 128 keys, and adds their part to dQ.
+
+Five products a step, in one kernel: consumers of 64 keys each work on S transposed, [64, BLOCK_M], so that P and dS
+enter dV and dK from registers; dS passes through shared memory, from both consumers to both, for dQ, of which each
+computes one half, and which TMA adds to a sum in fp32 in memory. Partitions: two consumers, a loader, a writer.
+"""
+
+import triton
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flash_train.attention.kernels.device.mask import count_edges, edge_block, query_visits, visible
+from flash_train.attention.kernels.device.philox import load_key
+from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
+from flash_train.attention.kernels.hopper.draws import counters, draw, keep, keep_wide
+from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
+from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes
+
+BLOCK_N = gl.constexpr(128)
+
+
+@triton.constexpr_function
+def dq_columns(block_m, head_dim):
+    """A consumer's half of dQ has 64 rows: half of 128 and every column, or all of 64 and half the columns."""
+    return head_dim if block_m == 128 else head_dim // 2
+
+
+@builtin
+def tma_reduce_add(desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to a tensor, element by element and without order, as ``async_copy_shared_to_global``
+    stores one: Gluon has the instruction, and no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
+def hopper_backward(
+    q, k, v, dout, lse2, delta, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
+    n_kv_heads, heads_at_once, padded,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """q, dout, k, v, dk and dv are descriptors (``launch.describe``) of tiles [BLOCK_M, HEAD_DIM] and
+    [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of [64, dq_columns] in
+    (heads, padded, HEAD_DIM). Grid: a program for each task (``tasks.find_task``)."""
+    k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
+    do_tiles = gl.allocate_shared_memory(dout.dtype, [STAGES] + dout.block_shape, dout.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2.layout)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
+    ds_tile = gl.allocate_shared_memory(k.dtype, [BLOCK_N, BLOCK_M], DS)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq.block_shape, dq.layout)
+    q_ring = make_ring(q_tiles, STAGES, 2)  # the log-sum-exp comes and goes with its queries, delta with dout
+    do_ring = make_ring(do_tiles, STAGES, 2)
+    kv = make_barriers(3, 2)  # filled, read for the last time, gradients stored in their place
+    ds = make_barriers(2, 2)  # filled, emptied
+    dq_full = make_barriers(2, 1)  # of either consumer
+    dq_empty = make_barriers(2, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
+                cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+                GROUP, BLOCK_M, HEAD_DIM, STAGES, 0,
+            )),
+            (_consume, (
+                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
+                cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+                GROUP, BLOCK_M, HEAD_DIM, STAGES, 1,
+            )),
+            (_load, (
+                q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
+                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
+                GROUP, BLOCK_M, STAGES,
+            )),
+            (_write, (
+                dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
+                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+                GROUP, BLOCK_M, HEAD_DIM,
+            )),
+        ],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
+    cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    PACKED: gl.constexpr = cu_q is not None
+    seq, kv_head, start_n, live = find_task(
+        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
+    )
+    if live:
+        filled = kv.index(0)
+        where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
+        mbarrier.arrive(filled, count=1)
+        mbarrier.expect(filled, k.block_type.nbytes + v.block_type.nbytes)
+        tma.async_copy_global_to_shared(k, where, filled, k_tile.index(0))
+        tma.async_copy_global_to_shared(v, where, filled, v_tile.index(0))
+        visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+        first = _padded_row(seq, cu_q, seqlen_q)
+        for i in range(0, GROUP * (visits.stop - visits.first)):
+            head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+            where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
+            row = [head * padded + first + start_m]
+            stage = i % STAGES
+            wait_empty(q_ring, i, STAGES)
+            mbarrier.expect(q_ring.full.index(stage), q.block_type.nbytes + 4 * BLOCK_M)
+            tma.async_copy_global_to_shared(q, where, q_ring.full.index(stage), q_ring.tiles.index(stage))
+            tma.async_copy_global_to_shared(lse2, row, q_ring.full.index(stage), lse_tiles.index(stage))
+            wait_empty(do_ring, i, STAGES)
+            mbarrier.expect(do_ring.full.index(stage), dout.block_type.nbytes + 4 * BLOCK_M)
+            tma.async_copy_global_to_shared(dout, where, do_ring.full.index(stage), do_ring.tiles.index(stage))
+            tma.async_copy_global_to_shared(delta, row, do_ring.full.index(stage), delta_tiles.index(stage))
+
+
+@gluon.jit
+def _write(
+    dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
+    cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    PACKED: gl.constexpr = cu_q is not None
+    seq, kv_head, start_n, live = find_task(
+        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
+    )
+    if live:
+        visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+        first = _padded_row(seq, cu_q, seqlen_q)
+        for i in range(0, GROUP * (visits.stop - visits.first)):
+            head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+            for w in gl.static_range(2):
+                row = first + start_m + (64 * w if BLOCK_M == 128 else 0)
+                column = 0 if BLOCK_M == 128 else w * dq_columns(BLOCK_M, HEAD_DIM)
+                mbarrier.wait(dq_full.index(w), i & 1)
+                tma_reduce_add(dq, [head, row, column], dq_tiles.index(w))
+            tma.store_wait(1)
+            mbarrier.arrive(dq_empty.index(0), count=1)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty.index(1), count=1)
+        where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
+        mbarrier.wait(kv.index(2), 0)
+        tma.async_copy_shared_to_global(dk, where, k_tile.index(0))
+        tma.async_copy_shared_to_global(dv, where, v_tile.index(0))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
+    cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of the W-th 64 keys, and the W-th half of dQ of all 128."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of S transposed [64, BLOCK_M]
+    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of dK and dV [64, HEAD_DIM]
+    COLUMNS: gl.constexpr = dq_columns(BLOCK_M, HEAD_DIM)
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])  # of half of dQ [64, COLUMNS]
+    A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
+    COLS: gl.constexpr = gl.SliceLayout(0, S)
+    dtype: gl.constexpr = k_tile.dtype
+    seq, kv_head, start_n, live = find_task(
+        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
+    )
+    if live:
+        visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+        steps = GROUP * (visits.stop - visits.first)
+        key0, key1 = load_key(dropout)
+        places = counters(dropout, BLOCK_M)
+        first_n = start_n + 64 * W
+        partial = start_n + BLOCK_N > seq.len_k  # keys past the end are zeros, of which no weight may come
+        dk_acc = gl.zeros([64, HEAD_DIM], gl.float32, D)
+        dv_acc = gl.zeros([64, HEAD_DIM], gl.float32, D)
+        zero = gl.zeros([64, BLOCK_M], gl.float32, S)
+        zero_dq = gl.zeros([64, COLUMNS], gl.float32, DQ)
+
+        mbarrier.wait(kv.index(0), 0)
+        if steps > 0:
+            mbarrier.wait(q_ring.full.index(0), 0)
+            k_own = _rows_of(k_tile, 0, W, HEAD_DIM)
+            s_next = warpgroup_mma(
+                k_own, _transposed(q_ring, 0, BLOCK_M, HEAD_DIM, STAGES), zero, use_acc=False, is_async=True
+            )
+            for i in range(0, steps):
+                head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                head = head.to(gl.int64)
+                # Always 0. Addresses that depend on a step are computed in it: those that do not take registers.
+                none = i >> 30
+                k_own = _rows_of(k_tile, none, W, HEAD_DIM)
+                v_own = _rows_of(v_tile, none, W, HEAD_DIM)
+                q_tile = q_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM])
+                do_tile = do_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM])
+                # All that is in flight: of a part, across the loop's back edge, the assembler cannot tell which it is,
+                # and would run every product by itself.
+                product = warpgroup_mma_wait(0, deps=[s_next])
+                wait_full(do_ring, i, STAGES)
+                dp_next = warpgroup_mma(v_own, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if dropout.state is not None:  # drawn while the matrix unit works
+                    even, odd = draw(dropout, key0, key1, seq.index, head, start_m, first_n, places, BLOCK_M, True)
+                    wait_full(q_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
+                lse_row = lse_tiles.index(i % STAGES).load(COLS)
+                offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
+                offs_n = first_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
+                distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
+                s = logits(product, score, load_slope(score, seq, head), distance, False)
+                p = gl.exp2(s * score.factor - lse_row[None, :])
+                if _needs_mask(visits, i, GROUP) | partial:
+                    p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
+                kept = p.to(dtype)
+                if dropout.state is not None:
+                    kept = keep(kept, even, odd, S, BLOCK_M, True)
+                dv_next = warpgroup_mma(gl.convert_layout(kept, A), do_tile, dv_acc, is_async=True)
+                wait_full(do_ring, i, STAGES)  # as above
+                dp = warpgroup_mma_wait(1, deps=[dp_next])
+                delta_row = delta_tiles.index(i % STAGES).load(COLS)
+                if dropout.state is not None:
+                    dp = keep_wide(dp, even, odd, S, BLOCK_M, True)
+                ds_next = p * (dp - delta_row[None, :])
+                if score.softcap is not None:
+                    ds_next *= capped_slope(product, score, False)
+                ds16 = ds_next.to(dtype)
+                mbarrier.wait(ds.index(1), (i & 1) ^ 1)
+                ds_tile.slice(64 * W, 64).store(ds16)
+                fence_async_shared()
+                mbarrier.arrive(ds.index(0), count=1)
+                dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
+                mbarrier.wait(ds.index(0), i & 1)
+                k_all = k_tile.index(none).reshape([BLOCK_N, HEAD_DIM])
+                if BLOCK_M == 128:
+                    dq_next = warpgroup_mma(
+                        ds_tile.slice(64 * W, 64, 1).permute((1, 0)), k_all, zero_dq, use_acc=False, is_async=True
+                    )
+                else:
+                    dq_next = warpgroup_mma(
+                        ds_tile.permute((1, 0)),
+                        k_all.slice(COLUMNS * W, COLUMNS, 1),
+                        zero_dq,
+                        use_acc=False,
+                        is_async=True,
+                    )
+                dv_acc = warpgroup_mma_wait(2, deps=[dv_next])
+                release(do_ring, i, STAGES)
+                mbarrier.wait(q_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
+                # The next logits, during the rest of this step; after the last one, of what is there, for nothing.
+                s_next = warpgroup_mma(
+                    k_own, _transposed(q_ring, i + 1, BLOCK_M, HEAD_DIM, STAGES), zero, use_acc=False, is_async=True
+                )
+                dk_acc, dq_half = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
+                release(q_ring, i, STAGES)
+                mbarrier.arrive(ds.index(1), count=1)
+                mbarrier.wait(dq_empty.index(W), (i & 1) ^ 1)
+                dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
+                fence_async_shared()
+                mbarrier.arrive(dq_full.index(W), count=1)
+            warpgroup_mma_wait(0, deps=[s_next])
+
+        mbarrier.arrive(kv.index(1), count=1)
+        mbarrier.wait(kv.index(1), 0)
+        dv_scale = 1.0
+        if dropout.state is not None:
+            dv_scale = 256.0 / dropout.threshold
+        _rows_of(v_tile, 0, W, HEAD_DIM).store((dv_acc * dv_scale).to(dtype))
+        _rows_of(k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(kv.index(2), count=1)
+
+
+@gluon.jit
+def _rows_of(tile, i, W: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The W-th 64 of a tile's keys."""
+    return tile.index(i).reshape([BLOCK_N, HEAD_DIM]).slice(64 * W, 64)
+
+
+@gluon.jit
+def _transposed(q_ring, i, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    return q_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
+
+
+@gluon.jit
+def _place(visits, mask, kv_head, i, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Head and first query of step i: the blocks of each head of the group, those that need the mask first."""
+    g, j = _step(visits, i, GROUP)
+    edges = count_edges(visits)
+    block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
+    if mask.tiles is not None:
+        block = gl.load(visits.list + block)
+    return kv_head * GROUP + g, block * BLOCK_M
+
+
+@gluon.jit
+def _needs_mask(visits, i, GROUP: gl.constexpr):
+    _, j = _step(visits, i, GROUP)
+    return j < count_edges(visits)
+
+
+@gluon.jit
+def _step(visits, i, GROUP: gl.constexpr):
+    if GROUP == 1:
+        g, j = i * 0, i
+    else:
+        g, j = i // (visits.stop - visits.first), i % (visits.stop - visits.first)
+    return g, j
+
+
+@gluon.jit
+def _padded_row(seq, cu_q, seqlen_q):
+    """The entry's first row of those of ``rows``."""
+    if cu_q is None:
+        row = seq.index * (gl.cdiv(seqlen_q, 128) * 128)
+    else:
+        row = (seq.q_row.to(gl.int32) // 128 + seq.index) * 128
+    return row

@@ -1,0 +1,326 @@
+"""Launches Hopper's kernels: what TMA is told of the tensors, the grids, and in words what they cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flash_train.attention.kernels.arguments import (
+    Call,
+    Launch,
+    dropout_arguments,
+    mask_rule,
+    on_device,
+    score_arguments,
+    stats,
+    strided,
+)
+from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
+from flash_train.attention.kernels.hopper.forward import hopper_forward
+from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
+from flash_train.attention.kernels.launch import lse_shape, sink_gradient
+from flash_train.attention.kernels.tiles import Tile, block_d, processors
+
+CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Consumers of 64 queries each, keys per step, and stages of the rings of queries and of keys and values."""
+
+    consumers: int
+    block_n: int
+    q_stages: int
+    stages: int
+    pingpong: bool = True
+
+    @property
+    def portable(self) -> Tile:
+        """The same sizes, as the masks' lists of tiles want them."""
+        return Tile(64 * self.consumers, self.block_n, 4, self.stages)
+
+
+#: by columns of a tile
+FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
+BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2)}
+NARROW = Tile(64, 128, 4, 2)  #: where dropout, a softcap or terms take registers, too
+
+
+def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles [rows, columns] of x (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
+
+    What lies outside x is zeros, and is not written. Packed, the same holds outside an entry: two more dimensions, of
+    which the tile takes one place each, lead to an entry's rows (``tasks.at``); their strides add up modulo 2**64
+    bytes, as in ``triton.tools.ragged_tma``.
+    """
+    # of a dimension of one, TMA still wants a stride that it could take
+    step = [stride if size > 1 else columns for size, stride in zip(x.shape, x.stride(), strict=True)]
+    if x.dim() == 4:
+        x = x.transpose(1, 2)
+        shape, strides, block = list(x.shape), [step[0], step[2], step[1], 1], [1, 1, rows, columns]
+    else:
+        row, head, _ = step
+        shape = [0x7FFF0000, 0x7FFF0000, x.shape[1], 1 << 30, x.shape[2]]
+        strides = [2**34 - row, row, head, row, 1]
+        block = [1, 1, 1, rows, columns]
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, TYPES[x.dtype]))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """As ``kernels.launch.forward``; raises ValueError where ``unavailable`` has a reason."""
+    reason = unavailable(q, k, v, call)
+    if reason is not None:
+        raise ValueError(f"attention=hopper cannot run this: {reason}; use attention=flash")
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    if q.shape[:-1].numel() > 0:
+        with on_device(q):
+            forward_launch(q, k, v, out, lse, call).run()
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+    """As ``kernels.launch.backward``, where ``backward_unavailable`` has no reason; the sums of dQ are added in any
+    order: not bitwise the same at every call."""
+    dout = dout if describable(dout) else dout.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    sums = make_sums(q, call)
+    with on_device(q):
+        if q.shape[:-1].numel() > 0:
+            prepare_launch(out, dout, lse, dlse, sums, call).run()
+            backward_launch(q, k, v, dout, sums, dk, dv, call).run()
+            finish_launch(sums, dq, call).run()
+        else:
+            dk, dv = dk.zero_(), dv.zero_()
+    return dq, dk, dv, None, None if call.sinks is None else sink_gradient(sums.of_rows(call, lse), lse, call)
+
+
+def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    """Why these kernels cannot run the call's forward, or None where they can."""
+    reason = device_unavailable(q.device)
+    if reason is not None:
+        return reason
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is neither bfloat16 nor float16"
+    if block_d(q.shape[-1]) != block_d(v.shape[-1]):
+        return f"q's head_dim {q.shape[-1]} and v's {v.shape[-1]} take tiles of different widths"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not describable(x):
+            return f"{name} has strides {tuple(x.stride())}: TMA takes multiples of 16 bytes, the last 1"
+    if v.shape[-1] % 8:
+        return f"v's head_dim {v.shape[-1]} is not a multiple of 8"
+    if k.shape[-3] == 0:
+        return "there are no keys"
+    if call.rng is not None and (call.origin[2] % 16 or call.origin[3] % 16):
+        return f"the first query {call.origin[2]} or key {call.origin[3]} of the dropout mask is no multiple of 16"
+    if call.has_lists and (call.bounds[3] % 128 or call.bounds[4] % 128):
+        return f"the mask's blocks of {call.bounds[3]} x {call.bounds[4]} are not multiples of 128"
+    return None
+
+
+def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call, needs_slopes: bool) -> str | None:
+    """Why these kernels cannot run the call's backward, or None where they can."""
+    reason = unavailable(q, k, v, call)
+    if reason is not None:
+        return reason
+    if torch.are_deterministic_algorithms_enabled():
+        return "dQ is summed in any order"
+    if block_d(q.shape[-1]) not in BACKWARD:
+        return f"head_dim {q.shape[-1]} is more than 128"
+    if needs_slopes:
+        return "the ALiBi slopes want a gradient"
+    if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
+        return "heads that share keys have block patterns of their own"
+    if q.shape[-2] * PAD * _slots(q, call.cu_seqlens_q, PAD) >= 2**31:
+        return "there are 2**31 rows or more, of all heads together"
+    return None
+
+
+def device_unavailable(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels are for 9.0 (Hopper)"
+    return None
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA takes the tensor as it lies."""
+    unit = 16 // x.element_size()
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in steps)
+
+
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: ForwardTile | None = None
+) -> Launch:
+    columns = block_d(q.shape[-1])
+    if tile is None:
+        tile = FORWARD[columns]
+        if call.has_terms:  # numbers of their own for every pair
+            tile = replace(tile, block_n=64)
+    n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
+    entries, rows_q, rows_k = _lengths(q, k, call)
+    arguments = (
+        describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
+        describe(out, 64, columns), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k,
+        mask_rule(call, tile.portable, walks_keys=True), score_arguments(call), call.sinks, dropout_arguments(call),
+        entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
+    )  # fmt: skip
+    constants = {
+        "GROUP": group,
+        "BLOCK_N": tile.block_n,
+        "HEAD_DIM": columns,
+        "CONSUMERS": tile.consumers,
+        "Q_STAGES": tile.q_stages,
+        "STAGES": tile.stages,
+        "PINGPONG": tile.pingpong,
+        "num_warps": 4,
+        "maxnreg": {2: 168, 3: 128}[tile.consumers],
+    }
+    tasks = _tasks(q, call.cu_seqlens_q, 64 * tile.consumers)
+    return Launch(hopper_forward, (min(tasks, processors(q.device)),), arguments, constants)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the backward keeps between its kernels, in rows padded to whole blocks (``rows``)."""
+
+    delta: Tensor  #: fp32 (heads, padded)
+    lse2: Tensor  #: fp32 (heads, padded)
+    dq: Tensor  #: fp32 (heads, padded, columns)
+
+    @property
+    def padded(self) -> int:
+        return self.delta.shape[1]
+
+    def of_rows(self, call: Call, lse: Tensor) -> Tensor:
+        """delta in the shape of ``lse``."""
+        if call.cu_seqlens_q is None:
+            by_entry = self.delta.view(lse.shape[1], lse.shape[0], -1)
+            return by_entry[:, :, : lse.shape[2]].transpose(0, 1)
+        row = torch.arange(lse.shape[1], device=lse.device)
+        entry = torch.searchsorted(call.cu_seqlens_q[1:], row, right=True, out_int32=True)
+        first = call.cu_seqlens_q[entry]
+        return self.delta[:, (first // PAD + entry) * PAD + row - first]
+
+
+def make_sums(q: Tensor, call: Call) -> Sums:
+    heads, columns = q.shape[-2], block_d(q.shape[-1])
+    padded = PAD * _slots(q, call.cu_seqlens_q, PAD)
+    rows = torch.empty((2, heads, padded), dtype=torch.float32, device=q.device)
+    dq = torch.empty((heads, padded, columns), dtype=torch.float32, device=q.device)
+    return Sums(rows[0], rows[1], dq)
+
+
+def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call) -> Launch:
+    entries, rows, _ = _lengths(out, out, call)
+    arguments = (
+        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse.contiguous()), sums.delta,
+        sums.lse2, sums.dq, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
+    )  # fmt: skip
+    constants = {"HEAD_DIM": out.shape[-1], "BLOCK_D": sums.dq.shape[-1], "BLOCK": PAD}
+    return Launch(hopper_prepare, (sums.padded // PAD, out.shape[-2]), arguments, constants)
+
+
+def backward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    sums: Sums,
+    dk: Tensor,
+    dv: Tensor,
+    call: Call,
+    tile: Tile | None = None,
+) -> Launch:
+    columns = block_d(q.shape[-1])
+    if tile is None:
+        tile = NARROW if call.rng is not None or call.softcap or call.has_terms else BACKWARD[columns]
+    group = q.shape[-2] // k.shape[-2]
+    entries, rows_q, rows_k = _lengths(q, k, call)
+    arguments = (
+        describe(q, tile.block_m, columns), describe(k, 128, columns), describe(v, 128, columns),
+        describe(dout, tile.block_m, columns), _describe_rows(sums.lse2, tile.block_m),
+        _describe_rows(sums.delta, tile.block_m), _describe_sum(sums.dq, dq_columns(tile.block_m, columns)),
+        describe(dk, 128, columns), describe(dv, 128, columns), call.cu_seqlens_q, call.cu_seqlens_k,
+        mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
+        call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
+        sums.padded,
+    )  # fmt: skip
+    constants = {
+        "GROUP": group,
+        "BLOCK_M": tile.block_m,
+        "HEAD_DIM": columns,
+        "STAGES": tile.num_stages,
+        "num_warps": 4,
+        "maxnreg": 168,
+    }
+    return Launch(hopper_backward, (_tasks(k, call.cu_seqlens_k, 128),), arguments, constants)
+
+
+def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
+    entries, rows, _ = _lengths(dq, dq, call)
+    arguments = (
+        sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded
+    )  # fmt: skip
+    constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": sums.dq.shape[-1], "BLOCK": PAD}
+    return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
+
+
+def _describe_rows(x: Tensor, block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, [x.numel()], [1], [block], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def _describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
+    block = [1, 64, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def _kv_heads_at_once(q: Tensor, call: Call, group: int) -> int:
+    """Key heads whose queries, gradients and sums of dQ lie in the cache together."""
+    rows = q.shape[1] if call.cu_seqlens_q is None else triton.cdiv(q.shape[0], call.cu_seqlens_q.numel() - 1)
+    return max(1, CACHE_BYTES // (group * rows * q.shape[-1] * (2 * q.dtype.itemsize + 4)))
+
+
+def _heads_at_once(k: Tensor, call: Call, group: int) -> int:
+    """Query heads whose keys and values lie in the cache together: see ``tasks.find_task``."""
+    rows = k.shape[1] if call.cu_seqlens_k is None else triton.cdiv(k.shape[0], call.cu_seqlens_k.numel() - 1)
+    bytes_per_head = 2 * rows * k.shape[-1] * k.dtype.itemsize
+    return group * max(1, CACHE_BYTES // bytes_per_head)
+
+
+def _tasks(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
+    """As ``tasks.count_tasks``."""
+    return x.shape[-2] * _slots(x, cu_seqlens, block)
+
+
+def _slots(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
+    """Tiles of all entries; packed, places for them."""
+    if cu_seqlens is None:
+        return x.shape[0] * triton.cdiv(x.shape[1], block)
+    return x.shape[0] // block + cu_seqlens.numel()
+
+
+def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
+    """(entries, query rows, key rows); packed, the rows are those of the whole tensor."""
+    if call.cu_seqlens_q is None:
+        return q.shape[0], q.shape[1], k.shape[1]
+    return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]

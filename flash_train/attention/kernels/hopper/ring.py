@@ -1,0 +1,61 @@
+"""Ring buffers between warps: a producer fills stages by TMA, consumers empty them."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+ONCE = gl.constexpr("mov.b32 $0, $1;")
+
+
+class Ring(NamedTuple):
+    """Stages of shared memory, and for each a barrier that says "filled" and one that says "emptied".
+
+    Step i of a kernel uses stage i % STAGES for the (i // STAGES)-th time: whose parity is the phase to wait for.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring over ``tiles`` (STAGES, ...), each of which READERS partitions empty."""
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, READERS)
+    return Ring(tiles, full, empty)
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers, each of which completes a phase with ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def wait_full(ring, i, STAGES: gl.constexpr):
+    """Wait until step i's stage is filled."""
+    mbarrier.wait(ring.full.index(i % STAGES), (i // STAGES) & 1)
+
+
+@gluon.jit
+def wait_empty(ring, i, STAGES: gl.constexpr):
+    """Wait until step i's stage is emptied of what it held before; at once the first time."""
+    mbarrier.wait(ring.empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def release(ring, i, STAGES: gl.constexpr):
+    """This partition has read step i's stage."""
+    mbarrier.arrive(ring.empty.index(i % STAGES), count=1)
+
+
+@gluon.jit
+def once(x):
+    """x, by an instruction that the compiler does not move: what depends on it stays in its branch."""
+    return gl.inline_asm_elementwise(ONCE, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)

@@ -1,0 +1,65 @@
+"""Before and after Hopper's backward: row statistics, and the sum of dQ, in rows padded to whole blocks.
+
+The padded rows of a head are those of its entries, each from a multiple of PAD on, so that TMA finds every block
+aligned; entry e of a packing begins at ``(cu[e] // PAD + e) * PAD``, as the slots of ``device.schedule.find_tile`` do.
+"""
+
+import triton
+import triton.language as tl
+
+from flash_train.attention.kernels.device.schedule import find_tile, load_entry
+from flash_train.attention.kernels.device.score import LOG2_E
+from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
+
+PAD = 128  #: rows
+
+
+@triton.jit(do_not_specialize=["n_entries", "seqlen_q"])
+def hopper_prepare(
+    out, dout, lse, dlse, delta_ptr, lse2_ptr, dq_ptr, cu_q, keep_rate, n_entries, seqlen_q, padded,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per query row, into (heads, padded): ``delta`` and the log-sum-exp as ``attention_backward_rows`` gives them;
+    past an entry's rows +inf, so that no weight comes of them. dQ's sum, fp32 (heads, padded, BLOCK_D), becomes 0.
+
+    Grid (padded / BLOCK, heads).
+    """
+    slot = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
+    seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
+    start = tile * BLOCK
+    left = seq.len_q - start
+    row = seq.q_row + start
+    inside = tl.arange(0, BLOCK) < left
+    out_ptrs = row_pointers(out, seq.batch, head, row, BLOCK, BLOCK_D)
+    dout_ptrs = row_pointers(dout, seq.batch, head, row, BLOCK, BLOCK_D)
+    out_tile = load_tile(out_ptrs, left, True, BLOCK, BLOCK_D, HEAD_DIM)
+    dout_tile = load_tile(dout_ptrs, left, True, BLOCK, BLOCK_D, HEAD_DIM)
+    d = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if dlse is not None:
+        d -= tl.load(stat_pointers(dlse, seq.batch, head, row, BLOCK), mask=inside, other=0.0)
+    lse_tile = tl.load(stat_pointers(lse, seq.batch, head, row, BLOCK), mask=inside, other=float("-inf"))
+    lse_tile = tl.where(lse_tile == float("-inf"), float("inf"), lse_tile * LOG2_E)
+    at = head * padded + slot * BLOCK + tl.arange(0, BLOCK)
+    tl.store(delta_ptr + at, d * keep_rate)
+    tl.store(lse2_ptr + at, lse_tile)
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(dq_ptr + at[:, None] * BLOCK_D + columns, tl.zeros([BLOCK, BLOCK_D], tl.float32))
+
+
+@triton.jit(do_not_specialize=["n_entries", "seqlen_q"])
+def hopper_finish(
+    dq_ptr, dq, cu_q, grad_scale, n_entries, seqlen_q, padded,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of dQ, scaled, in q's dtype. Grid (padded / BLOCK, heads)."""
+    slot = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
+    seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
+    start = tile * BLOCK
+    at = head * padded + slot * BLOCK + tl.arange(0, BLOCK)
+    tile_sum = tl.load(dq_ptr + at[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+    dq_ptrs = row_pointers(dq, seq.batch, head, seq.q_row + start, BLOCK, BLOCK_D)
+    store_tile(dq_ptrs, tile_sum * grad_scale, seq.len_q - start, BLOCK, BLOCK_D, HEAD_DIM)

@@ -1,0 +1,127 @@
+"""Which tiles of which heads a program of a persistent grid works on, and where they lie for TMA."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flash_train.attention.varlen import Entry
+
+RAGGED = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def count_tasks(cu, n_entries, seqlen, n_heads, BLOCK: gl.constexpr):
+    """Tasks of a launch; see ``find_task``. Packed, some hold nothing."""
+    return n_heads * _slots(cu, n_entries, seqlen, BLOCK) * _lanes(cu, n_entries)
+
+
+@gluon.jit
+def nth_task(i):
+    """The program's i-th task: forth and back over the grid, so that programs that began with more end with less."""
+    programs = gl.num_programs(0)
+    own = gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, own, programs - 1 - own)
+
+
+@gluon.jit
+def find_task(
+    task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once,
+    BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr,
+):  # fmt: skip
+    """(entry, head, first row, whether there is anything to do) of a task.
+
+    Tasks go through ``heads_at_once`` heads, whose keys and values fit the cache together, tile by tile, and then
+    through the next. REVERSED: an entry's last tile comes first, which under a causal mask takes the longest.
+    A tile is one of queries where the program WALKS_KEYS, else one of keys; heads are those of the tiled tensor.
+    """
+    cu = cu_q if WALKS_KEYS else cu_k
+    seqlen = seqlen_q if WALKS_KEYS else seqlen_k
+    slots = _slots(cu, n_entries, seqlen, BLOCK)
+    heads = n_heads * _lanes(cu, n_entries)
+    group = task // (slots * heads_at_once)
+    first = group * heads_at_once
+    size = gl.minimum(heads - first, heads_at_once)
+    place = task - first * slots
+    slot = place // size
+    head = first + place % size
+    if cu is None:
+        entry = head // n_heads
+        head = head % n_heads
+        zero = (entry * 0).to(gl.int64)
+        seq = Entry(entry, entry.to(gl.int64), zero, zero, seqlen_q, seqlen_k)
+        tile = slot
+        tiles = slots
+    else:
+        entry = _entry_of(slot, cu, n_entries, BLOCK)
+        tile = slot - (gl.load(cu + entry) // BLOCK + entry)
+        q_row = gl.load(cu_q + entry)
+        k_row = gl.load(cu_k + entry)
+        len_q = gl.load(cu_q + entry + 1, mask=entry < n_entries, other=seqlen_q) - q_row
+        len_k = gl.load(cu_k + entry + 1, mask=entry < n_entries, other=seqlen_k) - k_row
+        # the rows past the last boundary form an entry of their own, of which there is nothing to walk
+        if WALKS_KEYS:
+            len_k = gl.where(entry < n_entries, len_k, 0)
+            tiles = gl.cdiv(len_q, BLOCK)
+        else:
+            len_q = gl.where(entry < n_entries, len_q, 0)
+            tiles = gl.cdiv(len_k, BLOCK)
+        seq = Entry(entry, (entry * 0).to(gl.int64), q_row.to(gl.int64), k_row.to(gl.int64), len_q, len_k)
+    live = tile < tiles
+    if REVERSED:
+        tile = tiles - 1 - tile
+    return seq, head, tile * BLOCK, live
+
+
+@gluon.jit
+def at(seq, head, row, first_row, rows, PACKED: gl.constexpr):
+    """Coordinates of a tile in a descriptor of ``launch.describe``: rows past the entry's are zeros, and not written.
+
+    Packed, two more dimensions lead to the entry: their strides add up to its first row modulo 2**64 bytes, and the
+    last of its rows is the last that the row's dimension has.
+    """
+    zero = gl.to_tensor(0)
+    if PACKED:
+        return gl.to_tensor(RAGGED), (first_row + rows).to(gl.int32), head, RAGGED - rows + row, zero
+    else:
+        return seq.batch.to(gl.int32), head, row, zero
+
+
+@gluon.jit
+def _lanes(cu, n_entries):
+    """How many entries have heads of their own: all, or one where they are packed along the rows."""
+    return n_entries if cu is None else n_entries * 0 + 1
+
+
+@gluon.jit
+def _slots(cu, n_entries, seqlen, BLOCK: gl.constexpr):
+    """Places for tiles along the rows: see ``device.schedule.find_tile``."""
+    if cu is None:
+        slots = gl.cdiv(seqlen, BLOCK)
+    else:
+        slots = seqlen // BLOCK + n_entries + 1
+    return slots
+
+
+@gluon.jit
+def lanes():
+    """0 to 127, four to a lane, in every warp: each finds for itself what it looks for."""
+    WARPS: gl.constexpr = [[0]] * _log2(gl.num_warps())
+    return gl.arange(
+        0, 128, gl.DistributedLinearLayout([[32], [64]], [[1], [2], [4], [8], [16]], WARPS, block_bases=[], shape=[128])
+    )
+
+
+@gluon.jit
+def _entry_of(slot, cu, n_entries, BLOCK: gl.constexpr):
+    """The entry that owns a slot."""
+    entry = slot * 0 - 1
+    for start in range(0, n_entries + 1, 128):
+        e = start + lanes()
+        first = gl.load(cu + e, mask=e <= n_entries, other=0) // BLOCK + e
+        entry += gl.sum(((first <= slot) & (e <= n_entries)).to(gl.int32), 0)
+    return entry
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1

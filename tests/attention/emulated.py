@@ -1,0 +1,67 @@
+"""Hopper's kernels in the emulator of Gluon: the operator on a CPU, with ``backend="hopper"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+
+from flash_train.attention import backends
+from flash_train.attention.kernels import arguments
+from flash_train.attention.kernels.hopper import draws
+from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.hopper.backward import tma_reduce_add
+from flash_train.attention.kernels.hopper.ring import ONCE
+from tests.attention import gluon
+
+COMPILER_OPTIONS = ("num_stages", "maxnreg")
+
+
+@contextmanager
+def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
+    """Inside it, the launches of Hopper's kernels run in the emulator, on ``programs`` processors; ``seed`` draws in
+    which order partitions and copies go on. Gives the names of the kernels that ran."""
+    ran = []
+
+    def run(launch: arguments.Launch) -> None:
+        ran.append(launch.kernel.__name__)
+        constants = {name: value for name, value in launch.constants.items() if name not in COMPILER_OPTIONS}
+        gluon.launch(
+            launch.kernel, launch.grid, *launch.arguments, seed=seed, assembly=ASSEMBLY,
+            replaced={tma_reduce_add: gluon.tma_reduce_add}, **constants,
+        )  # fmt: skip
+
+    with (
+        patch.object(arguments.Launch, "run", run),
+        patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
+        patch.object(hopper, "device_unavailable", lambda device: None),
+        patch.object(hopper, "processors", lambda device: programs),
+    ):
+        yield ran
+
+
+def _keep(transposed: bool):
+    """``draws.keep`` and ``keep_wide``, on fragments [a, b, c, d, A, B, C, D] and flags of even and odd columns."""
+
+    def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
+        _, b, _, _, _, B, _, D = np.ix_(*map(np.arange, x.shape))
+        byte = 2 * B + b if transposed else 2 * b + B
+        flags = np.where(D == 1, odd, even)
+        return np.where((flags >> (8 * byte + 7).astype(flags.dtype)) & 1, x, np.zeros_like(x))
+
+    return keep
+
+
+def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
+    carry = (words & 0x7F7F7F7F) + low
+    return ~((words & added) | (words & carry) | (added & carry))
+
+
+ASSEMBLY = {
+    draws.BELOW.value: _below,
+    ONCE.value: lambda x: x,
+    **{draws.keep_pairs(transposed): _keep(transposed) for transposed in (False, True)},
+    **{draws.keep_singles(transposed): _keep(transposed) for transposed in (False, True)},
+}

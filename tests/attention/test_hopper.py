@@ -1,0 +1,113 @@
+"""Hopper's kernels against the contract, in the emulator of Gluon: no GPU is needed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flash_train.attention import AttentionSpec, Causal, attention
+from flash_train.attention.kernels.hopper import launch
+from flash_train.attention.masks import Full, Window
+from tests.attention.cases import BY_NAME, CASES
+from tests.attention.contract import Case, build, run
+from tests.attention.emulated import hopper_on_cpu
+from tests.attention.recipes import Blocks, Documents
+
+#: cases of the contract that these kernels do not take, and why
+REFUSED = {
+    "no-keys": "there are no keys",
+    "head-dim-1": "TMA takes multiples of 16 bytes",
+    "narrower-values": "TMA takes multiples of 16 bytes",
+    "dropout-unaligned-shard": "no multiple of 16",
+    "all-terms": "no multiple of 16",
+    **dict.fromkeys(("blocks", "blocks-gqa", "blocks-packed", "blocks-empty", "everything"), "not multiples of 128"),
+}
+ONE_TILE = [case for case in CASES if case.name not in REFUSED]
+
+
+def same(*lengths):
+    return tuple((n, n) for n in lengths)
+
+
+#: more than a tile, at each width of the tiles
+WIDE = [
+    Case("causal-64", same(333, 70), head_dim=64, heads=4, kv_heads=2),
+    Case("full-64", ((200, 333),), head_dim=56, band=Full()),
+    Case("window-dropout-64", ((333, 200),), head_dim=64, band=Window(90, 20), dropout=0.2, sinks=True),
+    Case("packed-64", ((5, 5), (0, 9), (300, 300), (140, 270)), head_dim=64, packed=True, tail=(20, 7), dropout=0.1),
+    Case("causal-128", same(333), head_dim=128, heads=4, kv_heads=1),
+    Case("full-dropout-128", ((200, 290),), head_dim=72, v_head_dim=128, band=Full(), dropout=0.5),
+    Case("softcap-128", same(290), head_dim=128, softcap=3.0, terms=(Documents(90),)),
+    Case("packed-128", ((130, 130), (0, 0), (257, 140)), head_dim=128, packed=True, tail=(9, 9), strided=True),
+    Case(
+        "blocks-128",
+        same(400),
+        head_dim=128,
+        heads=3,
+        kv_heads=3,
+        terms=(Blocks((128, 128), 0.6, per_head=True),),
+        band=Full(),
+    ),
+    Case("blocks-of-256-64", same(600), head_dim=64, heads=4, terms=(Blocks((256, 128), 0.5),)),
+    Case("causal-256", same(150), head_dim=256, dropout=0.1),
+]
+
+
+OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
+
+
+def check(case, kernels=OURS, seed=0, **options):
+    with hopper_on_cpu(seed, **options) as ran:
+        errors = run(case, "hopper", "cpu")
+    assert all(e.ok for e in errors), errors
+    assert ran == kernels * (case.layout.rows(0) > 0)
+
+
+PORTABLE = ["hopper_forward", "attention_backward_rows", "attention_backward_dkdv", "attention_backward_dq"]
+
+
+@pytest.mark.parametrize("case", ONE_TILE, ids=str)
+def test_contract(case):
+    check(replace(case, dtype=torch.bfloat16), PORTABLE if case.slopes and case.learns else OURS)
+
+
+@pytest.mark.parametrize("name", ["gqa", "packed-cross", "softcap", "alibi-fixed", "dropout", "tree"])
+def test_contract_in_fp16(name):
+    check(replace(BY_NAME[name], dtype=torch.float16), seed=1)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_more_than_a_tile(case, monkeypatch):
+    """Also with one head at a time in the cache, so that groups of heads follow one another."""
+    case = replace(case, dtype=torch.bfloat16)
+    kernels = PORTABLE if case.head_dim > 128 else OURS
+    check(case, kernels)
+    monkeypatch.setattr(launch, "CACHE_BYTES", 1)
+    check(case, kernels, seed=1, programs=5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused(name):
+    with hopper_on_cpu() as ran, pytest.raises(ValueError, match="attention=hopper cannot run this") as raised:
+        run(replace(BY_NAME[name], dtype=torch.bfloat16), "hopper", "cpu")
+    assert REFUSED[name] in str(raised.value) and "attention=flash" in str(raised.value)
+    assert ran == []
+
+
+def test_other_devices_are_refused():
+    x = torch.zeros(1, 16, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="attention=hopper cannot run here"):
+        attention(x, x, x, AttentionSpec(Causal()), backend="hopper")
+
+
+@pytest.mark.parametrize("case", [WIDE[0], WIDE[6]], ids=str)
+def test_one_result_for_every_schedule(case):
+    """Neither the order of partitions and copies, nor the number of processors, reaches the forward's bits."""
+    problem = build(replace(case, dtype=torch.bfloat16), "cpu")
+    results = []
+    for seed, programs in ((0, 1), (1, 3), (2, 7)):
+        with hopper_on_cpu(seed, programs):
+            results.append(attention(*(problem.inputs[x] for x in "qkv"), problem.spec, backend="hopper"))
+    assert all(torch.equal(out, results[0]) for out in results)
