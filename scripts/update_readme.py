@@ -1,28 +1,37 @@
-"""Fill the README's tables from docs/results/*.json: `python scripts/update_readme.py`, with --check to change nothing.
+"""Fill the tables of README.md and docs/*.md from docs/results/*.json: `python scripts/update_readme.py`.
 
-A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, which
-holds {"records": [...]}: for `training` and `recall` what collect_runs gathers, for `attention` bench_attention's. The
-latter is also drawn, as docs/results/attention.png.
+With --check it changes nothing, and its exit status says whether all is up to date.
+
+A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, or for
+NAME.PART from that of NAME, which holds {"records": [...]}: for `training`, `recall`, `ablation` and `find_max` what
+collect_runs gathers, for `attention` and `memory` what their benchmarks write. Where there is no such file, nothing
+stands there. Those that have a picture are drawn as docs/results/NAME.png.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from flash_train.profiling import ablation, longest, memory_results
+from flash_train.profiling.ablation_plot import plot_ablation
 from flash_train.profiling.attention_plot import fingerprint, plot_attention
+from flash_train.profiling.longest import plot_longest
+from flash_train.profiling.markdown import markdown_table as table
+from flash_train.profiling.memory_results import plot_memory_results
 
 ROOT = Path(__file__).parents[1]
+Records = list[dict[str, Any]]
 DIRECTIONS = ("forward", "backward")
 NAMES = {"triton": "this project", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
 MORE_NAMES = {"flex": "FlexAttention", "varlen_attn": "varlen_attn"}  # where they were measured
-MARKED = re.compile(r"(<!-- results:(\w+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
-def training_table(records: list[dict[str, Any]]) -> str:
+def training_table(records: Records) -> str:
     """A row per run."""
     rows = [
         (
@@ -38,7 +47,7 @@ def training_table(records: list[dict[str, Any]]) -> str:
     return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
 
 
-def attention_table(records: list[dict[str, Any]]) -> str:
+def attention_table(records: Records) -> str:
     """A row per case: each implementation's rates, forward · backward, and our ratios to FlashAttention-2.
 
     Sparse cases follow in a table of their own, in parts of the time without the pattern.
@@ -57,7 +66,7 @@ def attention_table(records: list[dict[str, Any]]) -> str:
     return dense + ("\n" + sparse_table(sparse) if sparse else "")
 
 
-def sparse_table(records: list[dict[str, Any]]) -> str:
+def sparse_table(records: Records) -> str:
     """A row per case: the part of the blocks that is attended, and of the dense time that it takes."""
     names = measured(NAMES | MORE_NAMES, records)
     density = {record["case"]: record["density"] for record in records}
@@ -73,13 +82,13 @@ def sparse_table(records: list[dict[str, Any]]) -> str:
     return table(("case", "blocks attended", *labels), rows)
 
 
-def measured(names: dict[str, str], records: list[dict[str, Any]]) -> dict[str, str]:
+def measured(names: dict[str, str], records: Records) -> dict[str, str]:
     """The implementations that have records."""
     found = {record["implementation"] for record in records}
     return {name: label for name, label in names.items() if name in found}
 
 
-def by_case(records: list[dict[str, Any]], key: str) -> dict[str, dict[tuple[str, str], float | None]]:
+def by_case(records: Records, key: str) -> dict[str, dict[tuple[str, str], float | None]]:
     """A number by (implementation, direction) of every case, in the records' order."""
     found: dict[str, dict[tuple[str, str], float | None]] = {}
     for record in records:
@@ -87,7 +96,7 @@ def by_case(records: list[dict[str, Any]], key: str) -> dict[str, dict[tuple[str
     return found
 
 
-def recall_table(records: list[dict[str, Any]]) -> str:
+def recall_table(records: Records) -> str:
     """A row per run."""
     rows = [
         (
@@ -103,7 +112,83 @@ def recall_table(records: list[dict[str, Any]]) -> str:
     return table(("seq_len", "attention", "device", "steps", "right answers", "chance"), rows)
 
 
-TABLES = {"training": training_table, "attention": attention_table, "recall": recall_table}
+def memory_summary(records: Records) -> str:
+    words = "A step's peak by its configuration alone, beside `max_memory_allocated`; each step is in"
+    return f"{words} [docs/memory.md](docs/memory.md):\n\n{memory_results.summary_table(records)}"
+
+
+def memory_steps(records: Records) -> str:
+    picture = (
+        "![Peak of a step against length, predicted (lines) and measured (marks); attention's own](results/memory.png)"
+    )
+    return f"{memory_results.cases_table(records)}\n{picture}\n"
+
+
+def find_max_table(records: Records) -> str:
+    words = "The longest row that trains, to 2 %, of `find_max=true`:"
+    return f"{words}\n\n{longest.table(list(map(longest.from_record, records)))}"
+
+
+def find_max_details(records: Records) -> str:
+    picture = "![The longest row, by attention and memory mode](results/find_max.png)"
+    return f"{longest.table(list(map(longest.from_record, records)))}\n{picture}\n"
+
+
+def ablation_summary(records: Records) -> str:
+    words = "Milliseconds of an optimizer step and peak GiB, by attention; all of it is in"
+    return f"{words} [docs/ablation.md](docs/ablation.md):\n\n{ablation.by_length(ablation_rows(records))}"
+
+
+def ablation_details(records: Records) -> str:
+    picture = "![Time, memory and loss against length, by attention](results/ablation.png)"
+    return f"{ablation.describe_all(ablation_rows(records))}\n{picture}\n"
+
+
+def ablation_rows(records: Records) -> list[ablation.Row]:
+    return [ablation.Row(r["axes"], r["status"], r["reason"], r["measured"]) for r in records]
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "training": training_table,
+    "attention": attention_table,
+    "recall": recall_table,
+    "memory": memory_summary,
+    "memory.steps": memory_steps,
+    "memory.growth": memory_results.growth_table,
+    "memory.traffic": memory_results.traffic_table,
+    "find_max": find_max_table,
+    "find_max.details": find_max_details,
+    "ablation": ablation_summary,
+    "ablation.details": ablation_details,
+}
+
+
+def draw_memory(source: Path, picture: Path) -> None:
+    plot_memory_results(records_of(source), picture, metadata={"Source": fingerprint(source)})
+
+
+def draw_find_max(source: Path, picture: Path) -> None:
+    rows = list(map(longest.from_record, records_of(source)))
+    plot_longest(rows, picture, "Longest row that trains", metadata={"Source": fingerprint(source)})
+
+
+def draw_ablation(source: Path, picture: Path) -> None:
+    records = records_of(source)
+    title = f"Ablation on {records[0]['device']}, {records[0]['steps']} steps"
+    memory_of, metadata = records[0]["peak_memory_of"], {"Source": fingerprint(source)}
+    plot_ablation(ablation_rows(records), picture, title=title, memory_of=memory_of, metadata=metadata)
+
+
+PICTURES: dict[str, Callable[[Path, Path], Any]] = {
+    "attention": plot_attention,
+    "memory": draw_memory,
+    "find_max": draw_find_max,
+    "ablation": draw_ablation,
+}
+
+
+def records_of(source: Path) -> Records:
+    return json.loads(source.read_text(encoding="utf-8"))["records"]
 
 
 def number(value: float | None, form: str) -> str:
@@ -114,13 +199,8 @@ def joined(values: Iterable[float | None], form: str) -> str:
     return " · ".join(number(value, form) for value in values)
 
 
-def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    rule = tuple("---" if i == 0 else "---:" for i in range(len(header)))
-    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
-
-
-def fill(readme: str, results: Path) -> str:
-    """The README with every table for which there are results written anew.
+def fill(page: str, results: Path) -> str:
+    """A page with every table for which there are results written anew.
 
     Raises ValueError for a marker whose table nobody knows how to make.
     """
@@ -128,29 +208,34 @@ def fill(readme: str, results: Path) -> str:
     def filled(match: re.Match[str]) -> str:
         opening, name, closing = match.groups()
         if name not in TABLES:
-            raise ValueError(f"README.md: results:{name} is unknown; known are {', '.join(TABLES)}")
-        source = results / f"{name}.json"
-        if not source.is_file():
-            return match[0]
-        records = json.loads(source.read_text(encoding="utf-8"))["records"]
-        return opening + TABLES[name](records) + closing
+            raise ValueError(f"results:{name} is unknown; known are {', '.join(TABLES)}")
+        source = results / f"{name.partition('.')[0]}.json"
+        return opening + TABLES[name](records_of(source)) + closing if source.is_file() else match[0]
 
-    return MARKED.sub(filled, readme)
+    return MARKED.sub(filled, page)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if the README isn't up to date")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a page or picture isn't up to date")
     args = parser.parse_args(arguments)
-    path, results = ROOT / "README.md", ROOT / "docs" / "results"
-    before = path.read_text(encoding="utf-8")
-    after = fill(before, results)
-    source, picture = results / "attention.json", results / "attention.png"
-    if args.check:
-        return int(before != after or outdated(picture, source))
-    path.write_text(after, encoding="utf-8")
-    if source.is_file() and (outdated(picture, source) or not picture.is_file()):
-        plot_attention(source, picture)
+    return update(ROOT, args.check)
+
+
+def update(root: Path, check: bool) -> int:
+    """Write pages and pictures anew; with `check` only say, by 1, that some are not up to date."""
+    results = root / "docs" / "results"
+    pages = {path: path.read_text(encoding="utf-8") for path in (root / "README.md", *sorted(root.glob("docs/*.md")))}
+    after = {path: fill(text, results) for path, text in pages.items()}
+    drawn = [(results / f"{name}.json", results / f"{name}.png", draw) for name, draw in PICTURES.items()]
+    if check:
+        return int(pages != after or any(outdated(picture, source) for source, picture, _ in drawn))
+    for path, text in after.items():
+        if text != pages[path]:
+            path.write_text(text, encoding="utf-8")
+    for source, picture, draw in drawn:
+        if source.is_file() and (outdated(picture, source) or not picture.is_file()):
+            draw(source, picture)
     return 0
 
 

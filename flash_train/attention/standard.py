@@ -110,7 +110,7 @@ class _Standard(torch.autograd.Function):
             scores.addcmul_(slopes[:, :, None, None], away, value=-1)
         if mask is not None:
             scores.masked_fill_(~mask, float("-inf"))
-        weights = scores.softmax(-1)
+        weights = scores.softmax(-1, dtype=scores.dtype)  # which CUDA's autocast would make fp32
         top, at = scores.max(-1, keepdim=True)
         del scores
         stats = statistics_dtype(q)

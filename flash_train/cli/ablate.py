@@ -28,12 +28,13 @@ from datetime import timedelta
 from types import FrameType
 
 from flash_train.cli.cells import Cell, Result, keep, known_result, run_cells
-from flash_train.cli.errors import one_line_errors
+from flash_train.cli.errors import UnavailableError, one_line_errors
 from flash_train.cli.overrides import read
 from flash_train.cli.sweep import Planned, Sweep, plan
 from flash_train.profiling import MetricsTable, write_text
 from flash_train.profiling.ablation import COLUMNS, Row, header, loss_differences, to_csv, to_markdown, values
 from flash_train.profiling.ablation_plot import plot_ablation, plot_losses
+from flash_train.profiling.prediction import predict
 
 FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.png")
 
@@ -85,11 +86,12 @@ def run(sweep: Sweep) -> dict[Cell, Result]:
         print(f"{len(known)} of {len(sweep.cells)} cells are finished already", flush=True)
     results = dict(known)
     left = [planned for planned in sweep.cells if planned.cell not in known]
-    for planned in [planned for planned in left if planned.unavailable]:
-        left.remove(planned)
-        results[planned.cell] = Result("unavailable", planned.unavailable)
-        keep(planned.cell, results[planned.cell])
-        _tell(planned.cell, results, len(sweep.cells), None)
+    for planned in list(left):
+        if (result := known_before(planned)) is not None:
+            left.remove(planned)
+            results[planned.cell] = result
+            keep(planned.cell, result)
+            _tell(planned.cell, results, len(sweep.cells), None)
     start = time.monotonic()
     with closing(run_cells([planned.cell for planned in left], sweep.environs)) as running:
         for ended, (cell, result) in enumerate(running, 1):
@@ -98,6 +100,26 @@ def run(sweep: Sweep) -> dict[Cell, Result]:
             _tell(cell, results, len(sweep.cells), each * (len(left) - ended))
             write_tables(sweep, results)
     return results
+
+
+def known_before(planned: Planned) -> Result | None:
+    """What comes of a cell that can't run here, or is predicted not to fit on the GPU: it takes no process to tell."""
+    config = planned.config
+    if planned.unavailable:
+        return Result("unavailable", planned.unavailable)
+    if config.trainer.accelerator != "cuda" or config.force or config.compile or config.trainer.devices > 1:
+        return None
+    from flash_train.cli.find_max import capacity, step_before_run  # and with it Lightning
+    from flash_train.cli.predict import in_words
+
+    try:
+        step, device = step_before_run(config)
+    except UnavailableError as error:
+        return Result("unavailable", str(error))
+    predicted, limit = predict(step).peak_bytes, capacity(device)
+    if predicted <= limit:
+        return None
+    return Result("oom", f"a step would take {in_words(predicted)} and the device has {in_words(limit)}")
 
 
 def _tell(cell: Cell, results: dict[Cell, Result], total: int, seconds_left: float | None) -> None:

@@ -1,6 +1,8 @@
 """Gather run directories into one record for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
 
-Each record is a run's summary.json, with the mean of its last ten training losses from metrics.csv beside it.
+Of a training run the record is its summary.json, with the mean of its last ten training losses from metrics.csv beside
+it; of an ablation, one per cell; of a search for the longest row, one per attention and memory mode. The directories
+are all of one sort.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flash_train.profiling import MetricsTable, write_json
+from flash_train.profiling.ablation import from_csv
 
 LAST = 10
+ABLATION, FIND_MAX = "ablation.csv", "find_max.json"
+
+Records = list[dict[str, Any]]
 
 
 def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
@@ -26,14 +32,44 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
     return {**summary, f"train_loss_last_{LAST}": sum(losses) / len(losses)}
 
 
+def collect_ablation(run_dir: Path, commit: str | None) -> Records:
+    """A record per cell: axes, status and measurements; model, steps, device and versions are those of its run."""
+    rows = from_csv((run_dir / ABLATION).read_text(encoding="utf-8"))
+    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(run_dir.glob("cells/*/summary.json"))]
+    if not summaries:
+        raise ValueError(f"{run_dir}: no cell of this ablation has run")
+    common = {key: summaries[0][key] for key in ("device", "steps", "peak_memory_of", "versions")}
+    if commit:
+        common["versions"]["commit"] = commit
+    return [
+        {"axes": dict(row.axes), "status": row.status, "reason": row.reason, "measured": dict(row.measured), **common}
+        for row in rows
+    ]
+
+
+def collect_find_max(run_dir: Path, commit: str | None) -> Records:
+    """A record per attention and memory mode."""
+    found = json.loads((run_dir / FIND_MAX).read_text(encoding="utf-8"))
+    common = {"device": found["device"], "versions": found["versions"] | ({"commit": commit} if commit else {})}
+    return [record | common for record in found["records"]]
+
+
+def collect_all(run_dirs: list[Path], commit: str | None) -> Records:
+    """The records of directories of one sort."""
+    for name, gather in ((ABLATION, collect_ablation), (FIND_MAX, collect_find_max)):
+        if all((run / name).is_file() for run in run_dirs):
+            return [record for run in run_dirs for record in gather(run, commit)]
+    records = [collect(run, commit) for run in run_dirs]
+    return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", help="commit that ran, where the runs did not see a git checkout")
     options = parser.parse_args(arguments)
-    records = [collect(run, options.commit) for run in options.runs]
-    records.sort(key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
+    records = collect_all(options.runs, options.commit)
     write_json(options.out, {"records": records})
     print(f"wrote {len(records)} records to {options.out}")
     return 0

@@ -16,13 +16,16 @@ from flash_train.cli.overrides import CommandLine, parse
 from flash_train.cli.predict import step_of
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions, write_json, write_text
-from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search
+from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
 from flash_train.profiling.prediction import predict
 from flash_train.profiling.step import Step
 
 TRIALS, TOLERANCE = 4, 0.02
 KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
-TRIAL = ("max_steps=3", "force=true", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false")
+TRIAL = (
+    *("max_steps=3", "force=true", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false"),
+    "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
+)
 SHORT = 512  # tokens in a row while only the shape of the model is asked for
 
 
@@ -97,7 +100,7 @@ def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
 def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, memory: str) -> Row:
     overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL)
     try:
-        step, device = _step(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir))
+        step, device = step_before_run(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir))
     except UnavailableError as error:
         return Row(attention, memory, Longest(0, None, ()), 0, None, True, str(error))
     guess = predicted_longest(step, capacity(device), asked.limit)
@@ -115,8 +118,12 @@ def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, mem
     return Row(attention, memory, found, guess, peak, found.within(TOLERANCE, asked.limit // UNIT * UNIT))
 
 
-def _step(config: DictConfig) -> tuple[Step, torch.device]:
-    """What decides a trial's memory, but for its length."""
+def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
+    """What decides the memory of a configuration's steps, and where it would run, with no data read.
+
+    Raises:
+        UnavailableError: its attention backend does not run here.
+    """
     device = device_of(config.trainer.accelerator)
     pretrained = load_init(config.init_from)
     model = build_model_config(config, build_tokenizer(config).vocab_size, pretrained[0] if pretrained else None)
@@ -144,15 +151,7 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
 def _write(rows: Sequence[Row], run_dir: Path, line: CommandLine) -> None:
     device = device_name(device_of(str(line.given("trainer.accelerator") or "auto")))
     title = f"Longest row that trains on {device}"
-    records = [
-        {
-            "attention": row.attention, "memory": row.memory, "seq_len": row.found.seq_len,
-            "too_long": row.found.too_long, "predicted_seq_len": row.predicted, "peak_memory_gib": row.peak_gib,
-            "exact_to": TOLERANCE if row.exact else None, "reason": row.reason,
-            "trials": [{"seq_len": length, "fits": fit} for length, fit in row.found.trials],
-        }
-        for row in rows
-    ]  # fmt: skip
+    records = [to_record(row, TOLERANCE) for row in rows]
     write_json(run_dir / "find_max.json", {"device": device, "versions": versions(), "records": records})
     write_text(run_dir / "find_max.md", markdown(rows, title))
     plot_longest(rows, run_dir / "find_max.png", title)

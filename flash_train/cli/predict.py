@@ -14,8 +14,10 @@ from flash_train.profiling.memory import GIB
 from flash_train.profiling.prediction import Prediction, predict
 from flash_train.profiling.step import Step
 
-#: what cuBLAS keeps on a device of Hopper's generation or later, and on others (`CUBLAS_WORKSPACE_CONFIG`'s defaults)
+#: what cuBLAS keeps on a device of Hopper's generation or later, and on others (`CUBLAS_WORKSPACE_CONFIG`'s defaults),
+#: for each thread that multiplies matrices: that of the forward, and autograd's
 WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
+THREADS = 2
 SHORTEST = 256  # tokens in a row that are still worth proposing
 
 
@@ -32,7 +34,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         memory=config.memory.mode,
         attention=attention,
         fused=on_cuda,
-        workspace=WORKSPACES[0 if recent else 1] if on_cuda else 0,
+        workspace=THREADS * WORKSPACES[0 if recent else 1] if on_cuda else 0,
     )
 
 

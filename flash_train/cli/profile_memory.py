@@ -14,6 +14,8 @@ from flash_train.cli.errors import one_line_errors
 from flash_train.cli.overrides import CommandLine, read
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+
     from flash_train.training.callbacks.memory_snapshot import RecordedStep
 
 # The first step makes the optimizer's state, the second meets the gradients of the first; the last is recorded.
@@ -87,21 +89,26 @@ def profile_memory(config: DictConfig) -> None:
     from flash_train.cli.predict import step_of
     from flash_train.cli.report import announce, finish
     from flash_train.cli.train import quieten
-    from flash_train.training.callbacks import MemorySnapshot, RunRecord
+    from flash_train.training.callbacks import MemorySnapshot
 
     quieten()
     run_dir = Path(config.run_dir)
     parts = build(config, run_dir)
     announce(parts.attention, parts.data.info)
-    trainer = parts.trainer
     recorded: list[RecordedStep] = []
-    trainer.limit_val_batches = 0
-    # A run's own record has a memory.png as well.
-    kept = [c for c in trainer.callbacks if not isinstance(c, RunRecord)]  # type: ignore[attr-defined]
-    trainer.callbacks = [*kept, MemorySnapshot(recorded.append, steps=(config.max_steps,))]  # type: ignore[attr-defined]
+    only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
     with known_failures(config) as under_way:
         under_way.step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
         under_way.run_dir = run_dir
-        trainer.fit(parts.module, datamodule=parts.data)
+        parts.trainer.fit(parts.module, datamodule=parts.data)
     write_memory(config, parts, recorded[-1], run_dir)
     finish(parts.logger)
+
+
+def only_measure(trainer: "Trainer", callback: "Callback") -> None:
+    """Nothing is validated, and there is no record of the run but what `callback` makes of it."""
+    from flash_train.training.callbacks import RunRecord
+
+    trainer.limit_val_batches = 0
+    kept = [c for c in trainer.callbacks if not isinstance(c, RunRecord)]  # type: ignore[attr-defined]
+    trainer.callbacks = [*kept, callback]  # type: ignore[attr-defined]

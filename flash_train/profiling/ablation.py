@@ -3,8 +3,11 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from flash_train.profiling.markdown import markdown_table
 
 BASELINE = "standard"  # the attention that ratios refer to
 COMPARED = ("memory", "attention")  # cells that differ in these alone compute the same
@@ -70,6 +73,24 @@ def to_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
+def from_csv(text: str) -> list[Row]:
+    """The rows that `to_csv` wrote; without losses, which are in no table."""
+    names = [column.name for column in COLUMNS]
+    rows = []
+    for line in csv.DictReader(io.StringIO(text)):
+        axes = {name: _parsed(value) for name, value in line.items() if name not in ("status", "reason", *names)}
+        measured = {name: float(line[name]) for name in names if line.get(name)}
+        rows.append(Row(axes, line["status"], line["reason"] or None, measured))
+    return rows
+
+
+def _parsed(text: str) -> Any:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text or None
+
+
 def header(rows: Sequence[Row]) -> list[str]:
     return [*(rows[0].axes if rows else ()), "status", "reason", *(column.name for column in COLUMNS)]
 
@@ -80,6 +101,10 @@ def values(row: Row) -> list[Any]:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
+    return f"# {title}\n\n{describe_all(rows)}"
+
+
+def describe_all(rows: Sequence[Row]) -> str:
     """The cells that ran, the best of each group bold, with ratios to standard attention; then those that did not."""
     axes = varying(rows)
     ran, others = [row for row in rows if row.status == "ok"], [row for row in rows if row.status != "ok"]
@@ -91,22 +116,43 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
         for group in groups(ran)
         for row in group
     ]
-    text = f"# {title}\n\n"
     fixed = ", ".join(f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes) if rows else ""
-    text += f"Every cell has {fixed}.\n\n" if fixed else ""
+    text = f"Every cell has {fixed}.\n\n" if fixed else ""
     if lines:
         marks = "Times in milliseconds per optimizer step. **Bold**: the best of the cells that differ in "
         marks += f"{' and '.join(COMPARED)} only"
         marks += f"; ×: in parts of {BASELINE} attention's.\n\n" if compared else ".\n\n"
-        text += marks + _table([*axes, *labels], lines, left=len(axes))
+        text += marks + markdown_table([*axes, *labels], lines, left=len(axes))
     if others:
         cells = [[*(str(row.axes[name]) for name in axes), row.status, _cell(row.reason)] for row in others]
-        text += "\nWithout figures:\n\n" + _table([*axes, "status", "reason"], cells, left=len(axes) + 2)
+        text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], cells, left=len(axes) + 2)
     if spreads := loss_differences(rows):
         text += "\nLargest relative difference between the training losses of cells that differ in "
         text += f"{' and '.join(COMPARED)} only:\n\n"
         text += "".join(f"- {words}: {spread:.1e}\n" for words, spread in spreads)
     return text
+
+
+def by_length(rows: Sequence[Row]) -> str:
+    """A short table: a row per length and whatever else the cells differ in, a column per attention."""
+    backends = list(dict.fromkeys(row.axes["attention"] for row in rows))
+    others = [name for name in varying(rows) if name not in ("attention", "seq_len")]
+    axes = ["seq_len", *others]
+    places: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        places.setdefault(tuple(row.axes[name] for name in axes), {})[row.axes["attention"]] = row
+    lines = [
+        [f"{place[0]:,}", *map(str, place[1:]), *(_short(found.get(name)) for name in backends)]
+        for place, found in places.items()
+    ]
+    return markdown_table([*axes, *(f"{name}: ms · GiB" for name in backends)], lines)
+
+
+def _short(row: Row | None) -> str:
+    if row is None or row.status != "ok":
+        return row.status if row else "–"
+    seconds, gib = row.measured.get("step_seconds"), row.measured.get("peak_memory_gib")
+    return f"{'–' if seconds is None else _milliseconds(seconds)} · {'–' if gib is None else f'{gib:.1f}'}"
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
@@ -173,8 +219,3 @@ def _figures(
 def _cell(text: str | None) -> str:
     """Text that can't break a table."""
     return " ".join((text or "").split()).replace("|", "\\|")
-
-
-def _table(labels: Sequence[str], lines: Iterable[Sequence[str]], left: int) -> str:
-    rule = ["---" if i < left else "---:" for i in range(len(labels))]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (labels, rule, *lines))

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from flash_train.profiling.ablation import COMPARED, Row, describe, groups, varying
-from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure
+from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure, short_length
 
 #: color and mark of an attention backend; marks differ, too, for prints in gray
 STYLES = {
@@ -39,7 +39,14 @@ def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float | N
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
 
-def plot_ablation(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str = "", memory_of: str = "") -> bool:
+def plot_ablation(
+    rows: Sequence[Row],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    memory_of: str = "",
+    metadata: dict[str, str] | None = None,
+) -> bool:
     """Write a PNG of step time, peak memory and training loss against length; False where no cell ran."""
     series = _series(rows)
     if not any(row.status == "ok" for row in rows):
@@ -54,7 +61,7 @@ def plot_ablation(rows: Sequence[Row], path: str | os.PathLike[str], *, title: s
     validated = any(row.measured.get("val_loss") is not None for row in rows)
     part, name = ("validation", "val_loss") if validated else ("last training", "train_loss")
     _panel(loss, series, name, f"{part} loss (nats per token)", fitted=False)
-    save_figure(figure, path)
+    save_figure(figure, path, metadata=metadata)
     return True
 
 
@@ -169,7 +176,7 @@ def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: fl
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     shown = _apart(lengths)
-    panel.set_xticks(shown, [_short(n) for n in shown])
+    panel.set_xticks(shown, [short_length(n) for n in shown])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     low, high = (min(values), max(values)) if values else (1.0, 1.0)
@@ -196,14 +203,6 @@ def _apart(lengths: Sequence[int]) -> list[int]:
         if shown[-1] / n >= gap > 1:
             shown.append(n)
     return shown
-
-
-def _short(n: int) -> str:
-    """A length in as few letters as are exact: 16k is 16,384."""
-    for unit, size in (("M", 2**20), ("k", 2**10)):
-        if n >= size and n % size == 0:
-            return f"{n // size}{unit}"
-    return f"{n:,}"
 
 
 def _plain(panel: Axes) -> None:

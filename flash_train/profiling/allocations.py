@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_train.profiling.ledger import Moment
+from flash_train.profiling.ledger import ROUND, Moment
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,19 @@ class Recording:
             self.snapshot = torch.cuda.memory._snapshot(self.device)
             torch.cuda.memory._record_memory_history(enabled=None)
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        signs = {"alloc": 1, "free_completed": -1}
-        for entry in self.snapshot["device_traces"][index]:
-            if sign := signs.get(entry["action"]):
-                self.events.append(Event(entry["time_us"] * 1000, entry["addr"], sign * entry["size"]))
+        self.events += events_of(self.snapshot["device_traces"][index])
+
+
+def events_of(trace: Iterable[dict[str, Any]]) -> Iterator[Event]:
+    """The entries of a CUDA allocator's history that change what tensors hold.
+
+    Sizes are those that were asked for, addresses those of blocks, times Unix microseconds. What counts as
+    allocated ends with "free_requested"; "free_completed" follows when no stream uses the block any more.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    for entry in trace:
+        if sign := signs.get(entry["action"]):
+            yield Event(entry["time_us"] * 1000, entry["addr"], sign * -(-entry["size"] // ROUND) * ROUND)
 
 
 def moments(

@@ -2,13 +2,15 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from flash_train.profiling.markdown import markdown_table
 from flash_train.profiling.memory_plot import MODES
 from flash_train.profiling.plots import save_figure
 
@@ -81,18 +83,52 @@ class Row:
 
 
 def markdown(rows: Sequence[Row], title: str) -> str:
-    lines = [f"# {title}", "", "| attention | memory | longest row | peak (GiB) | predicted | trials |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    return f"# {title}\n\n{table(rows)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A row per backend and memory mode."""
+    lines = []
     for row in rows:
         sign = "" if row.exact else "≥ "
         longest = f"{sign}{row.found.seq_len:,}" if row.found.seq_len else (row.reason or "none that was tried")
         peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
-        cells = (row.attention, row.memory, longest, peak, f"{row.predicted:,}", str(len(row.found.trials)))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append((row.attention, row.memory, longest, peak, f"{row.predicted:,}", str(len(row.found.trials))))
+    header = ("attention", "memory", "longest row", "peak (GiB)", "predicted", "trials")
+    return markdown_table(header, lines, left=2)
 
 
-def plot_longest(rows: Sequence[Row], path: str | os.PathLike[str], title: str) -> Path:
+def to_record(row: Row, tolerance: float) -> dict[str, Any]:
+    """Plain values; `tolerance` is what an exact answer is exact to."""
+    return {
+        "attention": row.attention,
+        "memory": row.memory,
+        "seq_len": row.found.seq_len,
+        "too_long": row.found.too_long,
+        "predicted_seq_len": row.predicted,
+        "peak_memory_gib": row.peak_gib,
+        "exact_to": tolerance if row.exact else None,
+        "reason": row.reason,
+        "trials": [{"seq_len": length, "fits": fit} for length, fit in row.found.trials],
+    }
+
+
+def from_record(record: Mapping[str, Any]) -> Row:
+    trials = tuple((trial["seq_len"], trial["fits"]) for trial in record["trials"])
+    return Row(
+        record["attention"],
+        record["memory"],
+        Longest(record["seq_len"], record["too_long"], trials),
+        record["predicted_seq_len"],
+        record["peak_memory_gib"],
+        record["exact_to"] is not None,
+        record["reason"],
+    )
+
+
+def plot_longest(
+    rows: Sequence[Row], path: str | os.PathLike[str], title: str, *, metadata: dict[str, str] | None = None
+) -> Path:
     """A bar for each backend and memory mode."""
     figure = Figure(figsize=(8, 1.4 + 0.45 * len(rows)), layout="constrained")
     panel = figure.subplots()
@@ -112,4 +148,4 @@ def plot_longest(rows: Sequence[Row], path: str | os.PathLike[str], title: str) 
     panel.set_xlabel("longest row that trains (tokens)")
     panel.set_title(title, fontsize=11, loc="left")
     panel.spines[["top", "right"]].set_visible(False)
-    return save_figure(figure, path)
+    return save_figure(figure, path, metadata=metadata)

@@ -39,6 +39,14 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) ->
     return path
 
 
+def short_length(n: int) -> str:
+    """A length in as few letters as are exact: 16k is 16,384."""
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if n >= size and n % size == 0:
+            return f"{n // size}{unit}"
+    return f"{n:,}"
+
+
 def _figure(title: str, *labels: str) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each label of a vertical axis, over a common axis of steps."""
     figure = Figure(figsize=(8, 3 + 1.75 * len(labels)), layout="constrained")

@@ -115,29 +115,34 @@ class _Walk:
             for i in (1, 2):
                 hold(f"{layer}.mask{i}", "residual stream", self.stream)
         self.norm(f"{layer}.norm1")
+
+        def product(weight: str, result: str, kind: str, size: int) -> None:
+            """Of a weight; under autocast of its copy in 16 bits, made for each product (Lightning caches none)."""
+            copy = f"copy {layer}.{weight}"
+            hold(copy, "autocast copies", e * self.linears[weight] if self.mixed else 0)
+            hold(f"{layer}.{result}", kind, e * size)
+            if not saves:
+                self.ledger.drop(copy)
+
         for name in ("q", "k", "v"):
-            self.cast(layer, name)
-            hold(f"{layer}.{name}", "attention", e * (self.heads if name == "q" else self.kv_heads))
+            product(name, name, "attention", self.heads if name == "q" else self.kv_heads)
         if self.model.qk_norm:
             self.head_norms(layer)
         if not self.step.fused:
             self.rotate(layer)
         self.attend(layer)
-        self.cast(layer, "out")
-        hold(f"{layer}.mixed", "attention", e * self.stream)
+        product("out", "mixed", "attention", self.stream)
         ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined", "pairs", "dropped pairs")
         ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
         self.add(f"{layer}.middle", f"{layer}.mixed")
         self.norm(f"{layer}.norm2")
         for name in ("gate", "up"):
-            self.cast(layer, name)
-            hold(f"{layer}.{name}", "mlp", e * self.hidden)
+            product(name, name, "mlp", self.hidden)
         if not self.step.fused:
             hold(f"{layer}.silu", "mlp", e * self.hidden)
         hold(f"{layer}.product", "mlp", e * self.hidden)
         ends("gate", "up", "silu")
-        self.cast(layer, "down")
-        hold(f"{layer}.added", "mlp", e * self.stream)
+        product("down", "added", "mlp", self.stream)
         ends("product", "norm2", "norm2 rstd", "norm2 scaled", "norm2 wide")
         self.add(f"x{layer + 1}", f"{layer}.added")
         ends("middle", "mask1", "mask2")
@@ -196,8 +201,16 @@ class _Walk:
         if f"{layer}.out" not in self.ledger.held:
             hold(f"{layer}.out", "attention", e * self.heads)
             hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
-        if self.step.attention in ("standard", "chunked") or not self.step.fused:  # a document at a time, then joined
+        if not self.packed_kernel:  # a document at a time, then joined
             hold(f"{layer}.joined", "attention", e * self.heads)
+
+    @property
+    def packed_kernel(self) -> bool:
+        """Whether one kernel takes all documents: this project's does, PyTorch's on CUDA in 16 bits without dropout."""
+        if self.step.attention != "sdpa":
+            return self.step.attention in ("flash", "triton") and self.step.fused
+        m = self.model
+        return self.step.fused and self.e == 2 and not m.attention_dropout and m.head_dim % 8 == 0
 
     def pairs(self) -> tuple[int, int]:
         """Elements of all score matrices that one layer keeps, and of the largest one."""
@@ -210,11 +223,6 @@ class _Walk:
             self.ledger.hold(f"{layer}.kept out", "attention", self.e * self.heads)
             self.ledger.hold(f"{layer}.kept lse", "attention", 4 * self.step.tokens * self.model.n_heads)
 
-    def cast(self, layer: int, name: str) -> None:
-        """Under autocast a weight's copy in 16 bits is made once, and kept for the backward."""
-        if self.mixed and f"copy {layer}.{name}" not in self.ledger.held:
-            self.ledger.hold(f"copy {layer}.{name}", "autocast copies", self.e * self.linears[name])
-
     # -- loss
 
     def loss(self) -> None:
@@ -223,37 +231,31 @@ class _Walk:
         head = m.vocab_size * m.width
         if not self.step.fused:
             self.chunk_of_logits("forward")
-            self.end_of_autocast()
             return
-        if self.mixed:
-            ledger.hold("copy head", "autocast copies", e * head)
         per_width = math.ceil(m.vocab_size / m.width)
         piece = min(self.step.tokens, MAX_LOGIT_TOKENS * per_width)
         pieces = math.ceil(self.step.tokens / piece)
         chunk = min(1 << (math.ceil(piece / per_width) - 1).bit_length(), piece)
         kind = "logits and loss"
         ledger.hold("gradient of the hidden states", kind, e * self.stream)
-        ledger.hold("gradient of the head", kind, 4 * head * min(pieces, 2))
+        ledger.hold("gradient of the head", kind, (4 + (self.w if pieces > 1 else 0)) * head)
         ledger.hold("losses", kind, 4 * piece)
-        transposed = e * head if self.mixed else 0
-        ledger.pass_by("logits", kind, e * chunk * (m.vocab_size + m.width) + transposed)
+        # Under autocast a product makes a copy of the head, and its result is a new tensor.
+        ledger.pass_by("logits", kind, e * (chunk * m.vocab_size + (head + chunk * m.width if self.mixed else 0)))
+        if self.w < 4:
+            ledger.pass_by("gradient of the head in 16 bits", kind, self.w * head)
         ledger.drop("losses", "gradient of the head")
         ledger.hold("gradient of the head", kind, self.w * head)
         if pieces > 1:
             ledger.pass_by("its pieces joined", kind, e * self.stream)
-        ledger.drop("final", "copy head")
-        self.end_of_autocast()
+        ledger.drop("final")
 
     def chunk_of_logits(self, phase: str) -> None:
         """PyTorch's way: a chunk's logits at a time, computed again in the backward."""
         size = min(CHUNK_TOKENS, self.step.tokens) * self.model.vocab_size
-        copies = (2 if phase == "forward" else 3) * 4 + (self.e if self.mixed else 0)  # logits, their log-softmax, grad
-        self.ledger.pass_by("logits", "logits and loss", copies * size)
-
-    def end_of_autocast(self) -> None:
-        """Copies that no graph holds go with autocast's cache."""
-        if self.step.memory != "none":
-            self.ledger.drop(*[name for name in self.ledger.held if name.startswith("copy ")])
+        copies = (2 if phase == "forward" else 3) * 4  # logits, log-softmax, its gradient: fp32
+        head = self.model.vocab_size * self.model.width if self.mixed and phase == "backward" else 0  # in 16 bits
+        self.ledger.pass_by("logits", "logits and loss", copies * size + self.e * head)
 
     # -- backward
 
@@ -270,6 +272,10 @@ class _Walk:
             self.chunk_of_logits("backward")
             self.gradient("head", head)
             ledger.pass_by("its pieces joined", "logits and loss", e * self.stream)
+        if (
+            m.tied_embeddings and self.step.accumulate > 1
+        ):  # autograd adds up the two before it adds them to what is there
+            ledger.hold("gradient that waits for the embedding's", "gradients", self.w * head)
         ledger.drop("final")
         self.norm_backward("final", "gradient of the hidden states", f"x{m.n_layers}")
         ledger.hold("dx", "residual stream", e * self.stream)
@@ -282,7 +288,7 @@ class _Walk:
             ledger.pass_by("embedding", "gradients", self.w * head)
         else:
             self.gradient("embedding", head, ready=True)
-        ledger.drop("dx", "dx in fp32")
+        ledger.drop("dx", "dx in fp32", "gradient that waits for the embedding's")
 
     def block_backward(self, layer: int) -> None:
         ledger, e, fused = self.ledger, self.e, self.step.fused
@@ -357,7 +363,10 @@ class _Walk:
         for name in ("k", "v"):
             ledger.hold(f"{layer}.d {name}", "attention", kv)
         rows = 2 if self.step.attention in ("flash", "triton") else 1  # delta, and the log-sum-exp in base 2
-        ledger.hold(f"{layer}.rows", "attention workspace", rows * 4 * self.step.tokens * m.n_heads)
+        rows *= self.step.tokens * m.n_heads
+        if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 adds up the queries' gradient in fp32
+            rows += self.heads
+        ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows)
         ledger.drop(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs")))
         ledger.drop(f"{layer}.rows", f"{layer}.d mixed", f"{layer}.masked 1")
         for name in ("q", "k") if m.qk_norm else ():

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -426,3 +427,22 @@ def test_the_packed_kernel_itself(mask, tail):
         for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
             assert torch.isfinite(gradient).all()
             assert (gradient[131:] == 0).all()
+
+
+class CudaAutocast(TorchFunctionMode):
+    """One thing that CUDA's autocast does and a CPU's does not: softmax is fp32 unless a dtype is named."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        widened = {"dtype": torch.float32} if func in (torch.softmax, torch.Tensor.softmax) else {}
+        return func(*args, **widened | (kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["standard", "chunked"])
+def test_cuda_autocast_changes_nothing(name):
+    q, k, v = (torch.randn(2, 9, HEADS, 8, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    expected, _ = IMPLEMENTATIONS[name](q, k, v, AttentionSpec(Causal(), dropout=0.0))
+    with CudaAutocast():
+        assert torch.zeros(3, dtype=torch.bfloat16).softmax(0).dtype == torch.float32
+        out, _ = IMPLEMENTATIONS[name](q, k, v, AttentionSpec(Causal(), dropout=0.0))
+    assert torch.equal(out, expected)
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))

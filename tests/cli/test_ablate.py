@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from flash_train.cli import ablate
+from flash_train.cli import ablate, find_max
 from flash_train.cli.cells import Result, keep, known_result
 from flash_train.cli.errors import UsageError
 from flash_train.cli.loggers import log_table
@@ -105,6 +106,21 @@ def test_the_runs_are_a_group_at_wandb(tmp_path):
     assert again == "logger.group='a=1, b'"
     quiet = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]", "logger=none")
     assert not [text for text in quiet.cells[0].cell.overrides if text.startswith("logger.group")]
+
+
+def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch):
+    arguments = ["hardware=cuda", f"run_dir={tmp_path}", "sweep.seq_len=[1024,65536]", "sweep.attention=[standard]"]
+    monkeypatch.setattr(find_max, "device_of", lambda accelerator: torch.device("cpu"))
+    monkeypatch.setattr(find_max, "capacity", lambda device: 16 * GIB)
+    short, long = plan(read(arguments)).cells
+    assert ablate.known_before(short) is None
+    found = ablate.known_before(long)
+    assert found.status == "oom" and found.reason.endswith("GiB and the device has 16.0 GiB")
+    (_, forced) = plan(read([*arguments, "force=true"])).cells
+    assert ablate.known_before(forced) is None
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert ablate.known_before(short).status == "unavailable"
 
 
 def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from flash_train.cli import bench_attention
-from flash_train.cli.bench_attention import known_records, main, measure_all, run_cases
+from flash_train.cli import bench_attention, benchmark
+from flash_train.cli.bench_attention import main, measure_all
+from flash_train.cli.benchmark import known_records
 from flash_train.profiling.attention_cases import Case
 
 CASES = [Case(64, 2, 2, n, True) for n in (256, 512, 1024)]
@@ -15,6 +16,10 @@ HERE = {"commit": "abc", "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6
 
 def record(case):
     return [{"case": case.name, "implementation": "triton", "direction": "forward", "tflops": 1.0}]
+
+
+def run_cases(wanted, records, measure_case, save, time_limit):
+    return benchmark.run_cases(wanted, records, measure_case, str, save, time_limit)
 
 
 class Saved(list):
@@ -46,7 +51,7 @@ def test_finished_cases_are_not_measured_again():
 
 def test_the_time_limit_stops_between_cases(monkeypatch):
     clock = iter(range(0, 1000, 10))  # each look at the clock takes ten seconds: a case takes ten
-    monkeypatch.setattr(bench_attention.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(clock))
     saved = Saved()
     left = run_cases(CASES, [], record, saved, 35.0)
     assert left == CASES[1:] and len(saved) == 1

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from flash_train.cli.collect_runs import main as collect_runs
+from flash_train.profiling import write_json, write_text
+from flash_train.profiling.ablation import Row, to_csv
 from flash_train.profiling.attention_plot import plot_attention
-from scripts.update_readme import TABLES, fill, main, outdated
+from flash_train.profiling.longest import Longest, from_record, to_record
+from flash_train.profiling.longest import Row as LongestRow
+from scripts.update_readme import TABLES, fill, main, outdated, update
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -118,6 +122,76 @@ def test_runs_are_collected(tmp_path):
     assert "run_dir" not in record
 
 
+CELL = {"device": "a card", "steps": 5, "peak_memory_of": "device", "versions": {"commit": None}}
+
+
+def test_an_ablation_becomes_a_record_and_pages(tmp_path):
+    run, root = tmp_path / "run", tmp_path / "root"
+    rows = [
+        Row(
+            {"dropout": 0.1, "seq_len": n, "attention": name},
+            "ok",
+            None,
+            {"step_seconds": seconds, "peak_memory_gib": 3.0},
+        )
+        for n, name, seconds in ((1024, "flash", 0.5), (1024, "standard", 1.5), (4096, "flash", 2.0))
+    ]
+    rows.append(Row({"dropout": 0.1, "seq_len": 4096, "attention": "standard"}, "oom", "too long, a | in it"))
+    write_text(run / "ablation.csv", to_csv(rows))
+    write_json(run / "cells" / "one" / "summary.json", CELL)
+    out = root / "docs" / "results" / "ablation.json"
+    assert collect_runs([str(run), "--out", str(out), "--commit", "abc"]) == 0
+    records = json.loads(out.read_text())["records"]
+    assert [record["axes"] for record in records] == [dict(row.axes) for row in rows]
+    assert records[0]["measured"] == rows[0].measured and records[0]["versions"] == {"commit": "abc"}
+
+    (root / "README.md").write_text(marked("ablation"))
+    (root / "docs" / "ablation.md").write_text(marked("ablation.details"))
+    assert update(root, check=True) == 1
+    assert update(root, check=False) == 0 and update(root, check=True) == 0
+    short, page = (root / "README.md").read_text(), (root / "docs" / "ablation.md").read_text()
+    assert "| seq_len | flash: ms · GiB | standard: ms · GiB |" in short
+    assert "| 1,024 | 500.0 · 3.0 | 1,500 · 3.0 |\n| 4,096 | 2,000 · 3.0 | oom |\n" in short
+    assert "Every cell has dropout=0.1." in page and "0.33" in page and "a \\| in it" in page
+    assert "results/ablation.png" in page and (root / "docs" / "results" / "ablation.png").is_file()
+
+
+def test_searches_become_a_record_and_pages(tmp_path):
+    rows = [
+        LongestRow("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True),
+        LongestRow("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, "out of memory"),
+    ]
+    runs = [tmp_path / row.attention for row in rows]
+    for run, row in zip(runs, rows, strict=True):
+        found = {"device": "a card", "versions": {"commit": None, "gpu": "a card"}, "records": [to_record(row, 0.02)]}
+        write_json(run / "find_max.json", found)
+    root = tmp_path / "root"
+    out = root / "docs" / "results" / "find_max.json"
+    assert collect_runs([*map(str, runs), "--out", str(out), "--commit", "abc"]) == 0
+    records = json.loads(out.read_text())["records"]
+    assert list(map(from_record, records)) == rows and records[1]["versions"] == {"commit": "abc", "gpu": "a card"}
+    (root / "README.md").write_text(marked("find_max"))
+    assert update(root, check=False) == 0
+    assert "| flash | none | 65,536 | 139.2 | 66,000 | 2 |" in (root / "README.md").read_text()
+    assert (root / "docs" / "results" / "find_max.png").is_file()
+
+
+def test_memory_results_fill_every_part(results):
+    step = {"case": "125m-n2048-none-flash", "kind": "step", "status": "ok", "model": "125m", "attention": "flash"}
+    step |= {"memory": "none", "seq_len": 2048, "predicted_bytes": 2**31, "measured_bytes": 2**31 + 2**20}
+    own = {"case": "a", "kind": "attention", "status": "ok", "attention": "flash", "seq_len": 8192, "own_bytes": 2**30}
+    moved = {"case": "t", "kind": "traffic", "status": "unavailable", "reason": "no ncu", "attention": "flash"}
+    moved |= {"seq_len": 4096, "direction": "forward", "algorithm_bytes": 2**30}
+    folder = results("memory", [step, own, moved])
+    for name, line in {
+        "memory": "| flash | none | 1 of 1 | 2,048 | 2.00 | -0.05% |",
+        "memory.steps": "| 125m-n2048-none-flash | 2.00 | 2.00 | -0.05% | – |",
+        "memory.growth": "| 8,192 | 1,024 |",
+        "memory.traffic": "| flash | 4,096 | forward | 1,024 | – | – | no ncu |",
+    }.items():
+        assert line + "\n" in fill(marked(name), folder)
+
+
 def test_without_results_nothing_changes(tmp_path):
     assert fill(marked("training", "old\n"), tmp_path) == marked("training", "old\n")
 
@@ -129,8 +203,9 @@ def test_an_unknown_table_is_a_mistake(tmp_path):
 
 def test_readme_is_up_to_date():
     assert main(["--check"]) == 0, "run: make readme"
+    pages = README + "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
     for name in TABLES:
-        assert f"<!-- results:{name} -->" in README and f"<!-- /results:{name} -->" in README
+        assert f"<!-- results:{name} -->" in pages and f"<!-- /results:{name} -->" in pages
 
 
 def test_the_two_commands_stand_in_the_readme():

@@ -191,7 +191,7 @@ def test_the_model_with_liger_errs_no_more_than_with_pytorch(dtype, autocast, qk
         assert (got - reference).abs().max() <= 1.5 * factor * (peer - reference).abs().max()  # one outlier's luck
 
 
-@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+@pytest.mark.parametrize("attention", ["flash", "sdpa", "standard", "chunked"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("memory", ["selective", "checkpoint"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

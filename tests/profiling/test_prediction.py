@@ -36,7 +36,7 @@ def measured(step: Step):
         begin = recording.scopes.begin if recording else lambda phase: None
         for micro_batch in range(step.accumulate):
             begin("forward")
-            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed", cache_enabled=False):
                 loss, _ = model.loss(tokens, labels, **context)
             if micro_batch == 0 and step.accumulate == 1:
                 if recording:
@@ -67,9 +67,12 @@ STEPS = [
 ]
 STEPS += [
     replace(STEPS[0], precision="bf16-mixed"),
+    replace(STEPS[1], precision="bf16-mixed"),
     replace(STEPS[2], precision="bf16-mixed"),
+    replace(STEPS[2], precision="bf16-mixed", seq_len=512),
     replace(STEPS[0], precision="bf16-true"),
     replace(STEPS[0], accumulate=2),
+    replace(STEPS[2], model=OTHER, seq_len=256, accumulate=2),
     replace(STEPS[0], seq_len=777),
     replace(STEPS[0], attention="standard", seq_len=1024),
     replace(STEPS[2], attention="standard", seq_len=1024),
@@ -106,6 +109,48 @@ def test_nothing_is_left_but_what_stays():
         _, last = prediction.moments[-1]
         static = {"weights", "gradients", "optimizer state", "batch and tables", "matrix-product workspace"}
         assert {kind for kind, size in last.parts.items() if size} <= static
+
+
+B3 = ModelConfig(
+    vocab_size=320, n_layers=24, width=2048, n_heads=16, n_kv_heads=16, head_dim=128, mlp_width=5632,
+    tied_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("seq_len", "peak_gib"), [(16384, 33.92757), (4096, 15.41531)])
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+def test_what_an_h200_measured(seq_len, peak_gib, attention):
+    """docs/results/training.json: the peak of 100 steps. The allocator keeps up to a MiB beside a tensor."""
+    step = Step(B3, seq_len, precision="bf16-true", attention=attention, workspace=2 * 32 * 2**20)
+    assert 0 <= peak_gib * 2**30 - predict(step).peak_bytes < 8 * 2**20
+
+
+def test_under_autocast_the_loss_makes_tensors_that_it_else_computes_in_place():
+    """The logits of a piece; under autocast also the gradient of its hidden states, and the head's copy in 16 bits."""
+
+    def of_the_loss(precision: str) -> int:
+        parts = predict(Step(B3, 4096, precision=precision)).phases["loss"].parts
+        return parts["logits and loss"] + parts.get("autocast copies", 0)
+
+    head, hidden = B3.vocab_size * B3.width, 4096 * B3.width
+    common = 2 * hidden + 4 * head + 4 * 4096 + 2 * 4096 * B3.vocab_size
+    copies = 2 * B3.n_layers * (4 * 2048 * 2048 + 3 * 2048 * 5632)
+    assert of_the_loss("bf16-true") == common
+    assert of_the_loss("bf16-mixed") == common + 2 * hidden + 2 * head + copies
+
+
+def test_pytorchs_attention_sums_the_gradient_of_the_queries_in_fp32():
+    def predicted(attention: str, dropout: float = 0.0):
+        return predict(Step(replace(B3, attention_dropout=dropout), 4096, attention=attention))
+
+    def workspace(attention: str) -> int:
+        return max(m.parts.get("attention workspace", 0) for _, m in predicted(attention).moments)
+
+    rows, heads = 4096 * 16, 4096 * 2048
+    assert workspace("flash") == 2 * 4 * rows and workspace("sdpa") == 4 * (rows + heads)
+    # With dropout it takes a document at a time, and the results are joined.
+    assert predicted("sdpa", 0.1).per_layer - predicted("sdpa").per_layer == 2 * heads
+    assert predicted("flash", 0.1).per_layer == predicted("flash").per_layer
 
 
 @pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])

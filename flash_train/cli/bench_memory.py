@@ -1,0 +1,278 @@
+"""Memory, predicted beside measured, on one device: ``python scripts/bench_memory.py --out FILE [KEY=VALUE …]``.
+
+Three kinds of cases, all in this process, for a process per case would take longer than most cases:
+  step       a training run of two steps, as flash-train makes it of the same overrides: its peak beside the predicted
+  attention  one call, forward and backward: what it holds beside its inputs, at growing lengths
+  traffic    one call: the bytes that the GPU's memory moved, by ncu, beside those of the algorithm
+
+A step that is predicted not to fit is recorded and not run. FILE is written after every case; started again with the
+same commit, GPU and versions, the command goes on behind the last one. The exit status is 0 only if every measured
+step is within 5 % or 64 MiB of its prediction, whichever is more. KEY=VALUE are overrides of every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from omegaconf import DictConfig
+
+from flash_train.attention.traffic import flash_traffic, standard_traffic
+from flash_train.cli import hardware
+from flash_train.cli.benchmark import (
+    SAME,
+    Records,
+    add_options,
+    environment_of,
+    known_records,
+    run_cases,
+    saving,
+    say_how_far,
+)
+from flash_train.cli.build import build
+from flash_train.cli.compose import compose_config
+from flash_train.cli.errors import UnavailableError, one_line_errors
+from flash_train.cli.find_max import step_before_run
+from flash_train.cli.memory_cases import (
+    KINDS,
+    LENGTHS,
+    AttentionCase,
+    MemoryCase,
+    StepCase,
+    attention_cases,
+    step_cases,
+    traffic_cases,
+)
+from flash_train.cli.memory_files import settings
+from flash_train.cli.overrides import read
+from flash_train.cli.predict import available, in_words
+from flash_train.cli.profile_memory import only_measure
+from flash_train.cli.train import quieten
+from flash_train.cli.validate import validate
+from flash_train.model.memory import MEMORY_MODES
+from flash_train.profiling import dram_traffic
+from flash_train.profiling.attention_memory import HEAD_DIM, HEADS, exponents, own_bytes
+from flash_train.profiling.memory_results import allowed_error, compared, own_sizes
+from flash_train.profiling.prediction import predict
+from flash_train.training.callbacks import MemorySnapshot, RecordedStep
+
+# Two steps: the first makes the optimizer's state, the second has it and meets the gradients of the first.
+FIXED = ("max_steps=2", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false", "force=true")
+TRAFFIC = {"flash": flash_traffic, "standard": standard_traffic}
+
+
+class Peak(Callback):
+    """The most that the device held. Frees the model at the end, which Lightning would copy to the host."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, int] = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        stats = torch.cuda.memory_stats(pl_module.device)
+        self.measured = {
+            "measured_bytes": stats["allocated_bytes.all.peak"],
+            "requested_bytes": stats["requested_bytes.all.peak"],
+            "reserved_bytes": stats["reserved_bytes.all.peak"],
+        }
+        self._free(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._free(trainer, pl_module)
+
+    def _free(self, trainer: Trainer, pl_module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+        for parameter in pl_module.parameters():
+            parameter.grad, parameter.data = None, parameter.data.new_empty(0)
+
+
+def measure_step(case: StepCase, given: Sequence[str]) -> dict[str, Any]:
+    """The record of a training run: `status` is ok, oom, failed or unavailable, the last two with a `reason`."""
+    config = compose_config((*FIXED, *given, *case.overrides))
+    validate(config)
+    record: dict[str, Any] = {"case": case.name, "kind": "step", "overrides": list(case.overrides)}
+    try:
+        step, device = step_before_run(config)
+    except UnavailableError as error:
+        return record | {"status": "unavailable", "reason": str(error)}
+    predicted, limit = predict(step).peak_bytes, available(device)
+    record |= {"predicted_bytes": predicted, "available_bytes": limit}
+    if limit is not None and predicted > limit:
+        reason = f"{in_words(predicted)} predicted, of {in_words(limit)}"
+        return record | {"status": "unavailable", "reason": reason}
+    before, start = held(device), time.monotonic()
+    found = _outcome(config, device)
+    return record | found | {"seconds": time.monotonic() - start, "left_bytes": held(device) - before}
+
+
+def _outcome(config: DictConfig, device: torch.device) -> dict[str, Any]:
+    from triton.errors import TritonError
+
+    try:
+        found = _run(config, device)
+    except torch.OutOfMemoryError as error:
+        return {"status": "oom", "reason": str(error).splitlines()[0]}
+    except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
+        raise
+    except (RuntimeError, ValueError, TritonError) as error:
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return {"status": "ok"} | found
+
+
+def _run(config: DictConfig, device: torch.device) -> dict[str, Any]:
+    """Train, and say what was measured: by the allocator on CUDA, elsewhere by PyTorch's profiler in the last step."""
+    peak = Peak()
+    recorded: list[RecordedStep] = []
+    with tempfile.TemporaryDirectory() as folder:
+        parts = build(config, Path(folder))
+        on_cuda = device.type == "cuda"
+        only_measure(parts.trainer, peak if on_cuda else MemorySnapshot(recorded.append, steps=(config.max_steps,)))
+        parts.trainer.fit(parts.module, datamodule=parts.data)
+    measured = peak.measured if on_cuda else {"measured_bytes": recorded[-1].profile.peak_bytes}
+    dropout = {"dropout": config.attention.dropout, "packing": config.data.packing}
+    return settings(config, parts) | dropout | measured
+
+
+def held(device: torch.device) -> int:
+    """Bytes that tensors still hold of a CUDA device when all that can be freed is; 0 elsewhere."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def measure_attention(case: AttentionCase, device: torch.device) -> dict[str, Any]:
+    record = {"case": case.name, "kind": "attention", "attention": case.attention, "seq_len": case.seq_len}
+    held(device)
+    try:
+        return record | {"status": "ok", "own_bytes": own_bytes(case.attention, case.seq_len, device)}
+    except torch.OutOfMemoryError as error:
+        return record | {"status": "oom", "reason": str(error).splitlines()[0]}
+    except ValueError as error:  # a backend that does not run here
+        return record | {"status": "unavailable", "reason": str(error)}
+
+
+def measure_traffic(case: AttentionCase) -> dict[str, Any]:
+    assert case.direction is not None
+    count = TRAFFIC[case.attention](case.seq_len, HEADS, HEADS, HEAD_DIM, torch.bfloat16.itemsize)
+    record = {
+        "case": case.name, "kind": "traffic", "attention": case.attention, "seq_len": case.seq_len,
+        "direction": case.direction, "algorithm_bytes": getattr(count, case.direction),
+    }  # fmt: skip
+    try:
+        found = dram_traffic.measure(case.attention, case.seq_len, case.direction)
+    except dram_traffic.Unmeasured as error:
+        return record | {"status": "unavailable", "reason": str(error)}
+    return record | {"status": "ok", "read_bytes": found["read"], "written_bytes": found["write"]}
+
+
+def shown(records: Records) -> str:
+    (record,) = records
+    if record["status"] != "ok":
+        return f"{record['status']} ({record['reason']})"
+    if record["kind"] == "attention":
+        return f"{in_words(record['own_bytes'])} beside its inputs"
+    if record["kind"] == "traffic":
+        moved = record["read_bytes"] + record["written_bytes"]
+        return f"{in_words(moved)} moved, {in_words(record['algorithm_bytes'])} by its algorithm"
+    measured, predicted = record["measured_bytes"], record["predicted_bytes"]
+    reserved = f", {in_words(record['reserved_bytes'])} reserved" if "reserved_bytes" in record else ""
+    left = f", {in_words(record['left_bytes'])} NOT FREED" if record["left_bytes"] else ""
+    told = f"{in_words(measured)} measured, {in_words(predicted)} predicted ({predicted / measured - 1:+.2%})"
+    return f"{told}{reserved}{left}, {record['seconds']:.0f} s"
+
+
+def verdict(records: Records) -> tuple[str, bool]:
+    """In words how good the predictions are, and whether all that were tried are within the bound."""
+    steps = [record for record in records if record["kind"] == "step"]
+    found, beside = compared(steps), [record for record in steps if record["status"] in ("oom", "failed")]
+    outside = [record for record in found if abs(record["error_bytes"]) > allowed_error(record["measured_bytes"])]
+    lines = [f"{len(found) - len(outside)} of {len(found)} steps within 5 % or 64 MiB of the predicted peak"]
+    if found:
+        worst = max(found, key=lambda record: abs(record["error_bytes"]) / allowed_error(record["measured_bytes"]))
+        error = worst["error_bytes"] / worst["measured_bytes"]
+        lines.append(f"worst: {worst['case']}, {error:+.2%} ({worst['error_bytes'] / 2**20:+,.0f} MiB)")
+    for title, some in (("outside", outside), ("predicted to fit, but", beside)):
+        lines += [f"{title}: {record['case']}: {shown([record])}" for record in some]
+    fitted = exponents(own_sizes(records))
+    lines += [f"attention={name}: n^{power:.2f}" for name, power in fitted.items() if power is not None]
+    return "\n".join(lines), not outside and not beside
+
+
+def listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--kinds", type=listed, default=list(KINDS), help=",".join(KINDS))
+    parser.add_argument("--models", type=listed, default=listed("125m,350m,1b3,other"), help="other: further shapes")
+    parser.add_argument("--lengths", type=listed, default=list(map(str, LENGTHS)), help="tokens in a row")
+    parser.add_argument("--memory", type=listed, default=list(MEMORY_MODES), help=",".join(MEMORY_MODES))
+    parser.add_argument("--attention", type=listed, default=listed("flash,standard"), help="backends of steps")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of flash-train, for every step")
+    options = parser.parse_intermixed_args(arguments)
+    every = cases_of(options)
+    wanted = [case for case in every if options.only in case.name]
+    if not wanted:
+        parser.error("these options leave no case")
+    with one_line_errors():
+        return _main(options, every, wanted)
+
+
+def cases_of(options: argparse.Namespace) -> list[MemoryCase]:
+    """What the options ask for, in the order of running: steps take longest, and matter most."""
+    models = [name for name in options.models if name != "other"]
+    steps = step_cases(
+        models, list(map(int, options.lengths)), options.memory, options.attention, "other" in options.models
+    )
+    found: dict[str, Iterable[MemoryCase]] = {"step": steps, "attention": attention_cases(), "traffic": traffic_cases()}
+    return [case for kind in KINDS if kind in options.kinds for case in found[kind]]
+
+
+def _main(options: argparse.Namespace, every: Sequence[MemoryCase], wanted: Sequence[MemoryCase]) -> int:
+    quieten()
+    torch.manual_seed(0)
+    choice, _ = hardware.choose(hardware.detect())
+    given = (f"hardware={choice}", *read(options.overrides).overrides)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    environment = environment_of(options.commit)
+    if device.type == "cuda":
+        print(f"matrix products keep {in_words(warm_up(device))}", flush=True)
+
+    def measure_case(case: MemoryCase) -> Records:
+        if isinstance(case, StepCase):
+            record = measure_step(case, given)
+        else:
+            record = measure_traffic(case) if case.direction else measure_attention(case, device)
+        return [record | {key: environment[key] for key in SAME}]
+
+    records = known_records(options.out, environment)
+    save = saving(options.out, environment, [case.name for case in every])
+    left = run_cases(wanted, records, measure_case, shown, save, options.time_limit)
+    say_how_far(len(left), len(wanted), options.out)
+    words, good = verdict(records)
+    print(words)
+    return 0 if good else 1
+
+
+def warm_up(device: torch.device) -> int:
+    """Have the matrix products of both threads take what they keep, so that no case is charged with it; how much."""
+    x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    return held(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

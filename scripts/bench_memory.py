@@ -1,0 +1,9 @@
+#!/usr/bin/env python
+"""Memory, predicted beside measured; see flash_train/cli/bench_memory.py."""
+
+import sys
+
+from flash_train.cli.bench_memory import main
+
+if __name__ == "__main__":
+    sys.exit(main())

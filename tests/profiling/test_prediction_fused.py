@@ -1,0 +1,58 @@
+"""The predicted memory of the path that CUDA takes, beside a measurement without a GPU.
+
+What a step allocates does not depend on what its kernels compute. So here liger-kernel's operations and this project's
+attention run on a CPU with Triton kernels that do nothing, and PyTorch's profiler counts the tensors around them.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("liger_kernel", reason="liger-kernel exists for Linux only")
+
+from triton.runtime.jit import JITFunction
+
+from flash_train.attention import backends
+from flash_train.model import ModelConfig, liger, ops
+from flash_train.profiling.prediction import predict
+from flash_train.profiling.step import Step
+from tests.profiling.test_prediction import measured
+
+MODEL = ModelConfig(
+    vocab_size=320, n_layers=3, width=256, n_heads=2, n_kv_heads=2, head_dim=128, mlp_width=704, tied_embeddings=False
+)
+OTHER = replace(MODEL, n_kv_heads=1, qk_norm=True, tied_embeddings=True, attention_dropout=0.1, residual_dropout=0.1)
+STEPS = [
+    Step(model, 1024, precision=precision, memory=memory)
+    for model in (MODEL, OTHER)
+    for precision in ("bf16-mixed", "bf16-true")
+    for memory in ("none", "selective", "checkpoint")
+]
+STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), replace(STEPS[3], seq_len=6000)]
+
+
+@pytest.fixture
+def empty_kernels(monkeypatch):
+    def linear_cross_entropy(hidden, weight, labels):
+        return liger.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
+
+    launched: list[str] = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
+    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
+    monkeypatch.setattr(ops, "_liger_runs", lambda x: True)
+    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
+    return launched
+
+
+def label(step: Step) -> str:
+    model = "other" if step.model is OTHER else "model"
+    return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=label)
+def test_the_peak_is_as_predicted(step, empty_kernels):
+    found, expected = measured(step), predict(step)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    for kept in found.kept_by_block.values():
+        assert expected.per_layer == pytest.approx(kept, rel=0.01)
+    assert {"attention_backward_dq", "_triton_rope", "liger_cross_entropy_kernel"} <= set(empty_kernels)
