@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,19 @@ from flash_train.cli.benchmark import (
     say_how_far,
 )
 from flash_train.profiling.attention_cases import Case, cases
-from flash_train.profiling.attention_peers import add_ratios, implementations, measure
+from flash_train.profiling.attention_peers import OWN, SDPA, add_ratios, implementations, measure
+
+IMPLEMENTATIONS = (*OWN, *SDPA, "varlen_attn", "flex")
 
 
-def measure_all(case: Case, environment: dict[str, str | None], timer: Callable[[Callable[[], Any]], float]) -> Records:
-    """Every implementation's records of a case, with ratios and what they were measured on."""
-    rows = [row for name in implementations(case) for row in measure(name, case, timer)]
+def measure_all(
+    case: Case,
+    environment: dict[str, str | None],
+    timer: Callable[[Callable[[], Any]], float],
+    names: Sequence[str] = (),
+) -> Records:
+    """Records of a case's implementations, or of those named, with ratios and what they were measured on."""
+    rows = [row for name in names or implementations(case) for row in measure(name, case, timer)]
     add_ratios(rows)
     return [row | {key: environment[key] for key in SAME} for row in rows]
 
@@ -48,6 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--rep", type=int, default=120, help="milliseconds of repetitions per figure")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        default=(),
+        choices=IMPLEMENTATIONS,
+        help="these; without it, a case's usual ones",
+    )
     options = parser.parse_args(arguments)
     wanted = [case for case in cases() if options.only in case.name]
     if not wanted:
@@ -64,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         return do_bench(call, warmup=25, rep=options.rep, return_mode="median")
 
     def measure_case(case: Case) -> Records:
-        return measure_all(case, environment, timer)
+        return measure_all(case, environment, timer, options.implementations)
 
     save = saving(options.out, environment, [case.name for case in cases()])
     records = known_records(options.out, environment)

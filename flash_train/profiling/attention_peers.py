@@ -19,6 +19,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
 
 OURS = "triton"
+OWN = (OURS, "hopper")  #: this project's kernels; the second for compute capability 9.0
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
 
@@ -31,14 +32,14 @@ def implementations(case: Case) -> tuple[str, ...]:
 
 
 def build(name: str, case: Case, device: torch.device | str, rng: RngState | None = None) -> Attention:
-    """The call on q, k, v as ``Case.inputs`` gives them. ``rng`` fixes our dropout mask.
+    """The call on q, k, v as ``Case.inputs`` gives them. ``rng`` fixes the dropout mask of our own.
 
     Raises:
         ValueError: the implementation has no such call.
     """
-    if name == OURS:
+    if name in OWN:
         spec, packing = case.spec(device), case.packing(device)
-        return lambda q, k, v: attention(q, k, v, spec, packing=packing, rng=rng, backend="flash")
+        return lambda q, k, v: attention(q, k, v, spec, packing=packing, rng=rng, backend=name)
     if name == "varlen_attn":
         return _varlen_attn(case, device)
     return _flex(case, device) if name == "flex" else _sdpa(name, case)
@@ -189,7 +190,7 @@ def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer)
 def add_ratios(records: list[dict[str, Any]]) -> None:
     """To the records of one case: the rate over that of each peer, None where the peer has none."""
     rates = {(row["implementation"], row["direction"]): row.get("tflops") for row in records}
-    peers = sorted({name for name, _ in rates} - {OURS})
+    peers = sorted({name for name, _ in rates} - set(OWN))
     for row in records:
         if row.get("tflops"):
             for peer in peers:

@@ -272,9 +272,7 @@ class _Walk:
             self.chunk_of_logits("backward")
             self.gradient("head", head)
             ledger.pass_by("its pieces joined", "logits and loss", e * self.stream)
-        if (
-            m.tied_embeddings and self.step.accumulate > 1
-        ):  # autograd adds up the two before it adds them to what is there
+        if m.tied_embeddings and self.step.accumulate > 1:  # the two are added up before they meet what is there
             ledger.hold("gradient that waits for the embedding's", "gradients", self.w * head)
         ledger.drop("final")
         self.norm_backward("final", "gradient of the hidden states", f"x{m.n_layers}")

@@ -1,14 +1,16 @@
 """Long runs of random calls against the contract: ``python -m tests.attention.fuzz --draws 2000``.
 
-On a CPU the kernels run in the Triton interpreter. Draw ``i`` of seed ``s`` is the same call on every run, with any
-number of workers; ``--one I`` runs it alone. Consecutive draws share a variant, for which kernels are compiled. With
-``--state FILE`` a run that was cut off goes on where it stopped; ``--start`` begins at another draw. A worker that dies
-or hangs is a failure of the draw it was at. Failures are printed as cases for ``KEPT`` in ``tests/attention/cases.py``.
+On a CPU the kernels run in the Triton interpreter; those of ``--backend hopper``, in the emulator of Gluon. Draw ``i``
+of seed ``s`` is the same call on every run, with any number of workers; ``--one I`` runs it alone. Consecutive draws
+share a variant, for which kernels are compiled. With ``--state FILE`` a run that was cut off goes on where it stopped;
+``--start`` begins at another draw. A worker that dies or hangs is a failure of the draw it was at. Failures are printed
+as cases for ``KEPT`` in ``tests/attention/cases.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -26,33 +28,63 @@ PATIENCE_S = 600  #: for one draw, kernels to be compiled included
 PER_VARIANT = {"cpu": 1, "cuda": 100}  #: draws: the interpreter compiles nothing
 
 
-def draw(seed: int, number: int, device: str) -> Any:
+@dataclass(frozen=True)
+class Subject:
+    """What is drawn for: the kernels, by the backend's name, where they run, and the seed."""
+
+    seed: int
+    device: str
+    backend: str = "triton"
+
+
+def draw(subject: Subject, number: int) -> Any:
     """The case of this number, a ``tests.attention.contract.Case``."""
-    from tests.attention.properties import CARD, SMALL, problem, variant
+    from tests.attention import properties
 
-    group = number // PER_VARIANT[device]
-    chosen = variant(random.Random(f"{seed} variant {group}").choice, CARD if device == "cuda" else SMALL)
-    return problem(chosen, random.Random(f"{seed} draw {number}").choice)
+    group, own = number // PER_VARIANT[subject.device], subject.backend == "hopper"
+    if subject.device == "cuda":
+        limits = properties.HOPPER if own else properties.CARD
+    else:
+        limits = properties.HOPPER_SMALL if own else properties.SMALL
+    chosen = properties.variant(random.Random(f"{subject.seed} variant {group}").choice, limits)
+    case = properties.problem(chosen, random.Random(f"{subject.seed} draw {number}").choice)
+    return properties.for_hopper(case) if own else case
 
 
-def judge(case: Any, device: str) -> str:
+def judge(subject: Subject, number: int) -> str:
     """What is wrong with the kernels in this case, or nothing."""
     from tests.attention.contract import run
 
-    wrong = [error for error in run(case, "triton", device) if not error.ok]
+    case = draw(subject, number)
+    with contextlib.ExitStack() as stack:
+        if subject.backend == "hopper" and subject.device == "cpu":
+            from tests.attention.emulated import hopper_on_cpu
+
+            stack.enter_context(hopper_on_cpu(seed=number, programs=1 + number % 5))
+        try:
+            errors = run(case, subject.backend, subject.device)
+        except ValueError as error:
+            if subject.backend == "hopper" and "there are no keys" in str(error):
+                return ""
+            raise
+    wrong = [error for error in errors if not error.ok]
     return "; ".join(f"{e.tensor}: error {e.error:.3g}, allowed {e.allowed:.3g}" for e in wrong)
 
 
-def compiled() -> int:
+def compiled(subject: Subject) -> int:
     """Variants of kernels that this process has compiled or loaded, where they are compiled."""
-    from flash_train.attention.kernels import backward, forward
+    if subject.device == "cpu":
+        return 0
+    if subject.backend == "hopper":
+        from flash_train.attention.kernels.hopper import backward, forward
+    else:
+        from flash_train.attention.kernels import backward, forward
 
-    kernels = [x for module in (forward, backward) for name, x in vars(module).items() if name.startswith("attention_")]
-    caches = [cache[0] for kernel in set(kernels) for cache in getattr(kernel, "device_caches", {}).values()]
-    return sum(map(len, caches))
+    kernels = {x for module in (forward, backward) for x in vars(module).values() if hasattr(x, "device_caches")}
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 
-def work(pipe: Connection, seed: int, device: str) -> None:
+def work(pipe: Connection, subject: Subject) -> None:
     """A worker: judges the groups of draws it is sent, and says which draw it is at."""
     import torch
 
@@ -61,14 +93,14 @@ def work(pipe: Connection, seed: int, device: str) -> None:
         for number in numbers:
             pipe.send(("at", number, None))
             try:
-                wrong = judge(draw(seed, number, device), device)
+                wrong = judge(subject, number)
             except (AssertionError, RuntimeError, ValueError, TypeError):
                 wrong = traceback.format_exc()
             if wrong:
                 pipe.send(("failure", number, wrong))
-                if device == "cuda" and not _alive():
+                if subject.device == "cuda" and not _alive():
                     os._exit(1)  # the failure is told, and a broken context fails every draw that follows
-        pipe.send(("done", numbers[-1], compiled()))
+        pipe.send(("done", numbers[-1], compiled(subject)))
 
 
 def _alive() -> bool:
@@ -86,22 +118,19 @@ def _alive() -> bool:
 class Record:
     """What has been done so far, kept in a file where there is one."""
 
-    seed: int
-    device: str
+    subject: Subject
     path: Path | None = None
     done: set[int] = field(default_factory=set)  #: draws
     failures: dict[int, str] = field(default_factory=dict)
     kernels: int = 0
 
     @classmethod
-    def resume(cls, seed: int, device: str, path: Path | None) -> Record:
-        record = cls(seed, device, path)
+    def resume(cls, subject: Subject, path: Path | None) -> Record:
+        record = cls(subject, path)
         if path is not None and path.exists():
             saved = json.loads(path.read_text())
-            if (saved["seed"], saved["device"]) != (seed, device):
-                raise SystemExit(
-                    f"{path} is of seed {saved['seed']} on {saved['device']}: give the same, or another file"
-                )
+            if saved["subject"] != vars(subject):
+                raise SystemExit(f"{path} is of {saved['subject']}: give the same, or another file")
             record.done = {n for first, stop in saved["done"] for n in range(first, stop)}
             record.failures = {int(n): wrong for n, wrong in saved["failures"].items()}
             record.kernels = saved["kernels"]
@@ -110,7 +139,7 @@ class Record:
     def save(self) -> None:
         if self.path is None:
             return
-        saved = {"seed": self.seed, "device": self.device, "done": _ranges(self.done), "failures": self.failures}
+        saved = {"subject": vars(self.subject), "done": _ranges(self.done), "failures": self.failures}
         partial = self.path.with_name(self.path.name + ".partial")
         partial.write_text(json.dumps(saved | {"kernels": self.kernels}))
         partial.replace(self.path)
@@ -129,10 +158,10 @@ def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
 class Worker:
     """A process, the draws it has been sent, and the one it is at."""
 
-    def __init__(self, seed: int, device: str) -> None:
+    def __init__(self, subject: Subject) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, seed, device), daemon=True)
+        self.process = context.Process(target=work, args=(theirs, subject), daemon=True)
         self.process.start()
         theirs.close()
         self.numbers: list[int] = []
@@ -161,12 +190,12 @@ class Run:
     def __init__(self, record: Record, numbers: range, workers: int) -> None:
         self.record, self.numbers = record, numbers
         self.groups = self._groups()
-        self.workers = [Worker(record.seed, record.device) for _ in range(workers)]
+        self.workers = [Worker(record.subject) for _ in range(workers)]
         self.began, self.before, self.told = time.monotonic(), len(record.done), 0.0
 
     def _groups(self) -> Iterator[list[int]]:
         """Draws still to be made, those of a variant together."""
-        size = PER_VARIANT[self.record.device]
+        size = PER_VARIANT[self.record.subject.device]
         for group in range(self.numbers.start // size, -(-self.numbers.stop // size)):
             own = range(max(group * size, self.numbers.start), min((group + 1) * size, self.numbers.stop))
             left = [n for n in own if n not in self.record.done]
@@ -225,7 +254,7 @@ class Run:
         if worker.at not in self.record.failures:
             self._fail(worker.at, why)
         self.record.done.add(worker.at)
-        fresh = Worker(self.record.seed, self.record.device)
+        fresh = Worker(self.record.subject)
         self.workers.append(fresh)
         if worker.left:
             fresh.give(worker.left)
@@ -235,8 +264,8 @@ class Run:
     def _fail(self, number: int, wrong: str) -> None:
         self.record.failures[number] = wrong
         self.record.save()
-        source = draw(self.record.seed, number, self.record.device).source
-        print(f"\nFAILED seed {self.record.seed} draw {number}: {wrong}\n    {source},\n", flush=True)
+        source = draw(self.record.subject, number).source
+        print(f"\nFAILED seed {self.record.subject.seed} draw {number}: {wrong}\n    {source},\n", flush=True)
 
     def _tell(self) -> None:
         now, done = time.monotonic(), len(self.record.done)
@@ -256,20 +285,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="number of the first (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the Triton interpreter")
+    parser.add_argument("--backend", choices=("triton", "hopper"), default="triton", help="kernels (default: triton)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
     parser.add_argument("--state", type=Path, help="file by which a run that was cut off goes on")
     parser.add_argument("--one", type=int, metavar="I", help="judge draw I in this process, and say what it is")
     chosen = parser.parse_args(arguments)
-    if chosen.device == "cpu":
+    subject = Subject(chosen.seed, chosen.device, chosen.backend)
+    if chosen.device == "cpu" and chosen.backend == "triton":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, here and in the workers
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if chosen.one is not None:
-        case = draw(chosen.seed, chosen.one, chosen.device)
-        print(case.source)
-        wrong = judge(case, chosen.device)
+        print(draw(subject, chosen.one).source)
+        wrong = judge(subject, chosen.one)
         print(wrong or "right")
         return int(bool(wrong))
-    record = Record.resume(chosen.seed, chosen.device, chosen.state)
+    record = Record.resume(subject, chosen.state)
     numbers = range(chosen.start, chosen.start + chosen.draws)
     print(f"seed {chosen.seed}, draws {numbers.start} to {numbers.stop - 1}, {chosen.workers} workers", flush=True)
     Run(record, numbers, chosen.workers).run()

@@ -62,6 +62,17 @@ CARD = Limits(
     block_sizes=(16, 32, 64, 128, 128, 256, 48),
 )
 
+#: Hopper's kernels on a GPU: what TMA takes, blocks of whole tiles
+HOPPER = replace(
+    CARD,
+    head_dims=(8, 16, 40, 64, 64, 64, 72, 96, 128, 128, 128, 136, 192, 256),
+    dtypes=(torch.bfloat16, torch.bfloat16, torch.float16),
+    block_sizes=(128, 128, 256),
+)
+
+#: the same in the emulator
+HOPPER_SMALL = replace(HOPPER, lengths=(0, 1, 2, 3, *range(5, 330, 27), 16, 64, 128, 144, 256))
+
 BANDS = ("full", "causal", "causal", "window", "causal-window", "left", "right")
 
 
@@ -130,6 +141,17 @@ def problem(variant: Variant, pick: Pick) -> Case:
         spread=pick((1.0, 1.0, 1.0, largest)),
         seed=pick(range(2**31)),
     )
+
+
+def for_hopper(case: Case) -> Case:
+    """The case with values of the queries' width, and a part of the dropout mask that begins with a whole call."""
+    from flash_train.attention.kernels.tiles import block_d  # Triton exists for Linux only
+
+    v_head_dim = case.v_head_dim
+    if v_head_dim is not None and block_d(v_head_dim) != block_d(case.head_dim):
+        v_head_dim = None
+    entry, head, query, key = case.origin
+    return replace(case, v_head_dim=v_head_dim, origin=(entry, head, query // 16 * 16, key // 16 * 16))
 
 
 @st.composite

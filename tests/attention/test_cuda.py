@@ -69,8 +69,8 @@ def test_some_random_draws(group):
     """A few draws of some variants; ``python -m tests.attention.fuzz --device cuda --draws 20000`` makes the rest."""
     first = 100 * (1000 + group)
     for number in range(first, first + 5):
-        case = fuzz.draw(0, number, "cuda")
-        assert not fuzz.judge(case, "cuda"), case.source
+        subject = fuzz.Subject(0, "cuda")
+        assert not fuzz.judge(subject, number), fuzz.draw(subject, number).source
 
 
 def test_mask_is_the_reference_mask():

@@ -124,9 +124,10 @@ def test_a_printed_case_is_the_case():
 
 
 def test_a_draw_is_the_same_whoever_makes_it():
-    assert fuzz.draw(3, 17, "cpu") == fuzz.draw(3, 17, "cpu")
-    assert fuzz.draw(3, 17, "cpu") != fuzz.draw(4, 17, "cpu")
-    one, other, next_variant = (fuzz.draw(0, number, "cuda") for number in (199, 150, 200))
+    here, on_card = fuzz.Subject(3, "cpu"), fuzz.Subject(0, "cuda")
+    assert fuzz.draw(here, 17) == fuzz.draw(here, 17)
+    assert fuzz.draw(here, 17) != fuzz.draw(replace(here, seed=4), 17)
+    one, other, next_variant = (fuzz.draw(on_card, number) for number in (199, 150, 200))
     static = ("heads", "kv_heads", "head_dim", "v_head_dim", "terms", "dropout", "packed", "strided", "dtype", "slopes")
     assert [getattr(one, name) for name in static] == [getattr(other, name) for name in static]
     assert [getattr(one, name) for name in static] != [getattr(next_variant, name) for name in static]
@@ -134,27 +135,27 @@ def test_a_draw_is_the_same_whoever_makes_it():
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "state.json"
-    record = fuzz.Record(5, "cpu", path, done={0, 1, 2, 3, 9}, failures={9: "dq: error"})
+    subject = fuzz.Subject(5, "cpu")
+    record = fuzz.Record(subject, path, done={0, 1, 2, 3, 9}, failures={9: "dq: error"})
     record.save()
-    again = fuzz.Record.resume(5, "cpu", path)
+    again = fuzz.Record.resume(subject, path)
     assert (again.done, again.failures) == (record.done, record.failures)
     assert json.loads(path.read_text())["done"] == [[0, 4], [9, 10]]
     assert list(tmp_path.iterdir()) == [path]
     assert list(fuzz.Run(again, range(2, 12), workers=0)._groups()) == [[4], [5], [6], [7], [8], [10], [11]]
-    on_card = fuzz.Record(5, "cuda", done={*range(100), 150})
+    on_card = fuzz.Record(replace(subject, device="cuda"), done={*range(100), 150})
     groups = list(fuzz.Run(on_card, range(50, 230), workers=0)._groups())
     assert groups == [[*range(100, 150), *range(151, 200)], [*range(200, 230)]]
-    with pytest.raises(SystemExit, match="is of seed 5"):
-        fuzz.Record.resume(6, "cpu", path)
+    for other in (replace(subject, seed=6), replace(subject, backend="hopper")):
+        with pytest.raises(SystemExit, match="is of .*'seed': 5"):
+            fuzz.Record.resume(other, path)
 
 
 PLANT = """
 import os, sys
 sys.argv = ["fuzz", "--draws", "8", "--workers", "2", "--state", sys.argv[1]]
 from tests.attention import fuzz
-real = fuzz.judge
-def judge(case, device):
-    number = next(n for n in range(8) if fuzz.draw(0, n, "cpu") == case)
+def judge(subject, number):
     if number == 1:
         os._exit(9)
     if number == 6:
@@ -179,6 +180,6 @@ def test_failures_name_their_draws(tmp_path):
     assert sorted(map(int, re.findall(r"FAILED seed 0 draw (\d+)", done.stdout))) == [1, 2, 6], done.stdout
     assert "the worker died with exit status 9" in done.stdout
     assert "a planted error" in done.stdout
-    assert fuzz.draw(0, 2, "cpu").source in done.stdout
+    assert fuzz.draw(fuzz.Subject(0, "cpu"), 2).source in done.stdout
     assert "8 draws, 8 variants, 3 failures" in done.stdout
     assert json.loads(state.read_text())["done"] == [[0, 8]]

@@ -92,6 +92,12 @@ def test_records_say_what_they_were_measured_on(monkeypatch):
     assert [records[0][f"ratio_to_{peer}"] for peer in ("fa2", "cudnn", "flex")] == [3.0, 1.5, 0.75]
     for row in records:
         assert HERE.items() <= row.items()
+    rates = iter([3.0, 1.0, 2.0])
+    records = measure_all(CASES[0], HERE, lambda call: next(rates), ["triton", "hopper", "cudnn"])
+    assert [(row["implementation"], row.get("ratio_to_cudnn")) for row in records[:2]] == [
+        ("triton", 1.5),
+        ("hopper", 0.5),
+    ]
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):

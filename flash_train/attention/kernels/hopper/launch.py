@@ -115,6 +115,8 @@ def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     reason = device_unavailable(q.device)
     if reason is not None:
         return reason
+    if k.shape[-3] == 0:
+        return "there are no keys"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is neither bfloat16 nor float16"
     if block_d(q.shape[-1]) != block_d(v.shape[-1]):
@@ -124,8 +126,6 @@ def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
             return f"{name} has strides {tuple(x.stride())}: TMA takes multiples of 16 bytes, the last 1"
     if v.shape[-1] % 8:
         return f"v's head_dim {v.shape[-1]} is not a multiple of 8"
-    if k.shape[-3] == 0:
-        return "there are no keys"
     if call.rng is not None and (call.origin[2] % 16 or call.origin[3] % 16):
         return f"the first query {call.origin[2]} or key {call.origin[3]} of the dropout mask is no multiple of 16"
     if call.has_lists and (call.bounds[3] % 128 or call.bounds[4] % 128):

@@ -1,0 +1,108 @@
+"""Hopper's kernels on a card of theirs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flash_train.attention import AttentionSpec, Causal, RngState, attention
+from flash_train.attention.kernels.hopper import launch
+from tests.attention import fuzz
+from tests.attention.cases import CASES, on_card
+from tests.attention.contract import run
+from tests.attention.properties import for_hopper
+from tests.attention.recipes import Blocks
+from tests.attention.test_hopper import WIDE
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper():
+    reason = launch.device_unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def servable(case):
+    """The case at the card's sizes, in blocks of whole tiles, with head dimensions that TMA takes."""
+
+    def multiple(n):
+        return n and -(-n // 8) * 8
+
+    terms = tuple(replace(t, size=(128, 128), shape=None) if isinstance(t, Blocks) else t for t in case.terms)
+    case = replace(on_card(case), terms=terms)
+    return for_hopper(replace(case, head_dim=multiple(case.head_dim), v_head_dim=multiple(case.v_head_dim)))
+
+
+SERVED = [servable(case) for case in CASES if case.name not in ("no-keys", "packed-nothing")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", [*SERVED, *WIDE], ids=lambda case: case.name)
+def test_contract(case, dtype):
+    if case.slopes and dtype == torch.float16:
+        case = replace(case, learns=False)  # PyTorch's own gradients of slopes overflow in fp16 at these lengths
+    errors = run(replace(case, dtype=dtype), "hopper", "cuda")
+    assert all(e.ok for e in errors), errors
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_some_random_draws(group):
+    """``python -m tests.attention.fuzz --backend hopper --device cuda --draws 20000`` makes more."""
+    subject, first = fuzz.Subject(0, "cuda", "hopper"), 100 * (1000 + group)
+    for number in range(first, first + 5):
+        assert not fuzz.judge(subject, number), fuzz.draw(subject, number).source
+
+
+def tensors(n, head_dim, heads=8, kv_heads=2):
+    shapes = [(2, n, h, head_dim) for h in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_thousand_times_the_same_output(head_dim, dropout):
+    q, k, v = (x.detach() for x in tensors(1500, head_dim))
+    spec, rng = AttentionSpec(Causal(), dropout=dropout), RngState(1)
+    first = attention(q, k, v, spec, rng=rng, backend="hopper", return_lse=True)
+    for _ in range(999):
+        again = attention(q, k, v, spec, rng=rng, backend="hopper", return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_again(head_dim):
+    """dK and dV are the same every time; dQ, summed in any order, up to fp32's rounding."""
+    leaves, spec, rng = tensors(1500, head_dim), AttentionSpec(Causal(), dropout=0.1), RngState(1)
+    out = attention(*leaves, spec, rng=rng, backend="hopper")
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for _ in range(100):
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert torch.equal(dk, first[1]) and torch.equal(dv, first[2])
+        assert (dq - first[0]).abs().max() <= 2**-8 * first[0].abs().max()
+
+
+def test_deterministic_gradients_are_the_portable_kernels():
+    leaves, spec = tensors(700, 128), AttentionSpec(Causal())
+    out, lse = attention(*leaves, spec, backend="hopper", return_lse=True)
+    dout = torch.randn_like(out)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for _ in range(100):
+            again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_both_kernels_drop_the_same():
+    """A row whose weights are dropped on one are dropped on the other: outputs differ by rounding alone."""
+    q, k, v = (x.detach() for x in tensors(900, 128))
+    spec, rng = AttentionSpec(Causal(), dropout=0.3), RngState(5, 2)
+    ours, portable = (attention(q, k, v, spec, rng=rng, backend=name).float() for name in ("hopper", "triton"))
+    assert (ours - portable).abs().max() < 0.02 * portable.abs().max()
