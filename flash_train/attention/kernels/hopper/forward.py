@@ -300,8 +300,12 @@ def _weigh(
     nothing = visits.stop <= visits.first
     if (j < count_edges(visits)) | nothing:
         rows = once(offs_m)[:, None]
-        seen = visible(mask, seq, head, rows, offs_n) & (not nothing)
-        s = gl.where(seen, s, float("-inf"))
+        if len(mask.terms) == 0:
+            s = gl.where(visible(mask, seq, head, rows, offs_n) & (not nothing), s, float("-inf"))
+        elif nothing:  # there is no position that a term could be asked about
+            s = gl.full([64, BLOCK_N], float("-inf"), gl.float32, S)
+        else:
+            s = gl.where(visible(mask, seq, head, rows, offs_n), s, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(s, 1) * score.factor)
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)  # of rows that have seen nothing yet
     alpha = gl.exp2(m_i - reference)
