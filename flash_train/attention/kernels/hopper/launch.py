@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,7 +70,7 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
         shape = [0x7FFF0000, 0x7FFF0000, x.shape[1], 1 << 30, x.shape[2]]
         strides = [2**34 - row, row, head, row, 1]
         block = [1, 1, 1, rows, columns]
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, TYPES[x.dtype]))
+    return TensorDescriptor(x, shape, strides, block, _layout(tuple(block), x.dtype))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -290,8 +291,13 @@ def _describe_rows(x: Tensor, block: int) -> TensorDescriptor:
 
 def _describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
     block = [1, 64, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(tuple(block), x.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory; kept, for the finding takes longer than the launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
 def _kv_heads_at_once(q: Tensor, call: Call, group: int) -> int:
