@@ -61,6 +61,7 @@ def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 ASSEMBLY = {
     draws.BELOW.value: _below,
+    draws.SWAP.value: lambda flags: np.flip(flags, 2),  # along d of [a, c, d, A, C]
     ONCE.value: lambda x: x,
     **{draws.keep_pairs(transposed): _keep(transposed) for transposed in (False, True)},
     **{draws.keep_singles(transposed): _keep(transposed) for transposed in (False, True)},

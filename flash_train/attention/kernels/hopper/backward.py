@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import count_edges, edge_block, query_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
-from flash_train.attention.kernels.hopper.draws import counters, draw, keep, keep_wide
+from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
 from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
 from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes
 
@@ -180,7 +180,7 @@ def _consume(
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         steps = GROUP * (visits.stop - visits.first)
         key0, key1 = load_key(dropout)
-        places = counters(dropout, BLOCK_M)
+        places = find_places(dropout, BLOCK_M)
         first_n = start_n + 64 * W
         partial = start_n + BLOCK_N > seq.len_k  # keys past the end are zeros, of which no weight may come
         dk_acc = gl.zeros([64, HEAD_DIM], gl.float32, D)

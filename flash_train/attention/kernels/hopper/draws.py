@@ -1,7 +1,7 @@
 """Dropout on fragments of the matrix unit: the counter map of ``flash_train.attention.dropout``, a word at a time.
 
 A thread holds rows r and r + 8 of a tile and columns c and c + 1 of every 8: of the 16 elements of a Philox call, the
-eight whose row has the parity of r. The other eight lie with the thread four lanes on, which draws the same call.
+eight whose row has the parity of r. The other eight lie with the thread four lanes on.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ from flash_train.attention.kernels.hopper.ring import once
 BELOW = gl.constexpr(
     "{ .reg .b32 low; and.b32 low, $1, 0x7f7f7f7f; add.u32 low, low, $3; lop3.b32 $0, $1, $2, low, 0x17; }"
 )
+
+#: with the thread four lanes on
+SWAP = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 4, 0x1f, 0xffffffff;")
 
 
 @triton.constexpr_function
@@ -39,31 +42,46 @@ def calls(cols):
 
 
 @triton.constexpr_function
+def shared_calls(cols):
+    """The same calls [a, c, d, A', C], each in one of the two threads that need it: d has those of A = 2 A' + d."""
+
+    def unit(dim, size=1):
+        return [size if i == dim else 0 for i in range(5)]
+
+    registers = [unit(3, 1 << i) for i in range((cols // 32).bit_length() - 1)]
+    lanes = [unit(4, 1), unit(4, 2), unit(2), unit(1, 1), unit(1, 2)]
+    return gl.DistributedLinearLayout(registers, lanes, [unit(0, 1), unit(0, 2)], [], [4, 4, 2, cols // 32, 4])
+
+
+@triton.constexpr_function
 def axis(dim, cols):
-    """The layout of a range along one dimension of the calls."""
-    layout = calls(cols)
+    """The layout of a range along one dimension of the shared calls."""
+    layout = shared_calls(cols)
     for other in (4, 3, 2, 1, 0):
         if other != dim:
             layout = gl.SliceLayout(other, layout)
     return layout
 
 
-class Counters(NamedTuple):
-    """A thread's places in a fragment, in calls: along the rows [a, c, 1, 1, 1], along the columns [1, 1, 1, 1, C]."""
+class Places(NamedTuple):
+    """A thread's places in a fragment, in calls: along the rows [a, c, 1, 1, 1], along the columns [1, 1, d, 1, C];
+    and the parity of its rows [1, 1, d, 1, 1]."""
 
     row: Any
     column: Any
+    parity: Any
 
 
 @gluon.jit
-def counters(dropout, COLS: gl.constexpr):
+def find_places(dropout, COLS: gl.constexpr):
     """To be called before a loop that draws: within it, the compiler would find them anew for every call."""
-    places = Counters(0, 0)
+    places = Places(0, 0, 0)
     if dropout.state is not None:
         a = gl.arange(0, 4, axis(0, COLS))[:, None, None, None, None]
         c = gl.arange(0, 4, axis(1, COLS))[None, :, None, None, None]
+        d = gl.arange(0, 2, axis(2, COLS))[None, None, :, None, None]
         C = gl.arange(0, 4, axis(4, COLS))[None, None, None, None, :]
-        places = Counters(once(4 * a + c), once(C))
+        places = Places(once(4 * a + c), once(4 * d + C), once(d))
     return places
 
 
@@ -72,26 +90,38 @@ def draw(dropout, key0, key1, entry, head, start_m, start_n, places, COLS: gl.co
     """Flags of a tile [64, COLS] of S, or of S transposed: uint32 [a, c, d, A, C], for even and for odd columns.
 
     Bit 7 of a byte says that its element is kept. Bytes are in the order of the rows' b and the columns' B, but the
-    other way round where TRANSPOSED: ``keep`` knows.
+    other way round where TRANSPOSED: ``keep`` knows. A thread draws half the calls it needs, and has the words of the
+    others that concern its rows from the thread with the other parity.
     """
-    SHAPE: gl.constexpr = [4, 4, 2, COLS // 16, 4]
-    d = gl.arange(0, 2, axis(2, COLS))[None, None, :, None, None]
-    A = gl.arange(0, COLS // 16, axis(3, COLS))[None, None, None, :, None]
-    zero = gl.zeros(SHAPE, gl.uint32, calls(COLS))
+    A = gl.arange(0, COLS // 32, axis(3, COLS))[None, None, None, :, None]
+    zero = gl.zeros([4, 4, 2, COLS // 32, 4], gl.uint32, shared_calls(COLS))
     m, n = dropout.query + start_m, dropout.key + start_n
     row, column = (n, m) if TRANSPOSED else (m, n)
     row_group = zero + (places.row + row // 4).to(gl.uint32)
-    column_group = zero + (places.column + column // 4 + 4 * A).to(gl.uint32)
+    column_group = zero + (places.column + column // 4 + 8 * A).to(gl.uint32)
     query, key = (column_group, row_group) if TRANSPOSED else (row_group, column_group)
     w0, w1, w2, w3 = _philox(
         query, key, zero + (dropout.head + head).to(gl.uint32), zero + (dropout.entry + entry).to(gl.uint32), key0, key1
     )
-    odd = d == 1  # words are those of (query parity, key parity)
+    f0, f1 = _below(w0, dropout.threshold), _below(w1, dropout.threshold)  # words of (query parity, key parity)
+    f2, f3 = _below(w2, dropout.threshold), _below(w3, dropout.threshold)
+    odd = places.parity == 1
     if TRANSPOSED:
-        even_columns, odd_columns = gl.where(odd, w1, w0), gl.where(odd, w3, w2)
+        even_columns = _share(gl.where(odd, f1, f0), gl.where(odd, f0, f1), odd, COLS)
+        odd_columns = _share(gl.where(odd, f3, f2), gl.where(odd, f2, f3), odd, COLS)
     else:
-        even_columns, odd_columns = gl.where(odd, w2, w0), gl.where(odd, w3, w1)
-    return _below(even_columns, dropout.threshold), _below(odd_columns, dropout.threshold)
+        even_columns = _share(gl.where(odd, f2, f0), gl.where(odd, f0, f2), odd, COLS)
+        odd_columns = _share(gl.where(odd, f3, f1), gl.where(odd, f1, f3), odd, COLS)
+    return even_columns, odd_columns
+
+
+@gluon.jit
+def _share(own, others, odd, COLS: gl.constexpr):
+    """A thread's flags of all its calls: those that it drew, and what its partner sends for those that it did not."""
+    got = gl.inline_asm_elementwise(SWAP, "=r,r", [others], dtype=gl.uint32, is_pure=True, pack=1)
+    flags = gl.join(gl.where(odd, got, own), gl.where(odd, own, got))  # of A = 2 A' and 2 A' + 1
+    flags = gl.permute(flags, [0, 1, 2, 3, 5, 4]).reshape([4, 4, 2, COLS // 16, 4])
+    return gl.convert_layout(flags, calls(COLS), assert_trivial=True)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import count_edges, edge_block, key_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
-from flash_train.attention.kernels.hopper.draws import counters, draw, keep
+from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
 from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
 from flash_train.attention.kernels.hopper.tasks import at, count_tasks, find_task, lanes, nth_task
 
@@ -146,7 +146,7 @@ def _consume(
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     dtype: gl.constexpr = q_ring.tiles.dtype
     key0, key1 = load_key(dropout)
-    places = counters(dropout, BLOCK_N)
+    places = find_places(dropout, BLOCK_N)
     tasks = count_tasks(cu_q, n_entries, seqlen_q, n_heads, BLOCK_M)
     done = 0
     step = 0
