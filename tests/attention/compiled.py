@@ -190,6 +190,10 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
         yield "prepare", None, hopper.prepare_launch(q, q, lse, lse, sums, call)
         yield "backward", None, hopper.backward_launch(q, k, k, q, sums, k, k, call)
         yield "finish", None, hopper.finish_launch(sums, q, call)
+        dslope = None if call.alibi_slopes is None else lse
+        alone = hopper.make_sums(q, call, with_dq=False)
+        yield "dkdv", None, hopper.backward_launch(q, k, k, q, alone, k, k, call)
+        yield "dq", None, hopper.dq_launch(q, k, k, q, alone, q, dslope, call)
 
 
 def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
@@ -285,7 +289,7 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
     if variant.kernels == "hopper":
         if variant.mask == "terms":
             return 480, 540
-        return (160, 192) if variant.dropout or variant.extras else (96, 72)
+        return (192, 192) if variant.dropout or variant.extras else (96, 72)
     if variant.head_dim % 16:
         return 1536, 1536
     return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 128)

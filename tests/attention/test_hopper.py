@@ -58,6 +58,9 @@ WIDE = [
 OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
 
 
+ALONE = [*OURS[:3], "hopper_backward_dq"]  #: where dQ has a kernel of its own
+
+
 def check(case, kernels=OURS, seed=0, **options):
     with hopper_on_cpu(seed, **options) as ran:
         errors = run(case, "hopper", "cpu")
@@ -70,7 +73,7 @@ PORTABLE = ["hopper_forward", "attention_backward_rows", "attention_backward_dkd
 
 @pytest.mark.parametrize("case", ONE_TILE, ids=str)
 def test_contract(case):
-    check(replace(case, dtype=torch.bfloat16), PORTABLE if case.slopes and case.learns else OURS)
+    check(replace(case, dtype=torch.bfloat16), ALONE if case.slopes and case.learns else OURS)
 
 
 @pytest.mark.parametrize("name", ["gqa", "packed-cross", "softcap", "alibi-fixed", "dropout", "tree"])
@@ -86,6 +89,19 @@ def test_more_than_a_tile(case, monkeypatch):
     check(case, kernels)
     monkeypatch.setattr(launch, "CACHE_BYTES", 1)
     check(case, kernels, seed=1, programs=5)
+
+
+@pytest.mark.parametrize("case", [*WIDE[:-1], BY_NAME["gqa"], BY_NAME["everything"]], ids=str)
+def test_repeatable_gradients(case):
+    """As ``torch.use_deterministic_algorithms`` wants them: dQ in a kernel of its own."""
+    if case.name == "everything":
+        case = replace(case, terms=(Documents(20), Blocks((128, 128), 0.8)), packed=False, tail=(0, 0), slopes="")
+        case = replace(case, lengths=same(150, 150))
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(replace(case, dtype=torch.bfloat16), ALONE)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -35,6 +35,6 @@ def backward(
     if kernels == "hopper":
         from flash_train.attention.kernels.hopper import launch as hopper
 
-        if hopper.backward_unavailable(q, k, v, call, needs_slopes) is None:
-            return hopper.backward(dout, dlse, q, k, v, out, lse, call)
+        if hopper.backward_unavailable(q, k, v, call) is None:
+            return hopper.backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
     return launch.backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)

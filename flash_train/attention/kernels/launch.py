@@ -77,7 +77,7 @@ def backward(
             dq_launch(q, k, v, dout, lse2, delta, dq, dslope, call, tiles.dq).run()
         else:
             dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
-    slopes = None if dslope is None else _slope_gradient(dslope, call)
+    slopes = None if dslope is None else slope_gradient(dslope, call)
     return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(delta, lse, call)
 
 
@@ -147,7 +147,7 @@ def dq_launch(
     return Launch(attention_backward_dq, grid, arguments, _constants(q, k, v, tile))
 
 
-def _slope_gradient(rows: Tensor, call: Call) -> Tensor:
+def slope_gradient(rows: Tensor, call: Call) -> Tensor:
     """The rows' parts summed to the shape of the slopes, in a fixed order."""
     assert call.alibi_slopes is not None
     if call.alibi_slopes.dim() == 1:

@@ -23,7 +23,7 @@ from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
 from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
-from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes
+from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row
 
 BLOCK_N = gl.constexpr(128)
 
@@ -46,11 +46,12 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
 def hopper_backward(
     q, k, v, dout, lse2, delta, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
     n_kv_heads, heads_at_once, padded,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout, k, v, dk and dv are descriptors (``launch.describe``) of tiles [BLOCK_M, HEAD_DIM] and
     [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of [64, dq_columns] in
-    (heads, padded, HEAD_DIM). Grid: a program for each task (``tasks.find_task``)."""
+    (heads, padded, HEAD_DIM), and None without dQ. Grid: a program for each task (``tasks.find_task``)."""
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -58,8 +59,11 @@ def hopper_backward(
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
-    ds_tile = gl.allocate_shared_memory(k.dtype, [BLOCK_N, BLOCK_M], DS)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq.block_shape, dq.layout)
+    ds_tile = k_tile  # without dQ anything: partitions take no None that is not an argument
+    dq_tiles = k_tile
+    if WITH_DQ:
+        ds_tile = gl.allocate_shared_memory(k.dtype, [BLOCK_N, BLOCK_M], DS)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq.block_shape, dq.layout)
     q_ring = make_ring(q_tiles, STAGES, 2)  # the log-sum-exp comes and goes with its queries, delta with dout
     do_ring = make_ring(do_tiles, STAGES, 2)
     kv = make_barriers(3, 2)  # filled, read for the last time, gradients stored in their place
@@ -72,12 +76,12 @@ def hopper_backward(
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
                 cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-                GROUP, BLOCK_M, HEAD_DIM, STAGES, 0,
+                GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
             )),
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
                 cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-                GROUP, BLOCK_M, HEAD_DIM, STAGES, 1,
+                GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
             )),
             (_load, (
                 q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
@@ -87,7 +91,7 @@ def hopper_backward(
             (_write, (
                 dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
                 cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-                GROUP, BLOCK_M, HEAD_DIM,
+                GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
             )),
         ],
         [4, 1, 1], [240, 24, 24],
@@ -112,7 +116,7 @@ def _load(
         tma.async_copy_global_to_shared(k, where, filled, k_tile.index(0))
         tma.async_copy_global_to_shared(v, where, filled, v_tile.index(0))
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-        first = _padded_row(seq, cu_q, seqlen_q)
+        first = padded_row(seq, cu_q, seqlen_q)
         for i in range(0, GROUP * (visits.stop - visits.first)):
             head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
             where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
@@ -132,26 +136,27 @@ def _load(
 def _write(
     dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
     cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_q is not None
     seq, kv_head, start_n, live = find_task(
         gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
     )
     if live:
-        visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-        first = _padded_row(seq, cu_q, seqlen_q)
-        for i in range(0, GROUP * (visits.stop - visits.first)):
-            head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
-            for w in gl.static_range(2):
-                row = first + start_m + (64 * w if BLOCK_M == 128 else 0)
-                column = 0 if BLOCK_M == 128 else w * dq_columns(BLOCK_M, HEAD_DIM)
-                mbarrier.wait(dq_full.index(w), i & 1)
-                tma_reduce_add(dq, [head, row, column], dq_tiles.index(w))
-            tma.store_wait(1)
-            mbarrier.arrive(dq_empty.index(0), count=1)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty.index(1), count=1)
+        if WITH_DQ:
+            visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+            first = padded_row(seq, cu_q, seqlen_q)
+            for i in range(0, GROUP * (visits.stop - visits.first)):
+                head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                for w in gl.static_range(2):
+                    row = first + start_m + (64 * w if BLOCK_M == 128 else 0)
+                    column = 0 if BLOCK_M == 128 else w * dq_columns(BLOCK_M, HEAD_DIM)
+                    mbarrier.wait(dq_full.index(w), i & 1)
+                    tma_reduce_add(dq, [head, row, column], dq_tiles.index(w))
+                tma.store_wait(1)
+                mbarrier.arrive(dq_empty.index(0), count=1)
+                tma.store_wait(0)
+                mbarrier.arrive(dq_empty.index(1), count=1)
         where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
         mbarrier.wait(kv.index(2), 0)
         tma.async_copy_shared_to_global(dk, where, k_tile.index(0))
@@ -163,7 +168,8 @@ def _write(
 def _consume(
     k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
     cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the W-th 64 keys, and the W-th half of dQ of all 128."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of S transposed [64, BLOCK_M]
@@ -233,39 +239,45 @@ def _consume(
                 if score.softcap is not None:
                     ds_next *= capped_slope(product, score, False)
                 ds16 = ds_next.to(dtype)
-                mbarrier.wait(ds.index(1), (i & 1) ^ 1)
-                ds_tile.slice(64 * W, 64).store(ds16)
-                fence_async_shared()
-                mbarrier.arrive(ds.index(0), count=1)
+                if WITH_DQ:
+                    mbarrier.wait(ds.index(1), (i & 1) ^ 1)
+                    ds_tile.slice(64 * W, 64).store(ds16)
+                    fence_async_shared()
+                    mbarrier.arrive(ds.index(0), count=1)
                 dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
-                mbarrier.wait(ds.index(0), i & 1)
-                k_all = k_tile.index(none).reshape([BLOCK_N, HEAD_DIM])
-                if BLOCK_M == 128:
-                    dq_next = warpgroup_mma(
-                        ds_tile.slice(64 * W, 64, 1).permute((1, 0)), k_all, zero_dq, use_acc=False, is_async=True
-                    )
-                else:
-                    dq_next = warpgroup_mma(
-                        ds_tile.permute((1, 0)),
-                        k_all.slice(COLUMNS * W, COLUMNS, 1),
-                        zero_dq,
-                        use_acc=False,
-                        is_async=True,
-                    )
-                dv_acc = warpgroup_mma_wait(2, deps=[dv_next])
+                if WITH_DQ:
+                    mbarrier.wait(ds.index(0), i & 1)
+                    k_all = k_tile.index(none).reshape([BLOCK_N, HEAD_DIM])
+                    if BLOCK_M == 128:
+                        dq_next = warpgroup_mma(
+                            ds_tile.slice(64 * W, 64, 1).permute((1, 0)), k_all, zero_dq, use_acc=False, is_async=True
+                        )
+                    else:
+                        dq_next = warpgroup_mma(
+                            ds_tile.permute((1, 0)),
+                            k_all.slice(COLUMNS * W, COLUMNS, 1),
+                            zero_dq,
+                            use_acc=False,
+                            is_async=True,
+                        )
+                dv_acc = warpgroup_mma_wait(2 if WITH_DQ else 1, deps=[dv_next])
                 release(do_ring, i, STAGES)
                 mbarrier.wait(q_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
                 # The next logits, during the rest of this step; after the last one, of what is there, for nothing.
                 s_next = warpgroup_mma(
                     k_own, _transposed(q_ring, i + 1, BLOCK_M, HEAD_DIM, STAGES), zero, use_acc=False, is_async=True
                 )
-                dk_acc, dq_half = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
+                if WITH_DQ:
+                    dk_acc, dq_half = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
+                else:
+                    dk_acc = warpgroup_mma_wait(1, deps=[dk_next])
                 release(q_ring, i, STAGES)
-                mbarrier.arrive(ds.index(1), count=1)
-                mbarrier.wait(dq_empty.index(W), (i & 1) ^ 1)
-                dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
-                fence_async_shared()
-                mbarrier.arrive(dq_full.index(W), count=1)
+                if WITH_DQ:
+                    mbarrier.arrive(ds.index(1), count=1)
+                    mbarrier.wait(dq_empty.index(W), (i & 1) ^ 1)
+                    dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
+                    fence_async_shared()
+                    mbarrier.arrive(dq_full.index(W), count=1)
             warpgroup_mma_wait(0, deps=[s_next])
 
         mbarrier.arrive(kv.index(1), count=1)
@@ -314,13 +326,3 @@ def _step(visits, i, GROUP: gl.constexpr):
     else:
         g, j = i // (visits.stop - visits.first), i % (visits.stop - visits.first)
     return g, j
-
-
-@gluon.jit
-def _padded_row(seq, cu_q, seqlen_q):
-    """The entry's first row of those of ``rows``."""
-    if cu_q is None:
-        row = seq.index * (gl.cdiv(seqlen_q, 128) * 128)
-    else:
-        row = (seq.q_row.to(gl.int32) // 128 + seq.index) * 128
-    return row

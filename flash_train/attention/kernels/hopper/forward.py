@@ -14,12 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.attention.kernels.device.mask import count_edges, edge_block, key_visits, visible
+from flash_train.attention.kernels.device.mask import count_edges, key_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
 from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
-from flash_train.attention.kernels.hopper.tasks import at, count_tasks, find_task, lanes, nth_task
+from flash_train.attention.kernels.hopper.tasks import (
+    at,
+    count_tasks,
+    find_task,
+    lanes,
+    nth_task,
+    start_of_block,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -119,7 +126,7 @@ def _produce(
                 done += 1
                 visits = key_visits(mask, seq, head, start_m, lanes(), BLOCK_M, BLOCK_N)
                 for j in range(0, gl.maximum(visits.stop - visits.first, 1)):
-                    start_n = _start(visits, mask, seq, j, BLOCK_N)
+                    start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
                     where = at(seq, head // GROUP, start_n, seq.k_row, seq.len_k, PACKED)
                     stage = step % STAGES
                     wait_empty(k_ring, step, STAGES)
@@ -248,21 +255,6 @@ def _step(
 
 
 @gluon.jit
-def _start(visits, mask, seq, j, BLOCK_N: gl.constexpr):
-    """The first key of the j-th block: those that need the mask, then the others.
-
-    Past the end where there is none: zeros are loaded.
-    """
-    edges = count_edges(visits)
-    block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
-    if mask.tiles is None:
-        start = block * BLOCK_N
-    else:
-        start = gl.load(visits.list + block, mask=visits.stop > visits.first, other=0) * BLOCK_N
-    return gl.where(visits.stop > visits.first, start, seq.len_k)
-
-
-@gluon.jit
 def _start_logits(
     q_tile, k_ring, step, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, S: gl.constexpr
 ):
@@ -287,7 +279,7 @@ def _weigh(
 
     IN_FLIGHT products, begun after that of the logits, stay so.
     """
-    start_n = _start(visits, mask, seq, j, BLOCK_N)
+    start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
     even, odd = gl.to_tensor(0), gl.to_tensor(0)
     if dropout.state is not None:  # drawn while the matrix unit works
         even, odd = draw(dropout, key0, key1, seq.index, head, first_m, start_n, places, BLOCK_N, False)

@@ -22,9 +22,10 @@ from flash_train.attention.kernels.arguments import (
     strided,
 )
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
+from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
-from flash_train.attention.kernels.launch import lse_shape, sink_gradient
+from flash_train.attention.kernels.launch import lse_shape, sink_gradient, slope_gradient
 from flash_train.attention.kernels.tiles import Tile, block_d, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
@@ -95,20 +96,30 @@ def backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
-    """As ``kernels.launch.backward``, where ``backward_unavailable`` has no reason; the sums of dQ are added in any
-    order: not bitwise the same at every call."""
+    needs_slopes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As ``kernels.launch.backward``, where ``backward_unavailable`` has no reason.
+
+    Five products a pair, with dQ summed in any order. Where that must not be (``torch.use_deterministic_algorithms``),
+    and for the gradient of slopes, dQ has a kernel of its own, and two products more.
+    """
     dout = dout if describable(dout) else dout.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    sums = make_sums(q, call)
+    alone = needs_slopes or torch.are_deterministic_algorithms_enabled()
+    dslope = torch.zeros_like(lse) if needs_slopes else None
+    sums = make_sums(q, call, with_dq=not alone)
     with on_device(q):
         if q.shape[:-1].numel() > 0:
             prepare_launch(out, dout, lse, dlse, sums, call).run()
             backward_launch(q, k, v, dout, sums, dk, dv, call).run()
-            finish_launch(sums, dq, call).run()
+            if alone:
+                dq_launch(q, k, v, dout, sums, dq, dslope, call).run()
+            else:
+                finish_launch(sums, dq, call).run()
         else:
             dk, dv = dk.zero_(), dv.zero_()
-    return dq, dk, dv, None, None if call.sinks is None else sink_gradient(sums.of_rows(call, lse), lse, call)
+    slopes = None if dslope is None else slope_gradient(dslope, call)
+    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(sums.of_rows(call, lse), lse, call)
 
 
 def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
@@ -134,17 +145,13 @@ def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     return None
 
 
-def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call, needs_slopes: bool) -> str | None:
+def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """Why these kernels cannot run the call's backward, or None where they can."""
     reason = unavailable(q, k, v, call)
     if reason is not None:
         return reason
-    if torch.are_deterministic_algorithms_enabled():
-        return "dQ is summed in any order"
     if block_d(q.shape[-1]) not in BACKWARD:
         return f"head_dim {q.shape[-1]} is more than 128"
-    if needs_slopes:
-        return "the ALiBi slopes want a gradient"
     if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
         return "heads that share keys have block patterns of their own"
     if q.shape[-2] * PAD * _slots(q, call.cu_seqlens_q, PAD) >= 2**31:
@@ -205,7 +212,7 @@ class Sums:
 
     delta: Tensor  #: fp32 (heads, padded)
     lse2: Tensor  #: fp32 (heads, padded)
-    dq: Tensor  #: fp32 (heads, padded, columns)
+    dq: Tensor | None  #: fp32 (heads, padded, columns); None where dQ has a kernel of its own
 
     @property
     def padded(self) -> int:
@@ -222,11 +229,11 @@ class Sums:
         return self.delta[:, (first // PAD + entry) * PAD + row - first]
 
 
-def make_sums(q: Tensor, call: Call) -> Sums:
+def make_sums(q: Tensor, call: Call, with_dq: bool = True) -> Sums:
     heads, columns = q.shape[-2], block_d(q.shape[-1])
     padded = PAD * _slots(q, call.cu_seqlens_q, PAD)
     rows = torch.empty((2, heads, padded), dtype=torch.float32, device=q.device)
-    dq = torch.empty((heads, padded, columns), dtype=torch.float32, device=q.device)
+    dq = torch.empty((heads, padded, columns), dtype=torch.float32, device=q.device) if with_dq else None
     return Sums(rows[0], rows[1], dq)
 
 
@@ -236,7 +243,7 @@ def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, 
         strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse.contiguous()), sums.delta,
         sums.lse2, sums.dq, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
     )  # fmt: skip
-    constants = {"HEAD_DIM": out.shape[-1], "BLOCK_D": sums.dq.shape[-1], "BLOCK": PAD}
+    constants = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK": PAD}
     return Launch(hopper_prepare, (sums.padded // PAD, out.shape[-2]), arguments, constants)
 
 
@@ -259,7 +266,8 @@ def backward_launch(
     arguments = (
         describe(q, tile.block_m, columns), describe(k, 128, columns), describe(v, 128, columns),
         describe(dout, tile.block_m, columns), _describe_rows(sums.lse2, tile.block_m),
-        _describe_rows(sums.delta, tile.block_m), _describe_sum(sums.dq, dq_columns(tile.block_m, columns)),
+        _describe_rows(sums.delta, tile.block_m),
+        None if sums.dq is None else _describe_sum(sums.dq, dq_columns(tile.block_m, columns)),
         describe(dk, 128, columns), describe(dv, 128, columns), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
         call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
@@ -270,10 +278,43 @@ def backward_launch(
         "BLOCK_M": tile.block_m,
         "HEAD_DIM": columns,
         "STAGES": tile.num_stages,
+        "WITH_DQ": sums.dq is not None,
         "num_warps": 4,
         "maxnreg": 168,
     }
     return Launch(hopper_backward, (_tasks(k, call.cu_seqlens_k, 128),), arguments, constants)
+
+
+def dq_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    sums: Sums,
+    dq: Tensor,
+    dslope: Tensor | None,
+    call: Call,
+) -> Launch:
+    columns, tile = block_d(q.shape[-1]), Tile(128, 64, 4, 4)
+    n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
+    entries, rows_q, rows_k = _lengths(q, k, call)
+    arguments = (
+        describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
+        describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
+        None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k,
+        mask_rule(call, tile, walks_keys=True), score_arguments(call), dropout_arguments(call),
+        call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
+        sums.padded,
+    )  # fmt: skip
+    constants = {
+        "GROUP": group,
+        "BLOCK_N": tile.block_n,
+        "HEAD_DIM": columns,
+        "STAGES": tile.num_stages,
+        "num_warps": 4,
+        "maxnreg": 168,
+    }
+    return Launch(hopper_backward_dq, (_tasks(q, call.cu_seqlens_q, tile.block_m),), arguments, constants)
 
 
 def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
@@ -281,7 +322,7 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
     arguments = (
         sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded
     )  # fmt: skip
-    constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": sums.dq.shape[-1], "BLOCK": PAD}
+    constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": block_d(dq.shape[-1]), "BLOCK": PAD}
     return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
 
 

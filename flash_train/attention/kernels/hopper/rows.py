@@ -20,7 +20,8 @@ def hopper_prepare(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per query row, into (heads, padded): ``delta`` and the log-sum-exp as ``attention_backward_rows`` gives them;
-    past an entry's rows +inf, so that no weight comes of them. dQ's sum, fp32 (heads, padded, BLOCK_D), becomes 0.
+    past an entry's rows +inf, so that no weight comes of them. dQ's sum, fp32 (heads, padded, BLOCK_D), becomes 0,
+    where there is one.
 
     Grid (padded / BLOCK, heads).
     """
@@ -44,8 +45,9 @@ def hopper_prepare(
     at = head * padded + slot * BLOCK + tl.arange(0, BLOCK)
     tl.store(delta_ptr + at, d * keep_rate)
     tl.store(lse2_ptr + at, lse_tile)
-    columns = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(dq_ptr + at[:, None] * BLOCK_D + columns, tl.zeros([BLOCK, BLOCK_D], tl.float32))
+    if dq_ptr is not None:
+        columns = tl.arange(0, BLOCK_D)[None, :]
+        tl.store(dq_ptr + at[:, None] * BLOCK_D + columns, tl.zeros([BLOCK, BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["n_entries", "seqlen_q"])

@@ -4,6 +4,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flash_train.attention.kernels.device.mask import count_edges, edge_block
 from flash_train.attention.varlen import Entry
 
 RAGGED = gl.constexpr(1 << 30)
@@ -84,6 +85,31 @@ def at(seq, head, row, first_row, rows, PACKED: gl.constexpr):
         return gl.to_tensor(RAGGED), (first_row + rows).to(gl.int32), head, RAGGED - rows + row, zero
     else:
         return seq.batch.to(gl.int32), head, row, zero
+
+
+@gluon.jit
+def start_of_block(visits, mask, seq, j, BLOCK_N: gl.constexpr):
+    """The first key of the j-th block: those that need the mask, then the others.
+
+    Past the end where there is none: zeros are loaded.
+    """
+    edges = count_edges(visits)
+    block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
+    if mask.tiles is None:
+        start = block * BLOCK_N
+    else:
+        start = gl.load(visits.list + block, mask=visits.stop > visits.first, other=0) * BLOCK_N
+    return gl.where(visits.stop > visits.first, start, seq.len_k)
+
+
+@gluon.jit
+def padded_row(seq, cu_q, seqlen_q):
+    """The entry's first row of those of ``rows``."""
+    if cu_q is None:
+        row = seq.index * (gl.cdiv(seqlen_q, 128) * 128)
+    else:
+        row = (seq.q_row.to(gl.int32) // 128 + seq.index) * 128
+    return row
 
 
 @gluon.jit
