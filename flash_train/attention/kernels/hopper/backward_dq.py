@@ -1,6 +1,6 @@
 """dQ by itself, for Hopper: a tile of queries is one program's, so that gradients are bitwise the same at every run.
 
-A loader and two consumers of 64 queries, like the forward: the products of block j + 1 run while dS of block j is made.
+A loader and two consumers of 64 queries, like the forward: dS of a block enters dQ while those of the next are made.
 """
 
 from triton.experimental import gluon
