@@ -42,7 +42,7 @@ def attention_forward(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
-    return choice.forward(q, k, v, call, kernels)
+    return choice.forward_of(kernels)(q, k, v, call)
 
 
 @torch.library.custom_op("flash_train::attention_backward", mutates_args=())
@@ -78,7 +78,8 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
-    dq, dk, dv, dslopes, dsinks = choice.backward(dout, dlse, q, k, v, out, lse, call, kernels, needs_slopes)
+    backward = choice.backward_of(kernels, q, k, v, call)
+    dq, dk, dv, dslopes, dsinks = backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
     nothing = q.new_empty(0)
     return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flash_train.attention import AttentionSpec, Causal, attention
+from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_func
 from flash_train.attention.kernels.hopper import launch
 from flash_train.attention.masks import Full, Window
 from tests.attention.cases import BY_NAME, CASES
@@ -102,6 +102,21 @@ def test_repeatable_gradients(case):
         check(replace(case, dtype=torch.bfloat16), ALONE)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tile", [(3, 128, 2, 3), (3, 64, 1, 2), (2, 64, 2, 4, False)], ids=str)
+def test_other_tiles(tile, monkeypatch):
+    """Three consumers, and consumers that take no turns."""
+    monkeypatch.setitem(launch.FORWARD, 64, launch.ForwardTile(*tile))
+    check(replace(WIDE[0], dtype=torch.bfloat16))
+    check(replace(WIDE[3], dtype=torch.bfloat16), seed=1)
+
+
+def test_deterministic_is_not_promised():
+    x = torch.zeros(1, 16, 1, 64, dtype=torch.bfloat16)
+    with hopper_on_cpu() as ran, pytest.raises(ValueError, match="deterministic=True, and backend=hopper"):
+        flash_attn_func(x, x, x, deterministic=True, backend="hopper")
+    assert ran == []
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -67,10 +67,6 @@ class Hook(pl.Callback):
             self.function(trainer, pl_module)
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def read_metrics(folder):
     with open(folder / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
@@ -93,7 +89,8 @@ def test_all_of_it_in_a_plain_trainer(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData())
     ours = read_metrics(tmp_path)
     assert [int(row["step"]) for row in ours] == [1, 2, 3, 4, 5]
-    assert names(tmp_path / "checkpoints") == ["step-000004.ckpt", "step-000005.ckpt"]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-000004.ckpt", "step-000005.ckpt"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert {"loss.png", "throughput.png", "memory.png"} <= {path.name for path in tmp_path.iterdir()}
     with open(tmp_path / "lightning" / "version_0" / "metrics.csv", newline="") as file:
@@ -361,61 +358,6 @@ def test_infinite_gradient_names_its_step(tmp_path):
     trainer = plain_trainer(tmp_path, NonFiniteLoss(), Hook(1, spoil))
     with pytest.raises(NonFiniteLossError, match=r"the gradient norm is (inf|nan) at step 2 \(its loss is \d"):
         trainer.fit(tiny_module(), datamodule=TinyData())
-
-
-# -- checkpoints
-
-
-def test_retention_goes_by_time_not_by_step(tmp_path):
-    """After going back to step 2, what is written last counts as newest, whatever steps lie ahead."""
-    tiny_trainer(tmp_path, max_steps=8, checkpoint_every=2, keep_checkpoints=3).fit(
-        tiny_module(), datamodule=TinyData()
-    )
-    folder = tmp_path / "checkpoints"
-    assert names(folder) == [f"step-00000{i}.ckpt" for i in (4, 6, 8)]
-    trainer = tiny_trainer(tmp_path, max_steps=8, checkpoint_every=1, keep_checkpoints=3, stop_after=1)
-    trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=folder / "step-000004.ckpt")
-    assert names(folder) == [f"step-00000{i}.ckpt" for i in (5, 6, 8)]
-    assert newest_checkpoint(folder).name == "step-000005.ckpt"
-
-
-def test_no_checkpoint_found(tmp_path):
-    (tmp_path / "step=3.ckpt").touch()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*: expected files named like step-000100.ckpt"):
-        newest_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
-def test_checkpoint_settings_out_of_range(options, tmp_path):
-    with pytest.raises(ValueError, match="=0 is out of range: it must be 1 or greater, or null"):
-        StepCheckpoint(tmp_path, **options)
-
-
-def test_checkpoint_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "a" / "x.ckpt"
-    io = AtomicCheckpointIO()
-    io.save_checkpoint({"value": torch.ones(3)}, path)
-
-    def half(checkpoint, file):
-        file.write(b"half of it")
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr(torch, "save", half)
-        io.save_checkpoint({"value": torch.zeros(3)}, path)
-    assert io.load_checkpoint(path)["value"].tolist() == [1, 1, 1]
-    assert [file.name for file in path.parent.iterdir()] == ["x.ckpt"]
-
-
-def test_checkpoint_io_refuses(tmp_path):
-    io = AtomicCheckpointIO()
-    with pytest.raises(FileNotFoundError, match="no checkpoint at .*missing.ckpt"):
-        io.load_checkpoint(tmp_path / "missing.ckpt")
-    with pytest.raises(TypeError, match="takes no storage_options"):
-        io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
-    torch.save({"callable": print}, tmp_path / "unsafe.ckpt")
-    with pytest.raises(Exception, match="[Ww]eights.only"):
-        io.load_checkpoint(tmp_path / "unsafe.ckpt", weights_only=False)
 
 
 # -- build_trainer

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from flash_train.attention.kernels import launch
 from flash_train.attention.kernels.arguments import Call
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by the kernels named: ``flash`` or ``triton`` (the portable ones), or ``hopper``, which
-    raise ValueError where they cannot run the call."""
-    if kernels == "hopper":
-        from flash_train.attention.kernels.hopper import launch as hopper
+def forward_of(kernels: str) -> Callable[..., Any]:
+    """``launch.forward`` of the kernels named: ``flash`` or ``triton`` (the portable ones), or ``hopper``, which raise
+    ValueError where they cannot run the call."""
+    if kernels != "hopper":
+        return launch.forward
+    from flash_train.attention.kernels.hopper import launch as hopper
 
-        return hopper.forward(q, k, v, call)
-    return launch.forward(q, k, v, call)
+    return hopper.forward
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    kernels: str,
-    needs_slopes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients; behind Hopper's forward by the portable kernels where Hopper's backward cannot run
+def backward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
+    """The same of ``launch.backward``; behind Hopper's forward the portable one where Hopper's backward cannot run
     (``hopper.launch.backward_unavailable`` says why)."""
-    if kernels == "hopper":
-        from flash_train.attention.kernels.hopper import launch as hopper
+    if kernels != "hopper":
+        return launch.backward
+    from flash_train.attention.kernels.hopper import launch as hopper
 
-        if hopper.backward_unavailable(q, k, v, call) is None:
-            return hopper.backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
-    return launch.backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
+    return hopper.backward if hopper.backward_unavailable(q, k, v, call) is None else launch.backward

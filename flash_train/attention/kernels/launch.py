@@ -85,9 +85,9 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ca
     rule, score, dropout = _what(call, tile, walks_keys=True)
     arguments = (
         *map(strided, (q, k, v, out)), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, call.sinks,
-        dropout, *_lengths(q, k, call),
+        dropout, *lengths_of(q, k, call),
     )  # fmt: skip
-    grid = (_slots(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
+    grid = (slots_of(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
     return Launch(attention_forward, grid, arguments, _constants(q, k, v, tile))
 
 
@@ -119,9 +119,9 @@ def dkdv_launch(
     rule, score, dropout = _what(call, tile, walks_keys=False)
     arguments = (
         *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dk), strided(dv), call.cu_seqlens_q,
-        call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *_lengths(q, k, call),
+        call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *lengths_of(q, k, call),
     )  # fmt: skip
-    grid = (_slots(k, call.cu_seqlens_k, tile.block_n), k.shape[-2])
+    grid = (slots_of(k, call.cu_seqlens_k, tile.block_n), k.shape[-2])
     return Launch(attention_backward_dkdv, grid, arguments, _constants(q, k, v, tile))
 
 
@@ -141,9 +141,9 @@ def dq_launch(
     arguments = (
         *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dq),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, dropout,
-        call.scale / call.keep_rate, call.keep_rate, *_lengths(q, k, call),
+        call.scale / call.keep_rate, call.keep_rate, *lengths_of(q, k, call),
     )  # fmt: skip
-    grid = (_slots(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
+    grid = (slots_of(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
     return Launch(attention_backward_dq, grid, arguments, _constants(q, k, v, tile))
 
 
@@ -171,14 +171,14 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-def _slots(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
+def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
     """Programs along the rows of x: see ``device.schedule.find_tile``."""
     if cu_seqlens is None:
         return x.shape[0] * triton.cdiv(x.shape[1], block)
     return x.shape[0] // block + cu_seqlens.numel()
 
 
-def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
+def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
     """(entries, query rows, key rows); packed, the rows are those of the whole tensor."""
     if call.cu_seqlens_q is None:
         return q.shape[0], q.shape[1], k.shape[1]

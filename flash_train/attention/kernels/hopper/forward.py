@@ -101,7 +101,7 @@ def _produce(
     q, k, v, q_ring, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings: queries of a task, then its keys and values from the last block to the first."""
+    """Fill the rings: queries of a task, then its keys and values block by block."""
     PACKED: gl.constexpr = cu_q is not None
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     tasks = count_tasks(cu_q, n_entries, seqlen_q, n_heads, BLOCK_M)

@@ -25,7 +25,7 @@ from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_bac
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
-from flash_train.attention.kernels.launch import lse_shape, sink_gradient, slope_gradient
+from flash_train.attention.kernels.launch import lengths_of, lse_shape, sink_gradient, slope_gradient, slots_of
 from flash_train.attention.kernels.tiles import Tile, block_d, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
@@ -154,7 +154,7 @@ def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | N
         return f"head_dim {q.shape[-1]} is more than 128"
     if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
         return "heads that share keys have block patterns of their own"
-    if q.shape[-2] * PAD * _slots(q, call.cu_seqlens_q, PAD) >= 2**31:
+    if q.shape[-2] * PAD * slots_of(q, call.cu_seqlens_q, PAD) >= 2**31:
         return "there are 2**31 rows or more, of all heads together"
     return None
 
@@ -184,7 +184,7 @@ def forward_launch(
         if call.has_terms:  # numbers of their own for every pair
             tile = replace(tile, block_n=64)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
-    entries, rows_q, rows_k = _lengths(q, k, call)
+    entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(out, 64, columns), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k,
@@ -231,14 +231,14 @@ class Sums:
 
 def make_sums(q: Tensor, call: Call, with_dq: bool = True) -> Sums:
     heads, columns = q.shape[-2], block_d(q.shape[-1])
-    padded = PAD * _slots(q, call.cu_seqlens_q, PAD)
+    padded = PAD * slots_of(q, call.cu_seqlens_q, PAD)
     rows = torch.empty((2, heads, padded), dtype=torch.float32, device=q.device)
     dq = torch.empty((heads, padded, columns), dtype=torch.float32, device=q.device) if with_dq else None
     return Sums(rows[0], rows[1], dq)
 
 
 def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call) -> Launch:
-    entries, rows, _ = _lengths(out, out, call)
+    entries, rows, _ = lengths_of(out, out, call)
     arguments = (
         strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse.contiguous()), sums.delta,
         sums.lse2, sums.dq, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
@@ -262,7 +262,7 @@ def backward_launch(
     if tile is None:
         tile = NARROW if call.rng is not None or call.softcap or call.has_terms else BACKWARD[columns]
     group = q.shape[-2] // k.shape[-2]
-    entries, rows_q, rows_k = _lengths(q, k, call)
+    entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, tile.block_m, columns), describe(k, 128, columns), describe(v, 128, columns),
         describe(dout, tile.block_m, columns), _describe_rows(sums.lse2, tile.block_m),
@@ -297,7 +297,7 @@ def dq_launch(
 ) -> Launch:
     columns, tile = block_d(q.shape[-1]), Tile(128, 64, 4, 4)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
-    entries, rows_q, rows_k = _lengths(q, k, call)
+    entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
@@ -318,7 +318,7 @@ def dq_launch(
 
 
 def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
-    entries, rows, _ = _lengths(dq, dq, call)
+    entries, rows, _ = lengths_of(dq, dq, call)
     arguments = (
         sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded
     )  # fmt: skip
@@ -343,31 +343,21 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 def _kv_heads_at_once(q: Tensor, call: Call, group: int) -> int:
     """Key heads whose queries, gradients and sums of dQ lie in the cache together."""
-    rows = q.shape[1] if call.cu_seqlens_q is None else triton.cdiv(q.shape[0], call.cu_seqlens_q.numel() - 1)
-    return max(1, CACHE_BYTES // (group * rows * q.shape[-1] * (2 * q.dtype.itemsize + 4)))
+    bytes_per_head = group * _mean_rows(q, call.cu_seqlens_q) * q.shape[-1] * (2 * q.dtype.itemsize + 4)
+    return max(1, CACHE_BYTES // bytes_per_head)
 
 
 def _heads_at_once(k: Tensor, call: Call, group: int) -> int:
     """Query heads whose keys and values lie in the cache together: see ``tasks.find_task``."""
-    rows = k.shape[1] if call.cu_seqlens_k is None else triton.cdiv(k.shape[0], call.cu_seqlens_k.numel() - 1)
-    bytes_per_head = 2 * rows * k.shape[-1] * k.dtype.itemsize
+    bytes_per_head = 2 * _mean_rows(k, call.cu_seqlens_k) * k.shape[-1] * k.dtype.itemsize
     return group * max(1, CACHE_BYTES // bytes_per_head)
+
+
+def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Rows of an entry; packed, the mean, whose lengths only the device knows."""
+    return x.shape[1] if cu_seqlens is None else triton.cdiv(x.shape[0], cu_seqlens.numel() - 1)
 
 
 def _tasks(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
     """As ``tasks.count_tasks``."""
-    return x.shape[-2] * _slots(x, cu_seqlens, block)
-
-
-def _slots(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
-    """Tiles of all entries; packed, places for them."""
-    if cu_seqlens is None:
-        return x.shape[0] * triton.cdiv(x.shape[1], block)
-    return x.shape[0] // block + cu_seqlens.numel()
-
-
-def _lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
-    """(entries, query rows, key rows); packed, the rows are those of the whole tensor."""
-    if call.cu_seqlens_q is None:
-        return q.shape[0], q.shape[1], k.shape[1]
-    return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]
+    return x.shape[-2] * slots_of(x, cu_seqlens, block)

@@ -1,4 +1,4 @@
-"""Which tiles of which heads a program of a persistent grid works on, and where they lie for TMA."""
+"""Which tiles of which heads a program works on, in which order, and where they lie for TMA."""
 
 import triton
 from triton.experimental import gluon
