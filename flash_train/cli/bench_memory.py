@@ -186,7 +186,7 @@ def shown(records: Records) -> str:
         return f"{in_words(moved)} moved, {in_words(record['algorithm_bytes'])} by its algorithm"
     measured, predicted = record["measured_bytes"], record["predicted_bytes"]
     reserved = f", {in_words(record['reserved_bytes'])} reserved" if "reserved_bytes" in record else ""
-    left = f", {in_words(record['left_bytes'])} NOT FREED" if record["left_bytes"] else ""
+    left = f", {in_words(record['left_bytes'])} NOT FREED" if record["left_bytes"] > 0 else ""
     told = f"{in_words(measured)} measured, {in_words(predicted)} predicted ({predicted / measured - 1:+.2%})"
     return f"{told}{reserved}{left}, {record['seconds']:.0f} s"
 
