@@ -26,6 +26,7 @@ from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, 
 from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row
 
 BLOCK_N = gl.constexpr(128)
+DS_STAGES = gl.constexpr(2)
 
 
 @triton.constexpr_function
@@ -59,27 +60,27 @@ def hopper_backward(
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
-    ds_tile = k_tile  # without dQ anything: partitions take no None that is not an argument
+    ds_tiles = k_tile  # without dQ anything: partitions take no None that is not an argument
     dq_tiles = k_tile
     if WITH_DQ:
-        ds_tile = gl.allocate_shared_memory(k.dtype, [BLOCK_N, BLOCK_M], DS)
+        ds_tiles = gl.allocate_shared_memory(k.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], DS)
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq.block_shape, dq.layout)
     q_ring = make_ring(q_tiles, STAGES, 2)  # the log-sum-exp comes and goes with its queries, delta with dout
     do_ring = make_ring(do_tiles, STAGES, 2)
     kv = make_barriers(3, 2)  # filled, read for the last time, gradients stored in their place
-    ds = make_barriers(2, 2)  # filled, emptied
+    ds_ring = make_ring(ds_tiles, DS_STAGES, 2, 2)
     dq_full = make_barriers(2, 1)  # of either consumer
     dq_empty = make_barriers(2, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
+                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
                 cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
                 GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
             )),
             (_consume, (
-                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
+                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
                 cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
                 GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
             )),
@@ -166,7 +167,7 @@ def _write(
 
 @gluon.jit
 def _consume(
-    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_tile, dq_tiles, kv, ds, dq_full, dq_empty,
+    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
     cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     W: gl.constexpr,
@@ -240,26 +241,17 @@ def _consume(
                     ds_next *= capped_slope(product, score, False)
                 ds16 = ds_next.to(dtype)
                 if WITH_DQ:
-                    mbarrier.wait(ds.index(1), (i & 1) ^ 1)
-                    ds_tile.slice(64 * W, 64).store(ds16)
+                    wait_empty(ds_ring, i, DS_STAGES)
+                    ds_ring.tiles.index(i % DS_STAGES).slice(64 * W, 64).store(ds16)
                     fence_async_shared()
-                    mbarrier.arrive(ds.index(0), count=1)
+                    mbarrier.arrive(ds_ring.full.index(i % DS_STAGES), count=1)
                 dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
                 if WITH_DQ:
-                    mbarrier.wait(ds.index(0), i & 1)
-                    k_all = k_tile.index(none).reshape([BLOCK_N, HEAD_DIM])
-                    if BLOCK_M == 128:
-                        dq_next = warpgroup_mma(
-                            ds_tile.slice(64 * W, 64, 1).permute((1, 0)), k_all, zero_dq, use_acc=False, is_async=True
-                        )
-                    else:
-                        dq_next = warpgroup_mma(
-                            ds_tile.permute((1, 0)),
-                            k_all.slice(COLUMNS * W, COLUMNS, 1),
-                            zero_dq,
-                            use_acc=False,
-                            is_async=True,
-                        )
+                    # That of the step before: consumers may then be half a step apart, and one's exponentials
+                    # coincide with the other's products. In the first step its own, for nothing.
+                    before = gl.maximum(i - 1, 0)
+                    wait_full(ds_ring, before, DS_STAGES)
+                    dq_next = _start_dq(ds_ring, before, k_tile.index(none), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dv_acc = warpgroup_mma_wait(2 if WITH_DQ else 1, deps=[dv_next])
                 release(do_ring, i, STAGES)
                 mbarrier.wait(q_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
@@ -273,12 +265,20 @@ def _consume(
                     dk_acc = warpgroup_mma_wait(1, deps=[dk_next])
                 release(q_ring, i, STAGES)
                 if WITH_DQ:
-                    mbarrier.arrive(ds.index(1), count=1)
-                    mbarrier.wait(dq_empty.index(W), (i & 1) ^ 1)
+                    mbarrier.arrive(ds_ring.empty.index(before % DS_STAGES), count=1, pred=i > 0)
+                    mbarrier.wait(dq_empty.index(W), i & 1, pred=i > 0)
                     dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
                     fence_async_shared()
-                    mbarrier.arrive(dq_full.index(W), count=1)
+                    mbarrier.arrive(dq_full.index(W), count=1, pred=i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
+            if WITH_DQ:
+                wait_full(ds_ring, steps - 1, DS_STAGES)
+                dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
+                dq_half = warpgroup_mma_wait(0, deps=[dq_next])
+                mbarrier.wait(dq_empty.index(W), steps & 1)
+                dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
+                fence_async_shared()
+                mbarrier.arrive(dq_full.index(W), count=1)
 
         mbarrier.arrive(kv.index(1), count=1)
         mbarrier.wait(kv.index(1), 0)
@@ -289,6 +289,18 @@ def _consume(
         _rows_of(k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))
         fence_async_shared()
         mbarrier.arrive(kv.index(2), count=1)
+
+
+@gluon.jit
+def _start_dq(ds_ring, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
+    """dQ of step i from 128 keys: the W-th 64 of its queries, or the W-th half of the columns of 64 queries."""
+    ds_tile = ds_ring.tiles.index(i % DS_STAGES)
+    k_all = k_tile.reshape([BLOCK_N, HEAD_DIM])
+    if BLOCK_M == 128:
+        ds_tile = ds_tile.slice(64 * W, 64, 1)
+    else:
+        k_all = k_all.slice(HEAD_DIM // 2 * W, HEAD_DIM // 2, 1)
+    return warpgroup_mma(ds_tile.permute((1, 0)), k_all, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """The forward kernel for Hopper: a producer warp loads, consumers of four warps compute 64 queries each.
 
-A persistent grid; each partition finds the program's tasks for itself. A consumer keeps one product of either kind in
+A persistent grid: a program takes the next task when it begins to load the last, so that all end together, whatever
+a task costs. The producer hands its number to the consumers with the queries. A consumer keeps one product of either kind in
 flight: while it exponentiates the logits of a block, the matrix unit adds the block before to the output.
 """
 
@@ -18,33 +19,47 @@ from flash_train.attention.kernels.device.mask import count_edges, key_visits, v
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
-from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
+from flash_train.attention.kernels.hopper.ring import (
+    make_barriers,
+    make_ring,
+    make_words,
+    once,
+    read_word,
+    release,
+    uniform,
+    wait_empty,
+    wait_full,
+    write_word,
+)
 from flash_train.attention.kernels.hopper.tasks import (
+    ask_task,
     at,
     count_tasks,
     find_task,
     lanes,
-    nth_task,
     start_of_block,
+    told_task,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
-
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
 def hopper_forward(
-    q, k, v, out, lse, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
+    q, k, v, out, lse, counter, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k, n_heads,
+    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and out are descriptors (``launch.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM]; lse is
-    natural and fp32. Grid: as many programs as there are processors, or tasks where those are fewer."""
+    natural and fp32; counter is an int32 of 0. Grid: as many programs as there are processors, or tasks where those
+    are fewer."""
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_shape, q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
     q_ring = make_ring(q_tiles, Q_STAGES, CONSUMERS)
     k_ring = make_ring(k_tiles, STAGES, CONSUMERS)
     v_ring = make_ring(v_tiles, STAGES, CONSUMERS)
+    words = make_words(Q_STAGES)  # the task of the queries in each stage
     turns = make_barriers(CONSUMERS, 1)
     mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
@@ -53,18 +68,18 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
                     seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
                     PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
                     seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
                     PINGPONG, 1,
                 )),
                 (_produce, (
-                    q, k, v, q_ring, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads,
-                    heads_at_once, GROUP, BLOCK_N, CONSUMERS, Q_STAGES, STAGES,
+                    q, k, v, q_ring, k_ring, v_ring, words, counter, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k,
+                    n_heads, heads_at_once, GROUP, BLOCK_N, CONSUMERS, Q_STAGES, STAGES,
                 )),
             ],
             [4, 1], [240, 24],
@@ -73,23 +88,23 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
                     seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
                     PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
                     seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
                     PINGPONG, 1,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
                     seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
                     PINGPONG, 2,
                 )),
                 (_produce, (
-                    q, k, v, q_ring, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads,
-                    heads_at_once, GROUP, BLOCK_N, CONSUMERS, Q_STAGES, STAGES,
+                    q, k, v, q_ring, k_ring, v_ring, words, counter, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k,
+                    n_heads, heads_at_once, GROUP, BLOCK_N, CONSUMERS, Q_STAGES, STAGES,
                 )),
             ],
             [4, 4, 1], [160, 160, 24],
@@ -98,8 +113,9 @@ def hopper_forward(
 
 @gluon.jit
 def _produce(
-    q, k, v, q_ring, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, q_ring, k_ring, v_ring, words, counter, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads,
+    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings: queries of a task, then its keys and values block by block."""
     PACKED: gl.constexpr = cu_q is not None
@@ -107,41 +123,46 @@ def _produce(
     tasks = count_tasks(cu_q, n_entries, seqlen_q, n_heads, BLOCK_M)
     done = 0  # tasks
     step = 0  # blocks of keys of all of them
-    for i in range(0, gl.cdiv(tasks, gl.num_programs(0))):
-        task = nth_task(i)
-        if task < tasks:
-            seq, head, start_m, live = find_task(
-                task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
-                mask.right is not None,
-            )  # fmt: skip
-            if live:
-                wait_empty(q_ring, done, Q_STAGES)
-                q_full = q_ring.full.index(done % Q_STAGES)
-                mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
-                for w in gl.static_range(CONSUMERS):
-                    tma.async_copy_global_to_shared(
-                        q, at(seq, head, start_m + 64 * w, seq.q_row, seq.len_q, PACKED), q_full,
-                        q_ring.tiles.index(done % Q_STAGES * CONSUMERS + w),
-                    )  # fmt: skip
-                done += 1
-                visits = key_visits(mask, seq, head, start_m, lanes(), BLOCK_M, BLOCK_N)
-                for j in range(0, gl.maximum(visits.stop - visits.first, 1)):
-                    start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
-                    where = at(seq, head // GROUP, start_n, seq.k_row, seq.len_k, PACKED)
-                    stage = step % STAGES
-                    wait_empty(k_ring, step, STAGES)
-                    mbarrier.expect(k_ring.full.index(stage), k.block_type.nbytes)
-                    tma.async_copy_global_to_shared(k, where, k_ring.full.index(stage), k_ring.tiles.index(stage))
-                    wait_empty(v_ring, step, STAGES)
-                    mbarrier.expect(v_ring.full.index(stage), v.block_type.nbytes)
-                    tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
-                    step += 1
+    task = gl.program_id(0)
+    while task < tasks:
+        following = ask_task(counter)  # early: the answer takes a while
+        seq, head, start_m, live = find_task(
+            task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
+            mask.right is not None,
+        )  # fmt: skip
+        if live:
+            wait_empty(q_ring, done, Q_STAGES)
+            write_word(words, done % Q_STAGES, task)
+            q_full = q_ring.full.index(done % Q_STAGES)
+            mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
+            for w in gl.static_range(CONSUMERS):
+                tma.async_copy_global_to_shared(
+                    q, at(seq, head, start_m + 64 * w, seq.q_row, seq.len_q, PACKED), q_full,
+                    q_ring.tiles.index(done % Q_STAGES * CONSUMERS + w),
+                )  # fmt: skip
+            done += 1
+            visits = key_visits(mask, seq, head, start_m, lanes(), BLOCK_M, BLOCK_N)
+            for j in range(0, gl.maximum(visits.stop - visits.first, 1)):
+                start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
+                where = at(seq, head // GROUP, start_n, seq.k_row, seq.len_k, PACKED)
+                stage = step % STAGES
+                wait_empty(k_ring, step, STAGES)
+                mbarrier.expect(k_ring.full.index(stage), k.block_type.nbytes)
+                tma.async_copy_global_to_shared(k, where, k_ring.full.index(stage), k_ring.tiles.index(stage))
+                wait_empty(v_ring, step, STAGES)
+                mbarrier.expect(v_ring.full.index(stage), v.block_type.nbytes)
+                tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
+                step += 1
+        task = told_task(following)
+    wait_empty(q_ring, done, Q_STAGES)
+    write_word(words, done % Q_STAGES, task * 0 - 1)
+    mbarrier.arrive(q_ring.full.index(done % Q_STAGES), count=1)
 
 
 @gluon.jit
 def _consume(
-    out, lse, q_ring, k_ring, v_ring, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k,
-    n_heads, heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q,
+    seqlen_k, n_heads, heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The W-th 64 queries of every task."""
@@ -153,82 +174,91 @@ def _consume(
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     dtype: gl.constexpr = q_ring.tiles.dtype
     key0, key1 = load_key(dropout)
+    if dropout.state is not None:
+        key0, key1 = uniform(key0), uniform(key1)
     places = find_places(dropout, BLOCK_N)
-    tasks = count_tasks(cu_q, n_entries, seqlen_q, n_heads, BLOCK_M)
     done = 0
     step = 0
-    for i in range(0, gl.cdiv(tasks, gl.num_programs(0))):
-        task = nth_task(i)
-        if task < tasks:
-            seq, head, start_m, live = find_task(
-                task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
-                mask.right is not None,
+    wait_full(q_ring, done, Q_STAGES)
+    task = read_word(words, done % Q_STAGES)
+    while task >= 0:
+        seq, head, start_m, live = find_task(
+            task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
+            mask.right is not None,
+        )  # fmt: skip
+        head64 = head.to(gl.int64)
+        visits = key_visits(mask, seq, head64, start_m, lanes(), BLOCK_M, BLOCK_N)
+        slope = load_slope(score, seq, head64)
+        first_m = start_m + 64 * W
+        offs_m = first_m + gl.arange(0, 64, S_ROWS)
+        tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W)
+        q_tile = tile.reshape([64, HEAD_DIM])
+        m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # running maximum, in units of log2
+        l_i = gl.zeros([64], gl.float32, S_ROWS)  # running sum of exponentials
+        acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
+
+        wait_full(k_ring, step, STAGES)
+        _take_turn(turns, step, W, PINGPONG)
+        s_next = _start_logits(q_tile, k_ring, step, STAGES, BLOCK_N, HEAD_DIM, S)
+        _pass_turn(turns, W, CONSUMERS, PINGPONG)
+        if Q_STAGES > 1:  # the output of the task before has left the place of its queries by now
+            tma.store_wait(0)
+            mbarrier.arrive(q_ring.empty.index(gl.maximum(done - 1, 0) % Q_STAGES), count=1, pred=done > 0)
+        s, even, odd = _take_logits(
+            s_next, 0, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
+            offs_m, 0, STAGES, BLOCK_N, S,
+        )  # fmt: skip
+        alpha, reference, m_i = _new_maximum(s, m_i, score)
+        p = gl.exp2(s * score.factor - reference[:, None])
+        l_i = l_i * alpha + gl.sum(p, 1)
+        for j in range(1, visits.stop - visits.first):
+            acc, p, even, odd, m_i, l_i = _step(
+                acc, p, even, odd, m_i, l_i, j, words, done % Q_STAGES, task, q_tile, k_ring, v_ring, turns, step,
+                visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m, offs_m,
+                STAGES, BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
             )  # fmt: skip
-            if live:
-                head64 = head.to(gl.int64)
-                visits = key_visits(mask, seq, head64, start_m, lanes(), BLOCK_M, BLOCK_N)
-                slope = load_slope(score, seq, head64)
-                first_m = start_m + 64 * W
-                offs_m = first_m + gl.arange(0, 64, S_ROWS)
-                tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W)
-                q_tile = tile.reshape([64, HEAD_DIM])
-                m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # running maximum, in units of log2
-                l_i = gl.zeros([64], gl.float32, S_ROWS)  # running sum of exponentials
-                acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
+            step += 1
+        p = _thin(p, even, odd, dropout, S, gl.DotOperandLayout(0, OUT, 2), dtype, BLOCK_N)
+        wait_full(v_ring, step, STAGES)
+        acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
+        acc = warpgroup_mma_wait(0, deps=[acc_next])
+        release(v_ring, step, STAGES)
+        step += 1
 
-                wait_full(q_ring, done, Q_STAGES)
-                wait_full(k_ring, step, STAGES)
-                _take_turn(turns, step, W, PINGPONG)
-                s_next = _start_logits(q_tile, k_ring, step, STAGES, BLOCK_N, HEAD_DIM, S)
-                _pass_turn(turns, W, CONSUMERS, PINGPONG)
-                p, even, odd, alpha, m_i, l_i = _weigh(
-                    s_next, 0, m_i, l_i, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq,
-                    head64, first_m, offs_m, 0, STAGES, BLOCK_N, S,
-                )  # fmt: skip
-                for j in range(1, visits.stop - visits.first):
-                    acc, p, even, odd, m_i, l_i = _step(
-                        acc, p, even, odd, m_i, l_i, j, q_tile, k_ring, v_ring, turns, step, visits, mask, score, slope,
-                        dropout, key0, key1, places, seq, head64, first_m, offs_m,
-                        STAGES, BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
-                    )  # fmt: skip
-                    step += 1
-                p = _thin(p, even, odd, dropout, S, gl.DotOperandLayout(0, OUT, 2), dtype, BLOCK_N)
-                wait_full(v_ring, step, STAGES)
-                acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
-                acc = warpgroup_mma_wait(0, deps=[acc_next])
-                release(v_ring, step, STAGES)
-                step += 1
-
-                if sinks is not None:  # a logit without a value
-                    sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
-                    m_new = gl.maximum(m_i, sink)
-                    reference = gl.where(m_new == float("-inf"), 0.0, m_new)
-                    alpha = gl.exp2(m_i - reference)
-                    acc = acc * gl.convert_layout(alpha, OUT_ROWS)[:, None]
-                    l_i = l_i * alpha + gl.exp2(sink - reference)
-                    m_i = m_new
-                visible_row = l_i > 0.0
-                lse_tile = gl.where(visible_row, (m_i + gl.log2(l_i)) * LN_2, float("-inf"))
-                if PACKED:
-                    lse_tile = gl.where(seq.index < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
-                norm = gl.where(visible_row, l_i, 1.0)
-                if dropout.state is not None:
-                    norm = norm * (dropout.threshold * (1.0 / 256.0))
-                acc = acc / gl.convert_layout(norm, OUT_ROWS)[:, None]
-                q_tile.store(acc.to(dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out, at(seq, head, first_m, seq.q_row, seq.len_q, PACKED), tile)
-                lse_ptrs = lse.ptr + seq.batch * lse.stride_batch + head64 * lse.stride_head + seq.q_row + offs_m
-                gl.store(lse_ptrs, lse_tile, mask=offs_m < seq.len_q)
-                tma.store_wait(0)
-                release(q_ring, done, Q_STAGES)
-                done += 1
+        if sinks is not None:  # a logit without a value
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
+            m_new = gl.maximum(m_i, sink)
+            reference = gl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = gl.exp2(m_i - reference)
+            acc = acc * gl.convert_layout(alpha, OUT_ROWS)[:, None]
+            l_i = l_i * alpha + gl.exp2(sink - reference)
+            m_i = m_new
+        visible_row = l_i > 0.0
+        lse_tile = gl.where(visible_row, (m_i + gl.log2(l_i)) * LN_2, float("-inf"))
+        if PACKED:
+            lse_tile = gl.where(seq.index < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
+        norm = gl.where(visible_row, l_i, 1.0)
+        if dropout.state is not None:
+            norm = norm * (dropout.threshold * (1.0 / 256.0))
+        acc = acc * gl.convert_layout(1.0 / norm, OUT_ROWS)[:, None]
+        q_tile.store(acc.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, at(seq, head, first_m, seq.q_row, seq.len_q, PACKED), tile)
+        lse_ptrs = lse.ptr + seq.batch * lse.stride_batch + head64 * lse.stride_head + seq.q_row + offs_m
+        gl.store(lse_ptrs, lse_tile, mask=offs_m < seq.len_q)
+        if Q_STAGES == 1:
+            tma.store_wait(0)
+            release(q_ring, done, Q_STAGES)
+        done += 1
+        wait_full(q_ring, done, Q_STAGES)
+        task = read_word(words, done % Q_STAGES)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _step(
-    acc, p, even, odd, m_i, l_i, j, q_tile, k_ring, v_ring, turns, step, visits, mask, score, slope, dropout,
-    key0, key1, places, seq, head, first_m, offs_m,
+    acc, p, even, odd, m_i, l_i, j, words, slot, task, q_tile, k_ring, v_ring, turns, step, visits, mask, score, slope,
+    dropout, key0, key1, places, seq, head, first_m, offs_m,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -242,15 +272,25 @@ def _step(
     wait_full(v_ring, step, STAGES)
     acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
     _pass_turn(turns, W, CONSUMERS, PINGPONG)
-    p, even, odd, alpha, m_i, l_i = _weigh(
-        s_next, j, m_i, l_i, k_ring, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head,
-        first_m, offs_m, 1, STAGES, BLOCK_N, S,
+    if dropout.state is not None:
+        # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
+        # up the other consumer's.
+        wait_full(v_ring, step, STAGES)
+        head = head + (read_word(words, slot) - task)
+    s, even, odd = _take_logits(
+        s_next, j, k_ring, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
+        offs_m, 1, STAGES, BLOCK_N, S,
     )  # fmt: skip
-    # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
-    wait_full(v_ring, step, STAGES)
-    acc = warpgroup_mma_wait(0, deps=[acc_next])
-    release(v_ring, step, STAGES)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    alpha, reference, m_i = _new_maximum(s, m_i, score)
+    # A narrow product ends before the exponentials, and the registers of p are free for them.
+    if HEAD_DIM <= 64:
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, OUT)
+    p = gl.exp2(s * score.factor - reference[:, None])
+    l_i = l_i * alpha + gl.sum(p, 1)
+    if HEAD_DIM > 64:
+        # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
+        wait_full(v_ring, step, STAGES)
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, OUT)
     return acc, p, even, odd, m_i, l_i
 
 
@@ -270,12 +310,19 @@ def _start_output(p, v_ring, acc, step, STAGES: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon.jit
-def _weigh(
-    s_next, j, m_i, l_i, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head,
-    first_m, offs_m, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, S: gl.constexpr,
+def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr, OUT: gl.constexpr):
+    """Wait for the output so far, and refer it to the new maximum."""
+    acc = warpgroup_mma_wait(0, deps=[acc_next])
+    release(v_ring, step, STAGES)
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+
+
+@gluon.jit
+def _take_logits(
+    s_next, j, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m, offs_m,
+    IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """Wait for the logits of block j: their weights, which of them are kept, and the running softmax
-    (FlashAttention-2, algorithm 1).
+    """Wait for the logits of block j, and draw which of its weights are kept.
 
     IN_FLIGHT products, begun after that of the logits, stay so.
     """
@@ -298,12 +345,16 @@ def _weigh(
             s = gl.full([64, BLOCK_N], float("-inf"), gl.float32, S)
         else:
             s = gl.where(visible(mask, seq, head, rows, offs_n), s, float("-inf"))
+    return s, even, odd
+
+
+@gluon.jit
+def _new_maximum(s, m_i, score):
+    """The running maximum with the logits s, what to subtract from them, and the factor for what was summed before
+    (FlashAttention-2, algorithm 1)."""
     m_new = gl.maximum(m_i, gl.max(s, 1) * score.factor)
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)  # of rows that have seen nothing yet
-    alpha = gl.exp2(m_i - reference)
-    p = gl.exp2(s * score.factor - reference[:, None])
-    l_i = l_i * alpha + gl.sum(p, 1)
-    return p, even, odd, alpha, m_new, l_i
+    return gl.exp2(m_i - reference), reference, m_new
 
 
 @gluon.jit

@@ -50,6 +50,8 @@ class ForwardTile:
 
 #: by columns of a tile
 FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
+LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and many rows: no consumer keeps the processor busy by itself
+LONG_ROWS = 8192
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2)}
 NARROW = Tile(64, 128, 4, 2)  #: where dropout, a softcap or terms take registers, too
 
@@ -179,17 +181,14 @@ def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: ForwardTile | None = None
 ) -> Launch:
     columns = block_d(q.shape[-1])
-    if tile is None:
-        tile = FORWARD[columns]
-        if call.has_terms:  # numbers of their own for every pair
-            tile = replace(tile, block_n=64)
+    tile = tile or _forward_tile(columns, _mean_rows(q, call.cu_seqlens_q), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
-        describe(out, 64, columns), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k,
-        mask_rule(call, tile.portable, walks_keys=True), score_arguments(call), call.sinks, dropout_arguments(call),
-        entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
+        describe(out, 64, columns), stats(lse), torch.zeros(1, dtype=torch.int32, device=q.device),
+        call.cu_seqlens_q, call.cu_seqlens_k, mask_rule(call, tile.portable, walks_keys=True), score_arguments(call),
+        call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -204,6 +203,14 @@ def forward_launch(
     }
     tasks = _tasks(q, call.cu_seqlens_q, 64 * tile.consumers)
     return Launch(hopper_forward, (min(tasks, processors(q.device)),), arguments, constants)
+
+
+def _forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
+    tile = FORWARD[columns]
+    if call.has_terms:  # numbers of their own for every pair
+        return replace(tile, block_n=64)
+    plain = call.rng is None and not call.softcap and call.alibi_slopes is None
+    return LONG if columns == 64 and rows >= LONG_ROWS and plain else tile
 
 
 @dataclass(frozen=True)
@@ -344,13 +351,24 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 def _kv_heads_at_once(q: Tensor, call: Call, group: int) -> int:
     """Key heads whose queries, gradients and sums of dQ lie in the cache together."""
     bytes_per_head = group * _mean_rows(q, call.cu_seqlens_q) * q.shape[-1] * (2 * q.dtype.itemsize + 4)
-    return max(1, CACHE_BYTES // bytes_per_head)
+    return _evenly(_heads(q, call.cu_seqlens_q) // group, CACHE_BYTES / bytes_per_head)
 
 
 def _heads_at_once(k: Tensor, call: Call, group: int) -> int:
     """Query heads whose keys and values lie in the cache together: see ``tasks.find_task``."""
     bytes_per_head = 2 * _mean_rows(k, call.cu_seqlens_k) * k.shape[-1] * k.dtype.itemsize
-    return group * max(1, CACHE_BYTES // bytes_per_head)
+    return group * _evenly(_heads(k, call.cu_seqlens_k), CACHE_BYTES / bytes_per_head)
+
+
+def _evenly(heads: int, at_once: float) -> int:
+    """About ``at_once``, at least 1, so that as many heads are left for the last time as for any other."""
+    times = max(1, round(heads / max(1.0, at_once)))
+    return triton.cdiv(heads, times)
+
+
+def _heads(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Heads of all entries that have heads of their own."""
+    return x.shape[-2] * (x.shape[0] if cu_seqlens is None else 1)
 
 
 def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Ring buffers between warps: a producer fills stages by TMA, consumers empty them."""
+"""Ring buffers between warps: producers fill stages, by TMA or by stores, and consumers empty them."""
 
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring over ``tiles`` (STAGES, ...), each of which READERS partitions empty."""
-    full = make_barriers(STAGES, 1)
+def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
+    """A ring over ``tiles`` (STAGES, ...), each of which WRITERS partitions fill and READERS empty."""
+    full = make_barriers(STAGES, WRITERS)
     empty = make_barriers(STAGES, READERS)
     return Ring(tiles, full, empty)
 
@@ -53,6 +53,33 @@ def wait_empty(ring, i, STAGES: gl.constexpr):
 def release(ring, i, STAGES: gl.constexpr):
     """This partition has read step i's stage."""
     mbarrier.arrive(ring.empty.index(i % STAGES), count=1)
+
+
+@gluon.jit
+def make_words(COUNT: gl.constexpr):
+    """COUNT places for an int32 that travels with a stage: written before the stage is filled, read before emptied."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def write_word(words, i, x):
+    """x, a scalar, to the i-th place; every thread writes it, also the one that fills the stage."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.index(i).store(gl.zeros([1], gl.int32, ONE) + x)
+
+
+@gluon.jit
+def read_word(words, i):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(i).load(ONE), 0)
+
+
+@gluon.jit
+def uniform(x):
+    """x, which is the same in all threads. After a warp's reduction the assembler knows it, too, and takes one register
+    for the warp, which an instruction reads beside two of a thread's own."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(gl.zeros([32], gl.int32, LANES) + x.to(gl.int32, bitcast=True), 0).to(x.dtype, bitcast=True)
 
 
 @gluon.jit
