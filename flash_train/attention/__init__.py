@@ -16,7 +16,7 @@ from flash_train.attention.flash_attn import (
     flash_attn_with_kvcache,
 )
 from flash_train.attention.flops import attended_pairs, attention_flops
-from flash_train.attention.functional import attention
+from flash_train.attention.functional import attention, explain
 from flash_train.attention.kvcache import cached_attention
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, MaskFunction, Tree, Window
 from flash_train.attention.merge import merge
@@ -41,6 +41,7 @@ __all__ = [
     "attention",
     "attention_flops",
     "cached_attention",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

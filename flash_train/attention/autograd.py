@@ -42,7 +42,7 @@ def attention_forward(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
-    return choice.forward_of(kernels)(q, k, v, call)
+    return choice.forward_of(kernels, q, k, v, call)(q, k, v, call)
 
 
 @torch.library.custom_op("flash_train::attention_backward", mutates_args=())

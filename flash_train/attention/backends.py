@@ -9,9 +9,11 @@ import torch
 from flash_train.attention.baselines import sdpa_unavailable
 from flash_train.attention.spec import AttentionSpec
 
-#: ``flash`` and ``triton`` are the portable kernels; ``hopper`` those for compute capability 9.0, with the portable
-#: backward behind them where they have none
+#: ``flash`` is this project's kernels: Hopper's own where they can run the call, else the portable ones. ``triton``
+#: is the portable ones alone; ``hopper`` those for compute capability 9.0, with the portable backward where they have
+#: none.
 BACKENDS = ("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked", "reference")
+OWN = ("flash", "triton", "hopper")
 MAX_HEAD_DIM = 256
 
 
@@ -72,7 +74,7 @@ def resolve_backend(
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: must be one of {', '.join(BACKENDS)}")
     spec = AttentionSpec() if spec is None else spec
-    if name in ("auto", "flash", "triton", "hopper"):
+    if name in ("auto", *OWN):
         device = torch.device(device)
         reason = flash_unavailable(device, dtype, head_dim)
         if name == "hopper" and reason is None:

@@ -13,8 +13,8 @@ Args:
     softcap: where positive, scores become ``softcap * tanh(scores / softcap)``.
     alibi_slopes: (heads,) or (batch, heads), floating-point: the bias ``-slope * abs(i + seqlen_k - seqlen_q - j)``.
         They get a gradient where they require one, which flash-attn does not give.
-    deterministic: bitwise repeatable gradients. Those of this project's portable kernels always are, at no cost; those
-        of ``backend="hopper"``, under ``torch.use_deterministic_algorithms``.
+    deterministic: bitwise repeatable gradients. Those of this project's portable kernels always are, and they run
+        then; Hopper's are under ``torch.use_deterministic_algorithms``.
     return_attn_probs: return ``(out, softmax_lse, None)``. flash-attn's third value is for its own tests: the weights
         with the dropout in their signs, and an empty tensor where ``dropout_p`` is 0. Here it is always None;
         ``keep_mask`` says what was dropped.
@@ -309,6 +309,7 @@ def _attend(
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         head_dim = max(q.shape[-1], v.shape[-1])
         name, _ = resolve_backend(backend, device=q.device, dtype=q.dtype, head_dim=head_dim, spec=spec)
+        backend = "triton" if name == "flash" else backend
         if name == "hopper" or (name == "sdpa" and q.is_cuda):
             raise ValueError(
                 f"deterministic=True, and backend={name} gives repeatable gradients only under "

@@ -72,8 +72,9 @@ def attention(
         alibi_slopes: (heads,), or (batch or entries, heads): the bias ``-slope * abs(i + len_k - len_q - j)`` is added
             to the logit of query i and key j. May be learnable.
         sinks: (heads,): a logit per head that joins the softmax's sum and has no value. May be learnable.
-        backend: ``flash``, ``triton`` or ``hopper`` (this project's kernels), ``sdpa``, ``standard``, ``chunked``,
-            ``reference``, or ``auto``: flash where it runs, else sdpa, else reference.
+        backend: ``flash``, this project's kernels (``triton``, the portable ones alone, ``hopper``, Hopper's alone),
+            ``sdpa``, ``standard``, ``chunked``, ``reference``, or ``auto``: flash where it runs, else sdpa, else
+            reference. ``explain`` says what runs.
         return_lse: also return the natural log-sum-exp of the logits, fp32, (batch, heads, seqlen_q), packed
             (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable. All but ``sdpa``.
 
@@ -116,6 +117,42 @@ def attention(
             state = draw_state(q.device)
         out, lse = attend(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
     return (out, lse) if return_lse else out
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec = FULL,
+    *,
+    packing: Packing | None = None,
+    rng: RngState | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> str:
+    """What runs ``attention`` of the same arguments, and why not what might be faster, in words. Runs no kernel.
+
+    Raises:
+        ValueError, TypeError: as ``attention``.
+    """
+    _validate(q, k, v, spec, packing, alibi_slopes, sinks)
+    name, why = resolve_backend(
+        backend, device=q.device, dtype=q.dtype, head_dim=max(q.shape[-1], v.shape[-1]), spec=spec,
+        sinks=sinks is not None, exact=rng is not None and spec.dropout > 0,
+    )  # fmt: skip
+    if name not in ("flash", "hopper"):
+        return f"{name}: {why}"
+    from flash_train.attention.kernels.arguments import Call
+    from flash_train.attention.kernels.choice import reasons_against_hopper
+
+    origin = (0, 0, 0, 0) if rng is None else rng.origin
+    state = torch.empty(2, dtype=torch.int64, device=q.device) if spec.dropout > 0 else None
+    call = Call(*_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
+    parts = []
+    for direction, reason in zip(("forward", "backward"), reasons_against_hopper(q, k, v, call), strict=True):
+        parts.append(f"{direction} by " + ("Hopper's kernels" if reason is None else f"the portable ones ({reason})"))
+    return f"{name}: {', '.join(parts)}"
 
 
 #: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given

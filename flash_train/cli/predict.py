@@ -24,7 +24,7 @@ SHORTEST = 256  # tokens in a row that are still worth proposing
 def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> Step:
     """What decides the memory of this configuration's steps; one document a row, the most that attention can need."""
     on_cuda = device.type == "cuda"
-    recent = on_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+    capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
     return Step(
         model,
         config.seq_len,
@@ -34,7 +34,8 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         memory=config.memory.mode,
         attention=attention,
         fused=on_cuda,
-        workspace=THREADS * WORKSPACES[0 if recent else 1] if on_cuda else 0,
+        hopper=capability == (9, 0) and not config.trainer.deterministic,
+        workspace=THREADS * WORKSPACES[0 if capability >= (9, 0) else 1] if on_cuda else 0,
     )
 
 

@@ -10,6 +10,7 @@ is nothing in it but shapes, sizes of dtypes, and this order of events; no numbe
 import math
 from dataclasses import dataclass
 
+from flash_train.attention.backends import OWN
 from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
 from flash_train.profiling.ledger import Ledger, Moment
 from flash_train.profiling.step import WIDTHS, Step
@@ -208,7 +209,7 @@ class _Walk:
     def packed_kernel(self) -> bool:
         """Whether one kernel takes all documents: this project's does, PyTorch's on CUDA in 16 bits without dropout."""
         if self.step.attention != "sdpa":
-            return self.step.attention in ("flash", "triton") and self.step.fused
+            return self.step.attention in OWN and self.step.fused
         m = self.model
         return self.step.fused and self.e == 2 and not m.attention_dropout and m.head_dim % 8 == 0
 
@@ -360,10 +361,12 @@ class _Walk:
         ledger.hold(f"{layer}.d q", "attention", e * self.heads)
         for name in ("k", "v"):
             ledger.hold(f"{layer}.d {name}", "attention", kv)
-        rows = 2 if self.step.attention in ("flash", "triton") else 1  # delta, and the log-sum-exp in base 2
+        rows = 2 if self.step.attention in OWN else 1  # delta, and the log-sum-exp in base 2
         rows *= self.step.tokens * m.n_heads
         if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 adds up the queries' gradient in fp32
             rows += self.heads
+        if self.step.sums_dq:  # in tiles of 64 or 128 columns
+            rows += self.heads * (64 if m.head_dim <= 64 else 128) // m.head_dim
         ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows)
         ledger.drop(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs")))
         ledger.drop(f"{layer}.rows", f"{layer}.d mixed", f"{layer}.masked 1")

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from flash_train.attention.backends import OWN
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
 
 #: bytes of (weights, activations) in each precision
 WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
-BACKENDS = ("flash", "triton", "sdpa", "standard", "chunked")
+BACKENDS = (*OWN, "sdpa", "standard", "chunked")
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class Step:
         seq_len, batch_size: of a micro-batch; `accumulate` of them make an optimizer step.
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
-        attention: flash, sdpa, standard or chunked: the backend that runs.
+        attention: the backend that runs, one of `BACKENDS`.
         fused: CUDA's operations, else PyTorch's own, as on a CPU.
+        hopper: the device has compute capability 9.0, for which there are kernels of its own.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
         lengths: of the documents, for backends that hold something per pair; None: one document a row.
 
@@ -36,6 +38,7 @@ class Step:
     memory: str = "none"
     attention: str = "flash"
     fused: bool = True
+    hopper: bool = False
     workspace: int = 0
     lengths: tuple[int, ...] | None = None
 
@@ -43,6 +46,13 @@ class Step:
         for name, allowed in (("precision", WIDTHS), ("memory", MEMORY_MODES), ("attention", BACKENDS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} is not known: it must be one of {', '.join(allowed)}")
+
+    @property
+    def sums_dq(self) -> bool:
+        """Whether the backward adds up the queries' gradient in fp32, as Hopper's kernels do where they run."""
+        m = self.model
+        runs = self.hopper and self.attention in ("flash", "hopper") and WIDTHS[self.precision][1] == 2
+        return runs and m.head_dim % 8 == 0 and m.head_dim <= 128
 
     @property
     def tokens(self) -> int:

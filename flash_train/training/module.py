@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_train.attention import Packing, attended_pairs
+from flash_train.attention.backends import OWN
 from flash_train.model import ModelConfig, Transformer
 from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
 
@@ -197,7 +198,7 @@ class CausalLMModule(pl.LightningModule):
             return {"positions": batch.get("positions"), "packing": None}
         cu_seqlens = batch["cu_seqlens"]
         # Numbers on the host would make torch.compile specialise on every batch; the kernels need none.
-        lengths = None if self.attention in ("flash", "triton") else batch["lengths"]
+        lengths = None if self.attention in OWN else batch["lengths"]
         return {"positions": batch["positions"], "packing": Packing(cu_seqlens, cu_seqlens, lengths=lengths)}
 
     def flops(self, batch: Batch) -> int:

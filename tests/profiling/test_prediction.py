@@ -140,14 +140,17 @@ def test_under_autocast_the_loss_makes_tensors_that_it_else_computes_in_place():
 
 
 def test_pytorchs_attention_sums_the_gradient_of_the_queries_in_fp32():
-    def predicted(attention: str, dropout: float = 0.0):
-        return predict(Step(replace(B3, attention_dropout=dropout), 4096, attention=attention))
+    def predicted(attention: str, dropout: float = 0.0, **device: bool):
+        return predict(Step(replace(B3, attention_dropout=dropout), 4096, attention=attention, **device))
 
-    def workspace(attention: str) -> int:
-        return max(m.parts.get("attention workspace", 0) for _, m in predicted(attention).moments)
+    def workspace(attention: str, **device: bool) -> int:
+        return max(m.parts.get("attention workspace", 0) for _, m in predicted(attention, **device).moments)
 
     rows, heads = 4096 * 16, 4096 * 2048
     assert workspace("flash") == 2 * 4 * rows and workspace("sdpa") == 4 * (rows + heads)
+    assert (
+        workspace("flash", hopper=True) == 4 * (2 * rows + heads) and workspace("triton", hopper=True) == 2 * 4 * rows
+    )
     # With dropout it takes a document at a time, and the results are joined.
     assert predicted("sdpa", 0.1).per_layer - predicted("sdpa").per_layer == 2 * heads
     assert predicted("flash", 0.1).per_layer == predicted("flash").per_layer

@@ -1,8 +1,8 @@
 """The forward kernel for Hopper: a producer warp loads, consumers of four warps compute 64 queries each.
 
 A persistent grid: a program takes the next task when it begins to load the last, so that all end together, whatever
-a task costs. The producer hands its number to the consumers with the queries. A consumer keeps one product of either kind in
-flight: while it exponentiates the logits of a block, the matrix unit adds the block before to the output.
+a task costs. The producer hands its number to the consumers with the queries. A consumer keeps one product of either
+kind in flight: while it exponentiates the logits of a block, the matrix unit adds the block before to the output.
 """
 
 from triton.experimental import gluon
@@ -42,6 +42,7 @@ from flash_train.attention.kernels.hopper.tasks import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
+
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
 def hopper_forward(

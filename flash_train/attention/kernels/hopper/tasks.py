@@ -19,10 +19,10 @@ def count_tasks(cu, n_entries, seqlen, n_heads, BLOCK: gl.constexpr):
 
 @gluon.jit
 def ask_task(counter):
-    """Ask for a task that no program has taken; the first of each is its own number. ``told_task`` waits for the answer.
+    """Ask for a task that no program has taken; the first of each is its own number. ``told_task`` has the answer.
 
-    For a partition of one warp, whose first lane asks. A scalar's way, through shared memory, lost one in some
-    thousands of runs.
+    For a partition of one warp, whose first lane asks. Asked as a scalar, the answer goes through shared memory, and
+    was once seen not to arrive.
     """
     lane = gl.arange(0, 32, _LANES)
     return gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
