@@ -13,8 +13,7 @@ from flash_train.attention import flops
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 
 
-@torch.library.custom_op("flash_train::attention_forward", mutates_args=())
-def attention_forward(
+def _run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,8 +44,7 @@ def attention_forward(
     return choice.forward_of(kernels, q, k, v, call)(q, k, v, call)
 
 
-@torch.library.custom_op("flash_train::attention_backward", mutates_args=())
-def attention_backward(
+def _run_backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -82,6 +80,10 @@ def attention_backward(
     dq, dk, dv, dslopes, dsinks = backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
     nothing = q.new_empty(0)
     return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
+
+
+attention_forward = torch.library.custom_op("flash_train::attention_forward", _run_forward, mutates_args=())
+attention_backward = torch.library.custom_op("flash_train::attention_backward", _run_backward, mutates_args=())
 
 
 @attention_forward.register_fake
@@ -126,7 +128,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    dq, dk, dv, dslopes, dsinks = attention_backward(
+    dq, dk, dv, dslopes, dsinks = (attention_backward if _is_watched(dout) else _run_backward)(
         dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
     )
     dslopes, dsinks = dslopes if needs_slopes else None, dsinks if needs_sinks else None
@@ -137,12 +139,18 @@ attention_forward.register_autograd(_backward, setup_context=_setup_context)
 flops.register()
 
 
+def _is_watched(x: Tensor) -> bool:
+    """Whether somebody counts, records or replaces operators, or x is more than a tensor: ``torch.library`` has to be
+    asked then. It takes as long as a launch, and eager calls go without."""
+    return torch._C._len_torch_dispatch_stack() > 0 or type(x) not in (Tensor, torch.nn.Parameter)
+
+
 class _Attention(torch.autograd.Function):
     """The operator with the gradient that it is registered with."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = attention_forward(*inputs)
+        output = (attention_forward if _is_watched(inputs[0]) else _run_forward)(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 

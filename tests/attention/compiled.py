@@ -29,7 +29,7 @@ from triton.errors import TritonError
 from flash_train.attention.functional import _operands
 from flash_train.attention.kernels import arguments, launch, launch_decode
 from flash_train.attention.kernels.hopper import launch as hopper
-from flash_train.attention.kernels.tiles import Tile, Tiles, decode_tile, tiles_for, variant_of
+from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, decode_tile, tiles_for, variant_of
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Packing
@@ -185,6 +185,9 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
     q, k, lse = variant.tensors()
     call = variant.call(q, k)
     yield "forward", None, hopper.forward_launch(q, k, k, q, lse, call)
+    long = hopper.forward_tile(block_d(variant.head_dim), hopper.LONG_ROWS, call)
+    if long != hopper.forward_tile(block_d(variant.head_dim), LENGTH, call):
+        yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, call, long)
     if variant.head_dim in hopper.BACKWARD:
         sums = hopper.make_sums(q, call)
         yield "prepare", None, hopper.prepare_launch(q, q, lse, lse, sums, call)
@@ -292,7 +295,7 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
         return (192, 192) if variant.dropout or variant.extras else (96, 72)
     if variant.head_dim % 16:
         return 1536, 1536
-    return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 128)
+    return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 144)
 
 
 def all_variants() -> list[Variant]:

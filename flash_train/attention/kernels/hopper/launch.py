@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -63,17 +64,31 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     which the tile takes one place each, lead to an entry's rows (``tasks.at``); their strides add up modulo 2**64
     bytes, as in ``triton.tools.ragged_tma``.
     """
+    return _described(x, _form(tuple(x.shape), x.stride(), x.dtype, rows, columns))
+
+
+def _described(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
+    """x in a form whose fields were checked when it was made: to find and check them takes longer than a launch."""
+    described = object.__new__(TensorDescriptor)
+    described.__dict__.update(form, base=x)
+    return described
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
+) -> dict[str, Any]:
     # of a dimension of one, TMA still wants a stride that it could take
-    step = [stride if size > 1 else columns for size, stride in zip(x.shape, x.stride(), strict=True)]
-    if x.dim() == 4:
-        x = x.transpose(1, 2)
-        shape, strides, block = list(x.shape), [step[0], step[2], step[1], 1], [1, 1, rows, columns]
+    step = [stride if size > 1 else columns for size, stride in zip(shape, stride, strict=True)]
+    if len(shape) == 4:
+        batch, row, head, _ = step
+        sizes, strides, block = [shape[0], shape[2], shape[1], shape[3]], [batch, head, row, 1], [1, 1, rows, columns]
     else:
         row, head, _ = step
-        shape = [0x7FFF0000, 0x7FFF0000, x.shape[1], 1 << 30, x.shape[2]]
+        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], 1 << 30, shape[2]]
         strides = [2**34 - row, row, head, row, 1]
         block = [1, 1, 1, rows, columns]
-    return TensorDescriptor(x, shape, strides, block, _layout(tuple(block), x.dtype))
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -169,16 +184,20 @@ def device_unavailable(device: torch.device) -> str | None:
 
 def describable(x: Tensor) -> bool:
     """Whether TMA takes the tensor as it lies."""
-    unit = 16 // x.element_size()
-    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    return x.data_ptr() % 16 == 0 and _describable(tuple(x.shape), x.stride(), 16 // x.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _describable(shape: tuple[int, ...], stride: tuple[int, ...], unit: int) -> bool:
+    steps = [step for size, step in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
+    return stride[-1] == 1 and all(step > 0 and step % unit == 0 for step in steps)
 
 
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: ForwardTile | None = None
 ) -> Launch:
     columns = block_d(q.shape[-1])
-    tile = tile or _forward_tile(columns, _mean_rows(q, call.cu_seqlens_q), call)
+    tile = tile or forward_tile(columns, _mean_rows(q, call.cu_seqlens_q), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
@@ -202,7 +221,7 @@ def forward_launch(
     return Launch(hopper_forward, (min(tasks, processors(q.device)),), arguments, constants)
 
 
-def _forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
+def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
     tile = FORWARD[columns]
     if call.has_terms:  # numbers of their own for every pair
         return replace(tile, block_n=64)
@@ -331,7 +350,12 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
 
 
 def _describe_rows(x: Tensor, block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel()], [1], [block], gl.NVMMASharedLayout(0, 32, 1))
+    return _described(x, _form_of_rows(x.numel(), block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _form_of_rows(size: int, block: int) -> dict[str, Any]:
+    return vars(TensorDescriptor(torch.empty(0), [size], [1], [block], gl.NVMMASharedLayout(0, 32, 1)))
 
 
 def _describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
