@@ -180,9 +180,8 @@ def _consume(
     places = find_places(dropout, BLOCK_N)
     done = 0
     step = 0
-    task, s_next = _begin(
-        q_ring, k_ring, words, turns, done, step, CONSUMERS, Q_STAGES, STAGES, BLOCK_N, HEAD_DIM, PINGPONG, W, S
-    )
+    wait_full(q_ring, done, Q_STAGES)
+    task = read_word(words, done % Q_STAGES)
     while task >= 0:
         seq, head, start_m, live = find_task(
             task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
@@ -195,13 +194,17 @@ def _consume(
         offs_m = first_m + gl.arange(0, 64, S_ROWS)
         tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W)
         q_tile = tile.reshape([64, HEAD_DIM])
-        if Q_STAGES > 1:  # the output of the task before has left the place of its queries by now
-            tma.store_wait(0)
-            mbarrier.arrive(q_ring.empty.index(gl.maximum(done - 1, 0) % Q_STAGES), count=1, pred=done > 0)
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # running maximum, in units of log2
         l_i = gl.zeros([64], gl.float32, S_ROWS)  # running sum of exponentials
         acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
 
+        wait_full(k_ring, step, STAGES)
+        _take_turn(turns, step, W, PINGPONG)
+        s_next = _start_logits(q_tile, k_ring, step, STAGES, BLOCK_N, HEAD_DIM, S)
+        _pass_turn(turns, W, CONSUMERS, PINGPONG)
+        if Q_STAGES > 1:  # the output of the task before has left the place of its queries by now
+            tma.store_wait(0)
+            mbarrier.arrive(q_ring.empty.index(gl.maximum(done - 1, 0) % Q_STAGES), count=1, pred=done > 0)
         s, even, odd = _take_logits(
             s_next, 0, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
             offs_m, 0, STAGES, BLOCK_N, S,
@@ -219,13 +222,7 @@ def _consume(
         p = _thin(p, even, odd, dropout, S, gl.DotOperandLayout(0, OUT, 2), dtype, BLOCK_N)
         wait_full(v_ring, step, STAGES)
         acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
-        following = task
-        if Q_STAGES > 1:  # the next task's first product, while this one's output is written
-            following, s_next = _begin(
-                q_ring, k_ring, words, turns, done + 1, step + 1,
-                CONSUMERS, Q_STAGES, STAGES, BLOCK_N, HEAD_DIM, PINGPONG, W, S,
-            )  # fmt: skip
-        acc = warpgroup_mma_wait(1 if Q_STAGES > 1 else 0, deps=[acc_next])
+        acc = warpgroup_mma_wait(0, deps=[acc_next])
         release(v_ring, step, STAGES)
         step += 1
 
@@ -253,31 +250,10 @@ def _consume(
         if Q_STAGES == 1:
             tma.store_wait(0)
             release(q_ring, done, Q_STAGES)
-            following, s_next = _begin(
-                q_ring, k_ring, words, turns, done + 1, step,
-                CONSUMERS, Q_STAGES, STAGES, BLOCK_N, HEAD_DIM, PINGPONG, W, S,
-            )  # fmt: skip
         done += 1
-        task = following
-    warpgroup_mma_wait(0, deps=[s_next])
+        wait_full(q_ring, done, Q_STAGES)
+        task = read_word(words, done % Q_STAGES)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _begin(
-    q_ring, k_ring, words, turns, done, step, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr, S: gl.constexpr,
-):  # fmt: skip
-    """The next task, and its first logits, begun. After the last task it is -1, and they are of what is there, for
-    nothing."""
-    wait_full(q_ring, done, Q_STAGES)
-    task = read_word(words, done % Q_STAGES)
-    mbarrier.wait(k_ring.full.index(step % STAGES), (step // STAGES) & 1, pred=task >= 0)
-    q_tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W).reshape([64, HEAD_DIM])
-    _take_turn(turns, step, W, PINGPONG, task >= 0)
-    s_next = _start_logits(q_tile, k_ring, step, STAGES, BLOCK_N, HEAD_DIM, S)
-    _pass_turn(turns, W, CONSUMERS, PINGPONG, task >= 0)
-    return task, s_next
 
 
 @gluon.jit
@@ -392,13 +368,13 @@ def _thin(p, even, odd, dropout, S: gl.constexpr, P: gl.constexpr, dtype: gl.con
 
 
 @gluon.jit
-def _take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr, pred=True):
+def _take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
     """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products."""
     if PINGPONG:
-        mbarrier.wait(turns.index(W), step & 1, pred=pred)
+        mbarrier.wait(turns.index(W), step & 1)
 
 
 @gluon.jit
-def _pass_turn(turns, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, pred=True):
+def _pass_turn(turns, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
     if PINGPONG:
-        mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1, pred=pred)
+        mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)
