@@ -128,7 +128,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    dq, dk, dv, dslopes, dsinks = (attention_backward if _is_watched(dout) else _run_backward)(
+    run: Any = attention_backward if _is_watched(dout) else _run_backward
+    dq, dk, dv, dslopes, dsinks = run(
         dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
     )
     dslopes, dsinks = dslopes if needs_slopes else None, dsinks if needs_sinks else None
