@@ -32,6 +32,12 @@ def same(*lengths):
 
 
 #: more than a tile, at each width of the tiles
+# lists of blocks of 128 queries, by tiles of 192 (a random draw)
+LISTED = Case(
+    "blocks-long", ((221, 329),), heads=3, kv_heads=1, head_dim=40, v_head_dim=64, band=Full(),
+    terms=(Blocks((128, 128), 0.9, per_head=True, shape=(3, 3)),), sinks=True, learns=False, packed=True, tail=(3, 7),
+    strided=True, dout="row", dtype=torch.float16, seed=810525970,
+)  # fmt: skip
 WIDE = [
     Case("causal-64", same(333, 70), head_dim=64, heads=4, kv_heads=2),
     Case("full-64", ((200, 333),), head_dim=56, band=Full()),
@@ -110,6 +116,13 @@ def test_other_tiles(tile, monkeypatch):
     monkeypatch.setitem(launch.FORWARD, 64, launch.ForwardTile(*tile))
     check(replace(WIDE[0], dtype=torch.bfloat16))
     check(replace(WIDE[3], dtype=torch.bfloat16), seed=1)
+
+
+@pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
+def test_long_calls(case, monkeypatch):
+    """By the tiles that narrow heads get where there are many rows."""
+    monkeypatch.setattr(launch, "LONG_ROWS", 0)
+    check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
 
 
 def test_deterministic_is_not_promised():

@@ -225,7 +225,8 @@ def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
     tile = FORWARD[columns]
     if call.has_terms:  # numbers of their own for every pair
         return replace(tile, block_n=64)
-    plain = call.rng is None and not call.softcap and call.alibi_slopes is None
+    # what draws or biases wants registers, and lists of blocks have no blocks of 192 queries
+    plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
     return LONG if columns == 64 and rows >= LONG_ROWS and plain else tile
 
 
