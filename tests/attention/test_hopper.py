@@ -34,7 +34,7 @@ def same(*lengths):
 #: more than a tile, at each width of the tiles
 # lists of blocks of 128 queries, by tiles of 192 (a random draw)
 LISTED = Case(
-    "blocks-long", ((221, 329),), heads=3, kv_heads=1, head_dim=40, v_head_dim=64, band=Full(),
+    "blocks-long", ((221, 329),), heads=3, kv_heads=3, head_dim=40, v_head_dim=64, band=Full(),
     terms=(Blocks((128, 128), 0.9, per_head=True, shape=(3, 3)),), sinks=True, learns=False, packed=True, tail=(3, 7),
     strided=True, dout="row", dtype=torch.float16, seed=810525970,
 )  # fmt: skip
