@@ -243,9 +243,8 @@ def _consume(
                 if WITH_DQ:
                     wait_empty(ds_ring, i, DS_STAGES)
                     ds_ring.tiles.index(i % DS_STAGES).slice(64 * W, 64).store(ds16)
-                    fence_async_shared()  # for the part of dQ, too, that the step before stored
+                    fence_async_shared()
                     mbarrier.arrive(ds_ring.full.index(i % DS_STAGES), count=1)
-                    mbarrier.arrive(dq_full.index(W), count=1, pred=i > 1)
                 dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
                 if WITH_DQ:
                     # That of the step before: consumers may then be half a step apart, and one's exponentials
@@ -269,10 +268,10 @@ def _consume(
                     mbarrier.arrive(ds_ring.empty.index(before % DS_STAGES), count=1, pred=i > 0)
                     mbarrier.wait(dq_empty.index(W), i & 1, pred=i > 0)
                     dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
+                    fence_async_shared()
+                    mbarrier.arrive(dq_full.index(W), count=1, pred=i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
             if WITH_DQ:
-                fence_async_shared()
-                mbarrier.arrive(dq_full.index(W), count=1, pred=steps > 1)
                 wait_full(ds_ring, steps - 1, DS_STAGES)
                 dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dq_half = warpgroup_mma_wait(0, deps=[dq_next])
