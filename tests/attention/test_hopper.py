@@ -125,6 +125,15 @@ def test_long_calls(case, monkeypatch):
     check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
 
 
+def test_no_queries_of_any_strides():
+    k = torch.randn(2, 20, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)[:, :0].expand(2, 0, 1, 64).requires_grad_()
+    with hopper_on_cpu():
+        out = attention(q, k, k, backend="hopper")
+        out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape and not k.grad.any()
+
+
 def test_deterministic_is_not_promised():
     x = torch.zeros(1, 16, 1, 64, dtype=torch.bfloat16)
     with hopper_on_cpu() as ran, pytest.raises(ValueError, match="deterministic=True, and backend=hopper"):
