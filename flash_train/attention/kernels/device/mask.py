@@ -105,9 +105,10 @@ def block_start(visits, mask, block, COLS: tl.constexpr):
 def visible(mask, seq, head, offs_m, offs_n):
     """Bool tile, True where the query sees the key; positions are broadcastable, [M, 1] and [1, N] or transposed."""
     shift = seq.len_k - seq.len_q
-    seen = offs_n < seq.len_k
-    if mask.right is not None:
-        seen = seen & (offs_n <= offs_m + (shift + mask.right))
+    last = seq.len_k - 1
+    if mask.right is not None:  # one bound for a query, and so one comparison for a pair
+        last = tl.minimum(offs_m + (shift + mask.right), last)
+    seen = offs_n <= last
     if mask.left is not None:
         seen = seen & (offs_n >= offs_m + (shift - mask.left))
     if len(mask.terms) > 0:

@@ -340,11 +340,9 @@ def _take_logits(
     nothing = visits.stop <= visits.first
     if (j < count_edges(visits)) | nothing:
         rows = once(offs_m)[:, None]
-        if len(mask.terms) == 0:
-            s = gl.where(visible(mask, seq, head, rows, offs_n) & (not nothing), s, float("-inf"))
-        elif nothing:  # there is no position that a term could be asked about
+        if len(mask.terms) > 0 and nothing:  # there is no position that a term could be asked about
             s = gl.full([64, BLOCK_N], float("-inf"), gl.float32, S)
-        else:
+        else:  # where there is nothing, the block begins past the last key
             s = gl.where(visible(mask, seq, head, rows, offs_n), s, float("-inf"))
     return s, even, odd
 
