@@ -42,6 +42,12 @@ from flash_train.attention.kernels.hopper.tasks import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
+#: of a fragment's first 8 columns
+THREADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
+    )
+)
 
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
@@ -195,7 +201,6 @@ def _consume(
         tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W)
         q_tile = tile.reshape([64, HEAD_DIM])
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # running maximum, in units of log2
-        l_i = gl.zeros([64], gl.float32, S_ROWS)  # running sum of exponentials
         acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
 
         wait_full(k_ring, step, STAGES)
@@ -211,10 +216,10 @@ def _consume(
         )  # fmt: skip
         alpha, reference, m_i = _new_maximum(s, m_i, score)
         p = gl.exp2(s * score.factor - reference[:, None])
-        l_i = l_i * alpha + gl.sum(p, 1)
+        sums = _sum_by_thread(p, BLOCK_N)  # running sums of exponentials
         for j in range(1, visits.stop - visits.first):
-            acc, p, even, odd, m_i, l_i = _step(
-                acc, p, even, odd, m_i, l_i, j, words, done % Q_STAGES, task, q_tile, k_ring, v_ring, turns, step,
+            acc, p, even, odd, m_i, sums = _step(
+                acc, p, even, odd, m_i, sums, j, words, done % Q_STAGES, task, q_tile, k_ring, v_ring, turns, step,
                 visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m, offs_m,
                 STAGES, BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
             )  # fmt: skip
@@ -226,6 +231,7 @@ def _consume(
         release(v_ring, step, STAGES)
         step += 1
 
+        l_i = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
         if sinks is not None:  # a logit without a value
             sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
             m_new = gl.maximum(m_i, sink)
@@ -258,7 +264,7 @@ def _consume(
 
 @gluon.jit
 def _step(
-    acc, p, even, odd, m_i, l_i, j, words, slot, task, q_tile, k_ring, v_ring, turns, step, visits, mask, score, slope,
+    acc, p, even, odd, m_i, sums, j, words, slot, task, q_tile, k_ring, v_ring, turns, step, visits, mask, score, slope,
     dropout, key0, key1, places, seq, head, first_m, offs_m,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, W: gl.constexpr,
@@ -287,12 +293,12 @@ def _step(
     if HEAD_DIM <= 64:
         acc = _take_output(acc_next, alpha, v_ring, step, STAGES, OUT)
     p = gl.exp2(s * score.factor - reference[:, None])
-    l_i = l_i * alpha + gl.sum(p, 1)
+    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, THREADS))[:, None] + _sum_by_thread(p, BLOCK_N)
     if HEAD_DIM > 64:
         # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
         wait_full(v_ring, step, STAGES)
         acc = _take_output(acc_next, alpha, v_ring, step, STAGES, OUT)
-    return acc, p, even, odd, m_i, l_i
+    return acc, p, even, odd, m_i, sums
 
 
 @gluon.jit
@@ -354,6 +360,12 @@ def _new_maximum(s, m_i, score):
     m_new = gl.maximum(m_i, gl.max(s, 1) * score.factor)
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)  # of rows that have seen nothing yet
     return gl.exp2(m_i - reference), reference, m_new
+
+
+@gluon.jit
+def _sum_by_thread(p, BLOCK_N: gl.constexpr):
+    """Sums of rows, [64, 8], as far as a thread has them: the threads of a row meet once, at the end."""
+    return gl.convert_layout(gl.sum(p.reshape([64, BLOCK_N // 8, 8]), 1), THREADS, assert_trivial=True)
 
 
 @gluon.jit
