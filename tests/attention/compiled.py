@@ -291,8 +291,8 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
     """
     if variant.kernels == "hopper":
         if variant.mask == "terms":
-            return 480, 540
-        return (192, 192) if variant.dropout or variant.extras else (96, 96)
+            return 560, 540
+        return (192, 192) if variant.dropout or variant.extras else (144, 128)
     if variant.head_dim % 16:
         return 1536, 1536
     return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 144)
