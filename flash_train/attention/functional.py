@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 
 from flash_train.attention.autograd import attend
-from flash_train.attention.backends import resolve_backend
+from flash_train.attention.backends import OWN, resolve_backend
 from flash_train.attention.baselines import sdpa_attention
 from flash_train.attention.chunked import chunked_attention
 from flash_train.attention.dropout import RngState, draw_state
@@ -89,19 +89,8 @@ def attention(
     arXiv:2108.12409); sinks as in "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453) and the
     learnable form of gpt-oss.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _validate(q, k, v, spec, packing, alibi_slopes, sinks)
-    name, _ = resolve_backend(
-        backend,
-        device=q.device,
-        dtype=q.dtype,
-        head_dim=max(q.shape[-1], v.shape[-1]),
-        spec=spec,
-        sinks=sinks is not None,
-        exact=return_lse or (rng is not None and spec.dropout > 0),
-    )
+    exact = return_lse or (rng is not None and spec.dropout > 0)
+    (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, alibi_slopes, sinks, backend, exact)
     if name == "sdpa":
         return sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
 
@@ -130,18 +119,16 @@ def explain(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
+    return_lse: bool = False,
 ) -> str:
     """What runs ``attention`` of the same arguments, and why not what might be faster, in words. Runs no kernel.
 
     Raises:
         ValueError, TypeError: as ``attention``.
     """
-    _validate(q, k, v, spec, packing, alibi_slopes, sinks)
-    name, why = resolve_backend(
-        backend, device=q.device, dtype=q.dtype, head_dim=max(q.shape[-1], v.shape[-1]), spec=spec,
-        sinks=sinks is not None, exact=rng is not None and spec.dropout > 0,
-    )  # fmt: skip
-    if name not in ("flash", "hopper"):
+    exact = return_lse or (rng is not None and spec.dropout > 0)
+    (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, alibi_slopes, sinks, backend, exact)
+    if name not in OWN:
         return f"{name}: {why}"
     from flash_train.attention.kernels.arguments import Call
     from flash_train.attention.kernels.choice import reasons_against_hopper
@@ -150,9 +137,37 @@ def explain(
     state = torch.empty(2, dtype=torch.int64, device=q.device) if spec.dropout > 0 else None
     call = Call(*_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
     parts = []
-    for direction, reason in zip(("forward", "backward"), reasons_against_hopper(q, k, v, call), strict=True):
+    for direction, reason in zip(("forward", "backward"), reasons_against_hopper(name, q, k, v, call), strict=True):
         parts.append(f"{direction} by " + ("Hopper's kernels" if reason is None else f"the portable ones ({reason})"))
     return f"{name}: {', '.join(parts)}"
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    backend: str,
+    exact: bool,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], tuple[str, str]]:
+    """q, k and v in autocast's dtype, checked with the rest; and the backend that runs them, and why."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _validate(q, k, v, spec, packing, alibi_slopes, sinks)
+    resolved = resolve_backend(
+        backend,
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=max(q.shape[-1], v.shape[-1]),
+        spec=spec,
+        sinks=sinks is not None,
+        exact=exact,
+    )
+    return (q, k, v), resolved
 
 
 #: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given

@@ -332,10 +332,10 @@ def _validate_spec(
 
 
 def _resolve(backend: str, q: Tensor, v_cache: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> str:
-    if backend == "sdpa":
+    if backend in ("sdpa", "hopper"):
+        whose = "PyTorch's fused attention has" if backend == "sdpa" else "Hopper's kernels have"
         raise ValueError(
-            "backend='sdpa': PyTorch's fused attention has no cache; use auto, flash, triton, reference, standard or "
-            "chunked"
+            f"backend={backend!r}: {whose} no cache; use auto, flash, triton, reference, standard or chunked"
         )
     head_dim = max(q.shape[-1], v_cache.shape[-1])
     name, _ = resolve_backend(

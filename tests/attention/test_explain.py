@@ -33,17 +33,26 @@ def test_which_kernels():
     from flash_train.attention.kernels import choice
     from flash_train.attention.kernels.hopper import launch
 
+    def on_hopper(*tensors, asked="flash", **options):
+        with (
+            mock.patch("flash_train.attention.functional.resolve_backend", return_value=(asked, "")),
+            mock.patch.object(choice, "_hopper", return_value=None if asked == "triton" else launch),
+            mock.patch.object(launch, "device_unavailable", return_value=None),
+        ):
+            return explain(*tensors, **options)
+
     wide = torch.zeros(1, 32, 2, 256, dtype=torch.bfloat16)
-    with (
-        mock.patch("flash_train.attention.functional.resolve_backend", return_value=("flash", "")),
-        mock.patch.object(choice, "_may_be_hopper", return_value=True),
-        mock.patch.object(launch, "device_unavailable", return_value=None),
-    ):
-        spec = AttentionSpec(Causal(), dropout=0.1)
-        assert explain(wide[..., :64], wide[..., :64], wide[..., :64], spec, rng=RngState(1)) == (
-            "flash: forward by Hopper's kernels, backward by Hopper's kernels"
-        )
-        assert explain(wide, wide, wide) == (
-            "flash: forward by Hopper's kernels, backward by the portable ones (head_dim 256 is more than 128)"
-        )
-        assert "forward by the portable ones (dtype torch.float32 is neither" in explain(x, x, x)
+    narrow = wide[..., :64]
+    spec = AttentionSpec(Causal(), dropout=0.1)
+    assert on_hopper(narrow, narrow, narrow, spec, rng=RngState(1)) == (
+        "flash: forward by Hopper's kernels, backward by Hopper's kernels"
+    )
+    assert on_hopper(wide, wide, wide) == (
+        "flash: forward by Hopper's kernels, backward by the portable ones (head_dim 256 is more than 128)"
+    )
+    assert "forward by the portable ones (dtype torch.float32 is neither" in on_hopper(x, x, x)
+    assert on_hopper(narrow, narrow, narrow, asked="triton").startswith("triton: forward by the portable ones (they w")
+    with pytest.raises(ValueError, match="attention=hopper cannot run this: dtype torch.float32"):
+        on_hopper(x, x, x, asked="hopper")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert on_hopper(x, x, x).startswith("flash: forward by Hopper's kernels")

@@ -31,13 +31,13 @@ def same(*lengths):
     return tuple((n, n) for n in lengths)
 
 
-#: more than a tile, at each width of the tiles
-# lists of blocks of 128 queries, by tiles of 192 (a random draw)
+#: lists of blocks of 128 queries, by tiles of 192 (a random draw)
 LISTED = Case(
     "blocks-long", ((221, 329),), heads=3, kv_heads=3, head_dim=40, v_head_dim=64, band=Full(),
     terms=(Blocks((128, 128), 0.9, per_head=True, shape=(3, 3)),), sinks=True, learns=False, packed=True, tail=(3, 7),
     strided=True, dout="row", dtype=torch.float16, seed=810525970,
 )  # fmt: skip
+#: more than a tile, at each width of the tiles
 WIDE = [
     Case("causal-64", same(333, 70), head_dim=64, heads=4, kv_heads=2),
     Case("full-64", ((200, 333),), head_dim=56, band=Full()),

@@ -370,6 +370,7 @@ CALLS = [
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "num_splits": -1}, ValueError, "num_splits=-1"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "window_size": 4}, ValueError, "window_size=4"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "sdpa"}, ValueError, "has no cache"),
+    ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "hopper"}, ValueError, "have no cache"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "flash"}, ValueError, "cannot run here"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "fast"}, ValueError, "must be one of auto"),
     ((Q.clone().requires_grad_(), S.k, S.v), {}, ValueError, "q requires a gradient"),

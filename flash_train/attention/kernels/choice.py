@@ -18,10 +18,9 @@ def forward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Cal
     Raises:
         ValueError: ``hopper`` that cannot run the call, and why.
     """
-    if kernels == "triton" or (kernels == "flash" and not _may_be_hopper(q)):
+    hopper = _hopper(kernels, q)
+    if hopper is None:
         return launch.forward
-    from flash_train.attention.kernels.hopper import launch as hopper
-
     reason = hopper.unavailable(q, k, v, call)
     if reason is None:
         return hopper.forward
@@ -32,23 +31,26 @@ def forward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Cal
 
 def backward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
     """The same of ``launch.backward``; behind Hopper's forward the portable one where Hopper's backward cannot run."""
-    if kernels == "triton" or (kernels == "flash" and not _may_be_hopper(q)):
+    hopper = _hopper(kernels, q)
+    if hopper is None or hopper.backward_unavailable(q, k, v, call) is not None:
         return launch.backward
-    from flash_train.attention.kernels.hopper import launch as hopper
-
-    return hopper.backward if hopper.backward_unavailable(q, k, v, call) is None else launch.backward
+    return hopper.backward
 
 
-def reasons_against_hopper(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[str | None, str | None]:
-    """Why Hopper's forward and its backward cannot run the call; None where they can."""
-    if not _may_be_hopper(q):
-        reason = f"the tensors are on {q.device.type}"
+def reasons_against_hopper(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[str | None, str | None]:
+    """Why Hopper's forward and its backward do not run the call; None where they do. Raises as ``forward_of``."""
+    forward_of(kernels, q, k, v, call)
+    hopper = _hopper(kernels, q)
+    if hopper is None:
+        reason = "they were asked for" if kernels == "triton" else f"the tensors are on {q.device.type}"
         return reason, reason
-    from flash_train.attention.kernels.hopper import launch as hopper
-
     return hopper.unavailable(q, k, v, call), hopper.backward_unavailable(q, k, v, call)
 
 
-def _may_be_hopper(q: Tensor) -> bool:
-    """Whether Gluon need be imported to know."""
-    return q.device.type == "cuda"
+def _hopper(kernels: str, q: Tensor) -> Any:
+    """Hopper's launches, where they come into question: Gluon is imported for nothing else."""
+    if kernels == "triton" or (kernels == "flash" and not q.is_cuda):
+        return None
+    from flash_train.attention.kernels.hopper import launch as hopper
+
+    return hopper

@@ -50,7 +50,7 @@ def hopper_backward(
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """q, dout, k, v, dk and dv are descriptors (``launch.describe``) of tiles [BLOCK_M, HEAD_DIM] and
+    """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
     [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of [64, dq_columns] in
     (heads, padded, HEAD_DIM), and None without dQ. Grid: a program for each task (``tasks.find_task``)."""
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)

@@ -57,9 +57,9 @@ def hopper_forward(
     CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v and out are descriptors (``launch.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM]; lse is
-    natural and fp32; counter is an int32 of 0. Grid: as many programs as there are processors, or tasks where those
-    are fewer."""
+    """q, k, v and out are descriptors (``descriptors.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM];
+    lse is natural and fp32; counter is an int32 of 0. Grid: as many programs as there are processors, or tasks where
+    those are fewer."""
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_shape, q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)

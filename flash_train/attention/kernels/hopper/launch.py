@@ -1,16 +1,12 @@
-"""Launches Hopper's kernels: what TMA is told of the tensors, the grids, and in words what they cannot run."""
+"""Launches Hopper's kernels: tiles and grids, what is kept between them, and in words what they cannot run."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_train.attention.kernels.arguments import (
     Call,
@@ -24,13 +20,13 @@ from flash_train.attention.kernels.arguments import (
 )
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
+from flash_train.attention.kernels.hopper.descriptors import describable, describe, describe_rows, describe_sum
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.launch import lengths_of, lse_shape, sink_gradient, slope_gradient, slots_of
 from flash_train.attention.kernels.tiles import Tile, block_d, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
-TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @dataclass(frozen=True)
@@ -55,40 +51,6 @@ LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and many rows: no consumer k
 LONG_ROWS = 8192
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2)}
 NARROW = Tile(64, 128, 4, 2)  #: where dropout, a softcap or terms take registers, too
-
-
-def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles [rows, columns] of x (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
-
-    What lies outside x is zeros, and is not written. Packed, the same holds outside an entry: two more dimensions, of
-    which the tile takes one place each, lead to an entry's rows (``tasks.at``); their strides add up modulo 2**64
-    bytes, as in ``triton.tools.ragged_tma``.
-    """
-    return _described(x, _form(tuple(x.shape), x.stride(), x.dtype, rows, columns))
-
-
-def _described(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
-    """x in a form whose fields were checked when it was made: to find and check them takes longer than a launch."""
-    described = object.__new__(TensorDescriptor)
-    described.__dict__.update(form, base=x)
-    return described
-
-
-@functools.lru_cache(maxsize=4096)
-def _form(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
-) -> dict[str, Any]:
-    # of a dimension of one, TMA still wants a stride that it could take
-    step = [stride if size > 1 else columns for size, stride in zip(shape, stride, strict=True)]
-    if len(shape) == 4:
-        batch, row, head, _ = step
-        sizes, strides, block = [shape[0], shape[2], shape[1], shape[3]], [batch, head, row, 1], [1, 1, rows, columns]
-    else:
-        row, head, _ = step
-        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], 1 << 30, shape[2]]
-        strides = [2**34 - row, row, head, row, 1]
-        block = [1, 1, 1, rows, columns]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -180,19 +142,6 @@ def device_unavailable(device: torch.device) -> str | None:
     if capability != (9, 0):
         return f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels are for 9.0 (Hopper)"
     return None
-
-
-def describable(x: Tensor) -> bool:
-    """Whether TMA takes the tensor as it lies."""
-    if x.numel() == 0:  # whose strides mean nothing, and for which nothing is launched
-        return True
-    return x.data_ptr() % 16 == 0 and _describable(tuple(x.shape), x.stride(), 16 // x.element_size())
-
-
-@functools.lru_cache(maxsize=4096)
-def _describable(shape: tuple[int, ...], stride: tuple[int, ...], unit: int) -> bool:
-    steps = [step for size, step in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
-    return stride[-1] == 1 and all(step > 0 and step % unit == 0 for step in steps)
 
 
 def forward_launch(
@@ -291,9 +240,9 @@ def backward_launch(
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, tile.block_m, columns), describe(k, 128, columns), describe(v, 128, columns),
-        describe(dout, tile.block_m, columns), _describe_rows(sums.lse2, tile.block_m),
-        _describe_rows(sums.delta, tile.block_m),
-        None if sums.dq is None else _describe_sum(sums.dq, dq_columns(tile.block_m, columns)),
+        describe(dout, tile.block_m, columns), describe_rows(sums.lse2, tile.block_m),
+        describe_rows(sums.delta, tile.block_m),
+        None if sums.dq is None else describe_sum(sums.dq, dq_columns(tile.block_m, columns)),
         describe(dk, 128, columns), describe(dv, 128, columns), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
         call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
@@ -350,26 +299,6 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
     )  # fmt: skip
     constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": block_d(dq.shape[-1]), "BLOCK": PAD}
     return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
-
-
-def _describe_rows(x: Tensor, block: int) -> TensorDescriptor:
-    return _described(x, _form_of_rows(x.numel(), block))
-
-
-@functools.lru_cache(maxsize=4096)
-def _form_of_rows(size: int, block: int) -> dict[str, Any]:
-    return vars(TensorDescriptor(torch.empty(0), [size], [1], [block], gl.NVMMASharedLayout(0, 32, 1)))
-
-
-def _describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
-    block = [1, 64, columns]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(tuple(block), x.dtype))
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory; kept, for the finding takes longer than the launch."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
 def _kv_heads_at_once(q: Tensor, call: Call, group: int) -> int:

@@ -84,7 +84,7 @@ def find_task(
 
 @gluon.jit
 def at(seq, head, row, first_row, rows, PACKED: gl.constexpr):
-    """Coordinates of a tile in a descriptor of ``launch.describe``: rows past the entry's are zeros, and not written.
+    """Coordinates of a tile, as ``descriptors.describe`` has them: rows past the entry's are zeros, and not written.
 
     Packed, two more dimensions lead to the entry: their strides add up to its first row modulo 2**64 bytes, and the
     last of its rows is the last that the row's dimension has.

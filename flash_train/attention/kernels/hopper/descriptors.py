@@ -1,0 +1,82 @@
+"""What TMA is told of the tensors: shape, strides and tile; and whether it takes them as they lie."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles [rows, columns] of x (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
+
+    What lies outside x is zeros, and is not written. Packed, the same holds outside an entry: two more dimensions, of
+    which the tile takes one place each, lead to an entry's rows (``tasks.at``); their strides add up modulo 2**64
+    bytes, as in ``triton.tools.ragged_tma``.
+    """
+    return _described(x, _form(tuple(x.shape), x.stride(), x.dtype, rows, columns))
+
+
+def _described(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
+    """x in a form whose fields were checked when it was made: to find and check them takes longer than a launch."""
+    described = object.__new__(TensorDescriptor)
+    described.__dict__.update(form, base=x)
+    return described
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
+) -> dict[str, Any]:
+    # of a dimension of one, TMA still wants a stride that it could take
+    step = [stride if size > 1 else columns for size, stride in zip(shape, stride, strict=True)]
+    if len(shape) == 4:
+        batch, row, head, _ = step
+        sizes, strides, block = [shape[0], shape[2], shape[1], shape[3]], [batch, head, row, 1], [1, 1, rows, columns]
+    else:
+        row, head, _ = step
+        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], 1 << 30, shape[2]]
+        strides = [2**34 - row, row, head, row, 1]
+        block = [1, 1, 1, rows, columns]
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA takes the tensor as it lies."""
+    if x.numel() == 0:  # whose strides mean nothing, and for which nothing is launched
+        return True
+    return x.data_ptr() % 16 == 0 and _describable(tuple(x.shape), x.stride(), 16 // x.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _describable(shape: tuple[int, ...], stride: tuple[int, ...], unit: int) -> bool:
+    steps = [step for size, step in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
+    return stride[-1] == 1 and all(step > 0 and step % unit == 0 for step in steps)
+
+
+def describe_rows(x: Tensor, block: int) -> TensorDescriptor:
+    """Tiles [block] of fp32 numbers."""
+    return _described(x, _form_of_rows(x.numel(), block))
+
+
+@functools.lru_cache(maxsize=4096)
+def _form_of_rows(size: int, block: int) -> dict[str, Any]:
+    return vars(TensorDescriptor(torch.empty(0), [size], [1], [block], gl.NVMMASharedLayout(0, 32, 1)))
+
+
+def describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
+    """Tiles [64, columns] of fp32 x (heads, rows, head_dim)."""
+    block = [1, 64, columns]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(tuple(block), x.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory; kept, for the finding takes longer than the launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
