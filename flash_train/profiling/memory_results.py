@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling.ablation_plot import STYLES
 from flash_train.profiling.attention_memory import FITTED_FROM, exponents
 from flash_train.profiling.markdown import markdown_table
@@ -52,7 +53,7 @@ def summary_table(records: Sequence[Record]) -> str:
     for record in compared(records):
         groups.setdefault((record["attention"], record["memory"]), []).append(record)
     rows = []
-    for (attention, memory), found in groups.items():
+    for (attention, memory), found in sorted(groups.items(), key=_place):
         worst = max(found, key=lambda record: abs(record["error_bytes"]) / allowed_error(record["measured_bytes"]))
         inside = sum(abs(record["error_bytes"]) <= allowed_error(record["measured_bytes"]) for record in found)
         longest, largest = max(r["seq_len"] for r in found), max(r["measured_bytes"] for r in found)
@@ -61,6 +62,11 @@ def summary_table(records: Sequence[Record]) -> str:
         )  # fmt: skip
     header = ("attention", "memory", "steps within 5 % or 64 MiB", "longest row", "largest peak (GiB)", "worst error")
     return markdown_table(header, rows, left=2)
+
+
+def _place(group: tuple[tuple[str, str], list[Record]]) -> tuple[bool, str, int]:
+    (attention, memory), _ = group
+    return attention not in LINES, attention, MEMORY_MODES.index(memory)
 
 
 def cases_table(records: Sequence[Record]) -> str:

@@ -68,8 +68,8 @@ def test_the_bound_is_the_larger_of_two():
 def test_the_summary_has_the_worst_of_each_mode():
     assert summary_table(RECORDS).splitlines()[2:] == [
         "| flash | none | 2 of 2 | 4,096 | 4.00 | -2.50% |",
-        "| standard | none | 1 of 1 | 4,096 | 8.00 | +1.25% |",
         "| flash | checkpoint | 0 of 1 | 4,096 | 20.00 | +10.00% |",
+        "| standard | none | 1 of 1 | 4,096 | 8.00 | +1.25% |",
     ]
 
 
