@@ -98,8 +98,6 @@ class _Walk:
         for layer in range(self.model.n_layers):
             before = sum(ledger.parts.values())
             self.block(layer, saves=self.step.memory == "none")
-            if self.step.memory == "selective":
-                self.keep_attention(layer)
             if layer == 0:
                 copies = ledger.parts.get("autocast copies", 0)
                 self.per_layer = sum(ledger.parts.values()) - copies - before
@@ -133,6 +131,8 @@ class _Walk:
             self.rotate(layer)
         self.attend(layer)
         product("out", "mixed", "attention", self.stream)
+        if self.step.memory == "selective" and not saves:
+            self.keep_attention(layer)
         ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined", "pairs", "dropped pairs")
         ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
         self.add(f"{layer}.middle", f"{layer}.mixed")
@@ -192,7 +192,7 @@ class _Walk:
             hold(f"{layer}.pairs", "attention", e * pairs)
             dropout = pairs if m.attention_dropout else 0
             hold(f"{layer}.dropped pairs", "attention", dropout)
-            mask = 2 * max(self.step.documents) ** 2
+            mask = max(self.step.documents) ** 2
             self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
         grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
         if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
@@ -221,8 +221,8 @@ class _Walk:
     def keep_attention(self, layer: int) -> None:
         """`memory=selective` keeps the results of a fused attention's operator."""
         if self.step.attention not in ("standard", "chunked"):
-            self.ledger.hold(f"{layer}.kept out", "attention", self.e * self.heads)
-            self.ledger.hold(f"{layer}.kept lse", "attention", 4 * self.step.tokens * self.model.n_heads)
+            for name in ("out", "lse"):
+                self.rename(f"{layer}.{name}", f"{layer}.kept {name}")
 
     # -- loss
 
