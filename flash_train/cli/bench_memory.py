@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 
 from flash_train.attention.traffic import flash_traffic, standard_traffic
 from flash_train.cli import hardware
+from flash_train.cli.allocator import grow_segments
 from flash_train.cli.benchmark import (
     SAME,
     Records,
@@ -241,6 +242,7 @@ def cases_of(options: argparse.Namespace) -> list[MemoryCase]:
 
 
 def _main(options: argparse.Namespace, every: Sequence[MemoryCase], wanted: Sequence[MemoryCase]) -> int:
+    grow_segments()
     quieten()
     torch.manual_seed(0)
     choice, _ = hardware.choose(hardware.detect())

@@ -23,7 +23,8 @@ from flash_train.profiling.step import Step
 TRIALS, TOLERANCE = 4, 0.02
 KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
 TRIAL = (
-    *("max_steps=3", "force=true", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false"),
+    # The first step makes the optimizer's state, the second meets it and the gradients of the first.
+    *("max_steps=2", "force=true", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false"),
     "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
 )
 SHORT = 512  # tokens in a row while only the shape of the model is asked for
@@ -113,7 +114,9 @@ def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, mem
             raise UsageError(f"a trial at seq_len={length} ended otherwise: {results[length].reason} ({cell.folder})")
         return results[length].status == "ok"
 
-    found = search(fits, guess, asked.limit, TRIALS, TOLERANCE)
+    # What is predicted to be the longest is likely too long, for not all of a device can be had: it is tried second.
+    first = guess if guess >= asked.limit // UNIT * UNIT else int(guess / (1 + TOLERANCE))
+    found = search(fits, first, asked.limit, TRIALS, TOLERANCE)
     peak = results[found.seq_len].summary.get("peak_memory_gib") if found.seq_len else None
     return Row(attention, memory, found, guess, peak, found.within(TOLERANCE, asked.limit // UNIT * UNIT))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from flash_train.cli.allocator import grow_segments
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import one_line_errors
 from flash_train.cli.overrides import CommandLine, read
@@ -41,6 +42,7 @@ def main() -> None:
     if arguments and arguments[0] in ("--help", "-h"):
         print(HELP)
         return
+    grow_segments()
     # Read when PyTorch is imported: its profiler would say when it starts and stops, and what it did not see begin.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

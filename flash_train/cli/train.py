@@ -12,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
+from flash_train.cli.allocator import grow_segments
 from flash_train.cli.compose import CONFIG_NAME, compose_config, jobs
 from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.overrides import CommandLine, read
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The console script. Mistakes end here, in one line, before anything is imported that takes long."""
+    grow_segments()
     register_schema()
     with one_line_errors():
         sys.argv[1:] = prepare(sys.argv[1:])

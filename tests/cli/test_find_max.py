@@ -75,12 +75,28 @@ def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         command.find_max(line, asked, tmp_path / "search")
     command.find_max(line, asked, tmp_path / "search")
-    assert trials[0] == 1024 and trials.count(1024) == 1 and trials[1] == trials[2]
+    assert trials[0] == 960 and trials.count(960) == 1 and trials[1] == trials[2] == 1024
     (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
     assert record["seq_len"] <= 1300 < record["too_long"]
     assert record["peak_memory_gib"] == record["seq_len"] / 1000
     assert {"find_max.md", "find_max.png"} <= {path.name for path in (tmp_path / "search").iterdir()}
     assert "attention=sdpa memory=none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 20, [98_368, 100_352]), (50_000, [49_984])])
+def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected, tiny, tmp_path, monkeypatch):
+    """Of what was predicted a little cannot be had."""
+    trials = []
+
+    def run_cell(cell):
+        trials.append(int(cell.name.rpartition("-")[2]))
+        return Result("ok" if trials[-1] <= 100_000 else "oom")
+
+    monkeypatch.setattr(command, "run_cell", run_cell)
+    monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most: min(100_352, most // UNIT * UNIT))
+    line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
+    command.find_max(line, command.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
+    assert trials == expected
 
 
 def test_a_backend_that_is_not_there_is_told(tiny, tmp_path):
