@@ -83,3 +83,12 @@ def test_every_row_of_the_table_is_compiled_for_every_chip_it_serves():
 
 def tiles_in(row):
     return {name: row[name] for name in ("forward", "dkdv", "dq", "dv") if name in row}
+
+
+def test_packings_share_a_kernel():
+    """How many documents a row holds changes from batch to batch: nothing is compiled for it in the midst of a run."""
+    command = [sys.executable, "-m", "tests.attention.packings"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    forms = dict(line.split() for line in done.stdout.splitlines())
+    assert len(forms) == 9 and set(forms.values()) == {"1"}, forms

@@ -43,7 +43,7 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
 def hopper_backward(
     q, k, v, dout, lse2, delta, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
     n_kv_heads, heads_at_once, padded,

@@ -24,7 +24,7 @@ from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, pad
 BLOCK_M = gl.constexpr(128)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
 def hopper_backward_dq(
     q, k, v, dout, lse2_ptr, delta_ptr, dq, dslope, cu_q, cu_k, mask, score, dropout, grad_scale, keep_rate,
     n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,

@@ -50,7 +50,7 @@ THREADS = gl.constexpr(
 )
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
 def hopper_forward(
     q, k, v, out, lse, counter, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k, n_heads,
     heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
