@@ -183,11 +183,11 @@ def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None,
 def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
     """The same of Hopper's kernels."""
     q, k, lse = variant.tensors()
-    call = variant.call(q, k)
-    yield "forward", None, hopper.forward_launch(q, k, k, q, lse, call)
+    call, counter = variant.call(q, k), torch.zeros(1, dtype=torch.int32)
+    yield "forward", None, hopper.forward_launch(q, k, k, q, lse, counter, call)
     long = hopper.forward_tile(block_d(variant.head_dim), hopper.LONG_ROWS, call)
     if long != hopper.forward_tile(block_d(variant.head_dim), LENGTH, call):
-        yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, call, long)
+        yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
     if variant.head_dim in hopper.BACKWARD:
         sums = hopper.make_sums(q, call)
         yield "prepare", None, hopper.prepare_launch(q, q, lse, lse, sums, call)

@@ -20,11 +20,11 @@ TOKENS, DOCUMENTS = 131072, (1, 2, 7, 16, 64, 500)
 def launches(documents: int) -> Iterator[Launch]:
     """Every launch of a forward and a backward, by Hopper's kernels and by the portable ones."""
     q, k = (torch.empty(TOKENS, heads, 128, dtype=torch.bfloat16) for heads in (16, 8))
-    lse = torch.empty(launch.lse_shape(q))
+    lse, counter = torch.empty(launch.lse_shape(q)), torch.zeros(1, dtype=torch.int32)
     cu = torch.linspace(0, TOKENS, documents + 1).to(torch.int32)
     call = Call(*_operands(q, k, AttentionSpec(Causal()), Packing(cu, cu), None, (0, 0, 0, 0), None, None))
     sums = hopper.make_sums(q, call)
-    yield hopper.forward_launch(q, k, k, q, lse, call)
+    yield hopper.forward_launch(q, k, k, q, lse, counter, call)
     yield hopper.prepare_launch(q, q, lse, None, sums, call)
     yield hopper.backward_launch(q, k, k, q, sums, k, k, call)
     yield hopper.finish_launch(sums, q, call)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ LOG2_E = math.log2(math.e)
 UNUSED = -1  #: a bound that is not there
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one call computes, beyond its tensors: the operator's arguments as they cross ``torch.library``.
 
     ``bounds`` are the band's left and right, the terms' tail, and the block sizes of ``block_map`` (-1: none);
@@ -69,8 +68,9 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
-    def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants)
+    def run(self) -> Any:
+        """Returns what Triton compiled for it."""
+        return self.kernel[self.grid](*self.arguments, **self.constants)
 
 
 def contiguous_columns(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from flash_train.attention.kernels.backward import (
     attention_backward_rows,
 )
 from flash_train.attention.kernels.forward import attention_forward
+from flash_train.attention.kernels.planned import launch_all
 from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, choose_tiles, variant_of
 
 
@@ -37,8 +39,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = N
     lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            forward_launch(q, k, v, out, lse, call, _tiles(q, v, call, tiles).forward).run()
+            launch_all(_forward_launches, (q, k, v, out, lse), call, _tiles(q, v, call, tiles).forward)
     return out, lse
+
+
+def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
+    return (forward_launch(*arguments),)
 
 
 def backward(
@@ -64,21 +70,41 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     dslope = torch.zeros_like(lse) if needs_slopes else None
-    tiles = _tiles(q, v, call, tiles)
+    given = (q, k, v, out, dout, lse, dlse, delta, lse2, dq, dk, dv, dslope)
     with on_device(q):
-        if q.shape[:-1].numel() > 0:
-            rows_launch(out, dout, lse, dlse, delta, lse2, call).run()
-        if q.numel() > 0 and k.numel() > 0:
-            if tiles.dv is None:
-                dkdv_launch(q, k, v, dout, lse2, delta, dk, dv, call, tiles.dkdv).run()
-            else:
-                dkdv_launch(q, k, v, dout, lse2, delta, dk, None, call, tiles.dkdv).run()
-                dkdv_launch(q, k, v, dout, lse2, delta, None, dv, call, tiles.dv).run()
-            dq_launch(q, k, v, dout, lse2, delta, dq, dslope, call, tiles.dq).run()
-        else:
+        launch_all(_backward_launches, given, call, _tiles(q, v, call, tiles))
+        if q.numel() == 0 or k.numel() == 0:
             dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     slopes = None if dslope is None else slope_gradient(dslope, call)
     return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(delta, lse, call)
+
+
+def _backward_launches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    lse2: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dslope: Tensor | None,
+    call: Call,
+    tiles: Tiles,
+) -> Iterator[Launch]:
+    if q.shape[:-1].numel() > 0:
+        yield rows_launch(out, dout, lse, dlse, delta, lse2, call)
+    if q.numel() > 0 and k.numel() > 0:
+        if tiles.dv is None:
+            yield dkdv_launch(q, k, v, dout, lse2, delta, dk, dv, call, tiles.dkdv)
+        else:
+            yield dkdv_launch(q, k, v, dout, lse2, delta, dk, None, call, tiles.dkdv)
+            yield dkdv_launch(q, k, v, dout, lse2, delta, None, dv, call, tiles.dv)
+        yield dq_launch(q, k, v, dout, lse2, delta, dq, dslope, call, tiles.dq)
 
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: Tile) -> Launch:

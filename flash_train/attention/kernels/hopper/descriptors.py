@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flash_train.attention.kernels.planned import Form
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -47,17 +50,14 @@ def _form(
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
 
 
-def describable(x: Tensor) -> bool:
-    """Whether TMA takes the tensor as it lies."""
-    if x.numel() == 0:  # whose strides mean nothing, and for which nothing is launched
-        return True
-    return x.data_ptr() % 16 == 0 and _describable(tuple(x.shape), x.stride(), 16 // x.element_size())
-
-
 @functools.lru_cache(maxsize=4096)
-def _describable(shape: tuple[int, ...], stride: tuple[int, ...], unit: int) -> bool:
-    steps = [step for size, step in zip(shape[:-1], stride[:-1], strict=True) if size > 1]
-    return stride[-1] == 1 and all(step > 0 and step % unit == 0 for step in steps)
+def describable(form: Form) -> bool:
+    """Whether TMA takes a tensor as it lies."""
+    if math.prod(form.shape) == 0:  # whose strides mean nothing, and for which nothing is launched
+        return True
+    unit = 16 // form.dtype.itemsize
+    steps = [step for size, step in zip(form.shape[:-1], form.stride[:-1], strict=True) if size > 1]
+    return form.stride[-1] == 1 and form.offset == 0 and all(step > 0 and step % unit == 0 for step in steps)
 
 
 def describe_rows(x: Tensor, block: int) -> TensorDescriptor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +26,7 @@ from flash_train.attention.kernels.hopper.descriptors import describable, descri
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.launch import lengths_of, lse_shape, sink_gradient, slope_gradient, slots_of
+from flash_train.attention.kernels.planned import Form, form_of, launch_all
 from flash_train.attention.kernels.tiles import Tile, block_d, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
@@ -59,8 +62,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            forward_launch(q, k, v, out, lse, call).run()
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+            launch_all(_forward_launches, (q, k, v, out, lse, counter), call)
     return out, lse
+
+
+def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
+    return (forward_launch(*arguments),)
 
 
 def backward(
@@ -79,45 +87,73 @@ def backward(
     Five products a pair, with dQ summed in any order. Where that must not be (``torch.use_deterministic_algorithms``),
     and for the gradient of slopes, dQ has a kernel of its own, and two products more.
     """
-    dout = dout if describable(dout) else dout.contiguous()
+    dout = dout if describable(form_of(dout)) else dout.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     alone = needs_slopes or torch.are_deterministic_algorithms_enabled()
     dslope = torch.zeros_like(lse) if needs_slopes else None
     sums = make_sums(q, call, with_dq=not alone)
     with on_device(q):
         if q.shape[:-1].numel() > 0:
-            prepare_launch(out, dout, lse, dlse, sums, call).run()
-            backward_launch(q, k, v, dout, sums, dk, dv, call).run()
-            if alone:
-                dq_launch(q, k, v, dout, sums, dq, dslope, call).run()
-            else:
-                finish_launch(sums, dq, call).run()
+            given = (q, k, v, out, dout, lse, dlse, sums.delta, sums.lse2, sums.dq, dq, dk, dv, dslope)
+            launch_all(_backward_launches, given, call)
         else:
             dk, dv = dk.zero_(), dv.zero_()
     slopes = None if dslope is None else slope_gradient(dslope, call)
     return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(sums.of_rows(call, lse), lse, call)
 
 
+def _backward_launches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    lse2: Tensor,
+    sum_dq: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dslope: Tensor | None,
+    call: Call,
+) -> tuple[Launch, ...]:
+    sums = Sums(delta, lse2, sum_dq)
+    return (
+        prepare_launch(out, dout, lse, dlse, sums, call),
+        backward_launch(q, k, v, dout, sums, dk, dv, call),
+        dq_launch(q, k, v, dout, sums, dq, dslope, call) if sum_dq is None else finish_launch(sums, dq, call),
+    )
+
+
 def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """Why these kernels cannot run the call's forward, or None where they can."""
-    reason = device_unavailable(q.device)
-    if reason is not None:
-        return reason
+    first = None if call.rng is None else tuple(call.origin[2:])
+    blocks = tuple(call.bounds[3:]) if call.has_lists else None
+    return device_unavailable(q.device) or _unavailable(form_of(q), form_of(k), form_of(v), first, blocks)
+
+
+@functools.lru_cache(maxsize=4096)  # of every call the same: asking takes as long as a launch
+def _unavailable(
+    q: Form, k: Form, v: Form, first: tuple[int, int] | None, blocks: tuple[int, int] | None
+) -> str | None:
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if k.shape[-3] == 0:
         return "there are no keys"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is neither bfloat16 nor float16"
-    if block_d(q.shape[-1]) != block_d(v.shape[-1]):
-        return f"q's head_dim {q.shape[-1]} and v's {v.shape[-1]} take tiles of different widths"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not describable(x):
-            return f"{name} has strides {tuple(x.stride())}: TMA takes multiples of 16 bytes, the last 1"
-    if v.shape[-1] % 8:
-        return f"v's head_dim {v.shape[-1]} is not a multiple of 8"
-    if call.rng is not None and (call.origin[2] % 16 or call.origin[3] % 16):
-        return f"the first query {call.origin[2]} or key {call.origin[3]} of the dropout mask is no multiple of 16"
-    if call.has_lists and (call.bounds[3] % 128 or call.bounds[4] % 128):
-        return f"the mask's blocks of {call.bounds[3]} x {call.bounds[4]} are not multiples of 128"
+    if block_d(head_dim) != block_d(head_dim_v):
+        return f"q's head_dim {head_dim} and v's {head_dim_v} take tiles of different widths"
+    for name, form in (("q", q), ("k", k), ("v", v)):
+        if not describable(form):
+            return f"{name} has strides {form.stride}: TMA takes multiples of 16 bytes, the last 1"
+    if head_dim_v % 8:
+        return f"v's head_dim {head_dim_v} is not a multiple of 8"
+    if first is not None and (first[0] % 16 or first[1] % 16):
+        return f"the first query {first[0]} or key {first[1]} of the dropout mask is no multiple of 16"
+    if blocks is not None and (blocks[0] % 128 or blocks[1] % 128):
+        return f"the mask's blocks of {blocks[0]} x {blocks[1]} are not multiples of 128"
     return None
 
 
@@ -135,6 +171,7 @@ def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | N
     return None
 
 
+@functools.cache
 def device_unavailable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
@@ -145,15 +182,23 @@ def device_unavailable(device: torch.device) -> str | None:
 
 
 def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: ForwardTile | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+    call: Call,
+    tile: ForwardTile | None = None,
 ) -> Launch:
+    """``counter``: an int32 of 0, which the launch uses up."""
     columns = block_d(q.shape[-1])
     tile = tile or forward_tile(columns, _mean_rows(q, call.cu_seqlens_q), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
-        describe(out, 64, columns), stats(lse), torch.zeros(1, dtype=torch.int32, device=q.device),
+        describe(out, 64, columns), stats(lse), counter,
         call.cu_seqlens_q, call.cu_seqlens_k, mask_rule(call, tile.portable, walks_keys=True), score_arguments(call),
         call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
     )  # fmt: skip

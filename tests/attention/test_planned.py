@@ -1,0 +1,193 @@
+"""A launch that was planned is told what one that is made anew would be told."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import torch
+
+from flash_train.attention import AttentionSpec, Causal, Full, Packing, Window, attention
+from flash_train.attention.functional import _operands
+from flash_train.attention.kernels import launch, planned
+from flash_train.attention.kernels.arguments import Call
+from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.tiles import Tile, Tiles
+
+TILES = Tiles(*3 * [Tile(64, 64, 4, 2)])
+APART = Tiles(*4 * [Tile(64, 32, 4, 2)])
+
+CASES = {
+    "dense": {},
+    "window": {"mask": Window(10, 3), "n_kv_heads": 1},
+    "softcap": {"mask": Full(), "softcap": 20.0, "gradient_of_lse": True},
+    "dropout": {"dropout": 0.1},
+    "sinks": {"sinks": True},
+    "slopes": {"slopes": (4,), "needs_slopes": True},
+    "slopes of entries": {"slopes": (2, 4)},
+    "packed": {"packed": "with one tensor"},
+    "packed apart": {"packed": "with two", "dropout": 0.5, "sinks": True},
+    "apart": {"tiles": APART, "ordered": True},
+}
+
+
+class Operands:
+    """Random tensors of a case, other ones each time."""
+
+    def __init__(
+        self, mask=None, n_kv_heads=2, softcap=0.0, dropout=0.0, sinks=False, slopes=None, packed=None, tiles=TILES,
+        gradient_of_lse=False, needs_slopes=False, ordered=False,
+    ):  # fmt: skip
+        lead = (2, 80) if packed is None else (160,)
+        self.q, self.out, self.dout, self.dq = (torch.randn(*lead, 4, 64, dtype=torch.bfloat16) for _ in range(4))
+        self.k, self.v, self.dk, self.dv = (torch.randn(*lead, n_kv_heads, 64, dtype=torch.bfloat16) for _ in range(4))
+        shape = launch.lse_shape(self.q)
+        self.lse, self.delta, self.lse2 = (torch.randn(shape) for _ in range(3))
+        self.dlse = torch.randn(shape) if gradient_of_lse else None
+        self.dslope = torch.zeros(shape) if needs_slopes else None
+        self.counter = torch.zeros(1, dtype=torch.int32)
+        cu = torch.tensor([0, 50, 160], dtype=torch.int32)
+        packing = None if packed is None else Packing(cu, cu if packed == "with one tensor" else cu.clone())
+        self.call = Call(
+            *_operands(
+                self.q, self.k, AttentionSpec(mask or Causal(), softcap=softcap, dropout=dropout), packing,
+                torch.tensor([1, 2]) if dropout else None, (0, 0, 0, 0), torch.rand(slopes) if slopes else None,
+                torch.randn(4) if sinks else None,
+            )
+        )  # fmt: skip
+        self.sums = hopper.make_sums(self.q, self.call, with_dq=not ordered and not needs_slopes)
+        self.tiles = tiles
+
+    def all(self):
+        """(build, tensors, options) of each direction and each kind of kernels."""
+        forward = (self.q, self.k, self.v, self.out, self.lse)
+        begin = (self.q, self.k, self.v, self.out, self.dout, self.lse, self.dlse)
+        end = (self.dq, self.dk, self.dv, self.dslope)
+        sums = (self.sums.delta, self.sums.lse2, self.sums.dq)
+        yield launch._forward_launches, forward, (self.tiles.forward,)
+        yield launch._backward_launches, (*begin, self.delta, self.lse2, *end), (self.tiles,)
+        yield hopper._forward_launches, (*forward, self.counter), ()
+        yield hopper._backward_launches, (*begin, *sums, *end), ()
+
+    def given(self, tensors):
+        call = self.call
+        return (*tensors, call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks)
+
+
+def same(a, b):
+    """Tensors are compared by identity, descriptors by their fields."""
+    if isinstance(a, torch.Tensor):
+        return a is b
+    if isinstance(a, tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "base"):
+        return vars(a).keys() == vars(b).keys() and all(same(value, vars(b)[name]) for name, value in vars(a).items())
+    return type(a) is type(b) and a == b
+
+
+@pytest.fixture(autouse=True)
+def an_absent_gpu(monkeypatch):
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_plan_takes_other_tensors(case):
+    first, second = Operands(**case), Operands(**case)
+    for (build, tensors, options), (_, others, _) in zip(first.all(), second.all(), strict=True):
+        made = [(found, "compiled") for found in build(*tensors, first.call, *options)]
+        plans = planned._plan_all(made, first.given(tensors))
+        assert plans is not None and len(plans) == len(made)
+        for plan, found in zip(plans, build(*others, second.call, *options), strict=True):
+            kernel = found.kernel
+            assert len(plan.arguments) == len(kernel.arg_names)
+            tail = kernel.arg_names[len(found.arguments) :]
+            anew = (*found.arguments, *(found.constants[name] for name in tail))
+            assert same(anew, tuple(planned._filled(plan.arguments, second.given(others)))), kernel.__name__
+            assert plan.grid == (*found.grid, 1, 1)[:3] and plan.compiled == "compiled"
+
+
+def test_a_tensor_made_for_one_launch_leaves_no_plan():
+    """Slopes whose columns lie apart are copied for every call."""
+    operands = Operands()
+    call = operands.call._replace(alibi_slopes=torch.rand(8)[::2])
+    given = (operands.q, operands.k, operands.v, operands.out, operands.lse)
+    made = [(found, "compiled") for found in launch._forward_launches(*given, call, TILES.forward)]
+    assert planned._plan_all(made, (*given, None, None, None, call.alibi_slopes, None)) is None
+
+
+class OnCuda:
+    """A tensor that says it lies on a GPU."""
+
+    def __init__(self, shape=(2, 80, 4, 64), stride=(20480, 256, 64, 1), dtype=torch.bfloat16, address=4096):
+        self.device, self.shape, self.dtype, self.address = torch.device("cuda", 0), shape, dtype, address
+        self.strides = stride
+
+    def stride(self):
+        return self.strides
+
+    def data_ptr(self):
+        return self.address
+
+
+def test_what_a_key_tells_apart():
+    call = Operands().call
+    a, b, c = OnCuda(), OnCuda(), OnCuda()
+
+    def key(*given, call=call, options=()):
+        return planned._key(launch._forward_launches, given, call, options)
+
+    assert key(a, b, c) == key(b, c, a) and hash(key(a, b, None)) == hash(key(b, c, None))
+    assert key(a, b, b) == key(b, c, c)
+    others = [
+        key(a, b, c), key(a, b, b), key(a, a, b), key(a, b, a), key(a, b, None),
+        key(OnCuda(shape=(2, 79, 4, 64)), b, c), key(OnCuda(stride=(20480, 64, 5120, 1)), b, c),
+        key(OnCuda(dtype=torch.float16), b, c), key(a, b, OnCuda(address=4104)), key(a, b, c, options=(TILES.forward,)),
+        key(a, b, c, call=call._replace(scale=0.5)), key(a, b, c, call=call._replace(softcap=1.0)),
+        key(a, b, c, call=call._replace(bounds=[3, 0, -1, -1, -1])),
+        key(a, b, c, call=call._replace(origin=[0, 0, 16, 0])), key(a, b, c, call=call._replace(keep_threshold=230)),
+    ]  # fmt: skip
+    assert len(set(others)) == len(others)
+    assert key(torch.empty(1), b, c) is None
+    assert key(a, b, c, call=call._replace(block_map=torch.ones(1, 1, 1, 1, dtype=torch.bool))) is None
+    assert key(a, b, c, call=call._replace(term_tensors=[torch.empty(1)])) is None
+
+
+def test_plans_do_not_grow_without_end(monkeypatch):
+    monkeypatch.setattr(planned, "_plans", {})
+    monkeypatch.setattr(planned, "MOST", 3)
+    monkeypatch.setattr(planned, "_plan_all", lambda made, given: ())
+    made = []
+
+    def build(q, call):
+        made.append(q.shape[1])
+        return ()
+
+    call = Operands().call
+    for rows in (1, 2, 3, 3, 4, 4, 1):
+        planned.launch_all(build, (OnCuda(shape=(1, rows, 4, 64)),), call)
+        assert len(planned._plans) <= 3
+    assert made == [1, 2, 3, 4, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "k is v"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_every_call_computes_with_its_own_tensors(backend, shared, packed):
+    reason = hopper.device_unavailable(torch.device("cuda"))
+    if backend == "hopper" and reason is not None:
+        pytest.skip(reason)
+    lead = (400,) if packed else (2, 200)
+    for seed in range(4):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        q, k, v, dout = (torch.randn(*lead, 4, 64, device="cuda", generator=generator) for _ in range(4))
+        cu = torch.tensor([0, 100 + seed, 400], dtype=torch.int32, device="cuda")
+        packing = Packing(cu, cu) if packed else None
+        found = {}
+        for name, dtype in ((backend, torch.bfloat16), ("reference", torch.float32)):
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            operands = (leaves[0], leaves[1], leaves[1]) if shared else leaves
+            out = attention(*operands, AttentionSpec(Causal()), packing=packing, backend=name)
+            grads = torch.autograd.grad(out, leaves[: 2 if shared else 3], dout.to(dtype))
+            found[name] = [x.float() for x in (out, *grads)]
+        for ours, expected in zip(found[backend], found["reference"], strict=True):
+            assert (ours - expected).norm() < 0.02 * expected.norm()
