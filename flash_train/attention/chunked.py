@@ -27,6 +27,8 @@ from flash_train.attention.sequences import (
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Entry, Packing
 
+QUERY_CHUNK, KEY_CHUNK = 1024, 4096
+
 
 def chunked_attention(
     q: Tensor,
@@ -39,8 +41,8 @@ def chunked_attention(
     origin: tuple[int, int, int, int] = (0, 0, 0, 0),
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_chunk: int = 1024,
-    key_chunk: int = 4096,
+    query_chunk: int = QUERY_CHUNK,
+    key_chunk: int = KEY_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp, differentiable; every spec.
 

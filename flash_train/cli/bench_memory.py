@@ -41,7 +41,6 @@ from flash_train.cli.benchmark import (
 from flash_train.cli.build import build
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError, one_line_errors
-from flash_train.cli.find_max import step_before_run
 from flash_train.cli.memory_cases import (
     KINDS,
     LENGTHS,
@@ -54,7 +53,7 @@ from flash_train.cli.memory_cases import (
 )
 from flash_train.cli.memory_files import settings
 from flash_train.cli.overrides import read
-from flash_train.cli.predict import available, in_words
+from flash_train.cli.predict import available, in_words, step_before_run
 from flash_train.cli.profile_memory import only_measure
 from flash_train.cli.train import quieten
 from flash_train.cli.validate import validate

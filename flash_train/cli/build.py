@@ -25,7 +25,7 @@ from flash_train.data import (
     Tokenizer,
     load_corpus,
 )
-from flash_train.model import ModelConfig, generate, load_pretrained
+from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_config
 from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer, newest_checkpoint
 
 VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
@@ -127,6 +127,12 @@ def load_init(folder: str | None) -> tuple[ModelConfig, dict[str, torch.Tensor]]
         return None
     with blame(f"init_from={folder}"):
         return load_pretrained(folder)
+
+
+def load_shape(folder: str) -> ModelConfig:
+    """Shape of the model in `init_from`."""
+    with blame(f"init_from={folder}"):
+        return pretrained_config(folder)
 
 
 def build_data(config: DictConfig) -> PackedDataModule:

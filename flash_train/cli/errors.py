@@ -8,6 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+#: in the words of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|can(no|')t allocate memory|cannot allocate memory|ALLOC_FAILED|bad_alloc|MemoryError", re.IGNORECASE
+)
 NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must …", "seq_len=3: …"
 
 
@@ -27,6 +31,13 @@ class OutOfMemoryError(UsageError):
     """A run needs more memory than there is."""
 
     status = 4
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, whoever raised it, says that memory is exhausted."""
+    return isinstance(error, RuntimeError | MemoryError) and bool(
+        OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}")
+    )
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

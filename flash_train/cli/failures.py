@@ -3,29 +3,31 @@
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-from flash_train.cli.errors import OutOfMemoryError, UsageError
-from flash_train.cli.predict import alternatives, in_words
+from flash_train.cli.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from flash_train.cli.predict import alternatives, capacity, flash_runs, in_words
 from flash_train.profiling import write_text
 from flash_train.profiling.prediction import Prediction, predict
 from flash_train.profiling.step import Step
 from flash_train.training import NonFiniteLossError
+from flash_train.training.callbacks import SnapshotOnError
 
-ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory")  # which have no exception of their own
 REPORT, SNAPSHOT = "out_of_memory.md", "out_of_memory.pickle"
 
 
 @dataclass
 class UnderWay:
-    """What is known of the run by now: the step that it takes, and where its files are."""
+    """What is known of the run by now: the step that it takes and on what, where its files are, and what watches it."""
 
     step: Step | None = None
+    device: torch.device | None = None
     run_dir: Path | None = None
+    watch: SnapshotOnError = field(default_factory=SnapshotOnError)
 
 
 @contextmanager
@@ -41,22 +43,26 @@ def known_failures(config: DictConfig) -> Iterator[UnderWay]:
     except NonFiniteLossError as error:
         raise UsageError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(x in str(error) for x in ALLOCATORS):
+        if not is_out_of_memory(error):
             raise
-        kind = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
+        on_gpu = isinstance(error, torch.OutOfMemoryError) or (under_way.device and under_way.device.type == "cuda")
+        kind = "GPU memory" if on_gpu else "memory"
         hint = "try memory=checkpoint, a smaller batch_size with accumulate, or precision=bf16-true"
         if under_way.step is not None:
-            hint = _way_out(under_way.step)
+            hint = _way_out(under_way.step, under_way.device)
             hint += f" ({', '.join(_leave_behind(under_way, error))} in {under_way.run_dir})"
         where = f"seq_len={config.seq_len} batch_size={config.batch_size} memory={config.memory.mode}"
         raise OutOfMemoryError(f"out of {kind} at {where}: {hint}") from error
 
 
-def _way_out(step: Step) -> str:
-    """The first setting that takes less by a tenth, and how much."""
+def _way_out(step: Step, device: torch.device | None) -> str:
+    """The first setting that fits the device and takes less by a tenth, and how much."""
     own = predict(step).peak_bytes
-    for words, other in alternatives(step):
-        if (size := predict(other).peak_bytes) < 0.9 * own:
+    most = 0.9 * own
+    if device is not None and device.type == "cuda":
+        most = min(most, capacity(device))
+    for words, other in alternatives(step, flash_runs(step, device)):
+        if (size := predict(other).peak_bytes) <= most:
             return f"{words} takes {in_words(size)} in place of {in_words(own)}"
     return "only a smaller model or a shorter row takes less"
 
@@ -65,9 +71,9 @@ def _leave_behind(under_way: UnderWay, error: BaseException) -> list[str]:
     """Write what may help to understand; the names of the files."""
     assert under_way.step is not None and under_way.run_dir is not None
     write_text(under_way.run_dir / REPORT, _table(predict(under_way.step), error))
-    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+    if under_way.watch.snapshot is None:
         return [REPORT]
-    (under_way.run_dir / SNAPSHOT).write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+    (under_way.run_dir / SNAPSHOT).write_bytes(pickle.dumps(under_way.watch.snapshot))
     return [REPORT, SNAPSHOT]
 
 

@@ -1,19 +1,16 @@
 """`scripts/profile_memory.py find_max=true`: the longest row that trains here, by attention backend and memory mode."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from omegaconf import DictConfig
-
-from flash_train.cli.build import build_model_config, build_tokenizer, choose_attention, device_of, load_init
+from flash_train.cli.build import device_of
 from flash_train.cli.cells import Cell, Result, known_result, run_cell
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError, UsageError
+from flash_train.cli.loggers import log_table
 from flash_train.cli.overrides import CommandLine, parse
-from flash_train.cli.predict import step_of
+from flash_train.cli.predict import capacity, step_before_run
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions, write_json, write_text
 from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
@@ -22,12 +19,24 @@ from flash_train.profiling.step import Step
 
 TRIALS, TOLERANCE = 4, 0.02
 KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
+TRIAL_STEPS = "2"  # the first makes the optimizer's state, the second meets it and the gradients of the first
 TRIAL = (
-    # The first step makes the optimizer's state, the second meets it and the gradients of the first.
-    *("max_steps=2", "force=true", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false"),
+    *(
+        f"max_steps={TRIAL_STEPS}",
+        "force=true",
+        "logger=none",
+        "trainer.checkpoints=false",
+        "trainer.progress_bar=false",
+    ),
     "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
 )
+BY_DOCUMENT = ("standard", "chunked")  # whose memory the documents of a row decide: one is the most that it can be
+FILES = ("find_max.json", "find_max.md", "find_max.png")
 SHORT = 512  # tokens in a row while only the shape of the model is asked for
+
+
+class EndedOtherwise(Exception):
+    """A trial neither ran nor ran out of memory."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +97,25 @@ def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
 
     Started again with the same arguments and run_dir, trials that have ended are not run again.
     """
+    config = compose_config((*line.overrides, f"seq_len={SHORT}"), line.config_dir)
+    device = device_name(device_of(config.trainer.accelerator))
     rows: list[Row] = []
     for attention, memory in ((a, m) for a in asked.attention for m in asked.memory):
-        row = _search(line, asked, run_dir, attention, memory)
-        rows.append(row)
-        longest = f"{row.found.seq_len:,} tokens" if row.found.seq_len else row.reason or "nothing fitted"
-        print(f"attention={attention} memory={memory}: {longest}, {len(row.found.trials)} trials", flush=True)
-        _write(rows, run_dir, line)
-    print(f"{run_dir}: find_max.json, find_max.md, find_max.png, trials/")
+        rows.append(_search(line, asked, run_dir, attention, memory))
+        print(f"attention={attention} memory={memory}: {in_words(rows[-1])}", flush=True)
+        _write(rows, run_dir, device)
+    print(f"{run_dir}: {', '.join(FILES)}, trials/")
+    if config.logger.name == "wandb":
+        records = [to_record(row, TOLERANCE) for row in rows]
+        columns = [name for name in records[0] if name != "trials"]
+        table = [[record[name] for name in columns] for record in records]
+        log_table(config.logger, run_dir, "find_max", columns, table, [run_dir / name for name in FILES])
 
 
 def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, memory: str) -> Row:
     overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL)
+    if attention in BY_DOCUMENT and line.given("data.packing") is None:
+        overrides += ("data.packing=concat",)
     try:
         step, device = step_before_run(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir))
     except UnavailableError as error:
@@ -109,36 +125,21 @@ def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, mem
 
     def fits(length: int) -> bool:
         cell = Cell(run_dir / "trials" / f"{attention}-{memory}-{length}", (*overrides, f"seq_len={length}"))
-        results[length] = known_result(cell) or run_cell(cell)
-        if results[length].status not in ("ok", "oom"):
-            raise UsageError(f"a trial at seq_len={length} ended otherwise: {results[length].reason} ({cell.folder})")
-        return results[length].status == "ok"
+        result = results[length] = known_result(cell) or run_cell(cell)
+        told = {"ok": "fits", "oom": "does not fit"}.get(result.status)
+        print(f"  {cell.name}: {told or f'{result.status}, {result.reason}'}, {result.seconds:.0f} s", flush=True)
+        if told is None:
+            raise EndedOtherwise(f"the trial at {length:,} tokens {result.status}: {result.reason}")
+        return result.status == "ok"
 
     # What is predicted to be the longest is likely too long, for not all of a device can be had: it is tried second.
     first = guess if guess >= asked.limit // UNIT * UNIT else int(guess / (1 + TOLERANCE))
-    found = search(fits, first, asked.limit, TRIALS, TOLERANCE)
+    try:
+        found = search(fits, first, asked.limit, TRIALS, TOLERANCE)
+    except EndedOtherwise as error:
+        return Row(attention, memory, Longest(0, None, ()), guess, None, False, str(error))
     peak = results[found.seq_len].summary.get("peak_memory_gib") if found.seq_len else None
     return Row(attention, memory, found, guess, peak, found.within(TOLERANCE, asked.limit // UNIT * UNIT))
-
-
-def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
-    """What decides the memory of a configuration's steps, and where it would run, with no data read.
-
-    Raises:
-        UnavailableError: its attention backend does not run here.
-    """
-    device = device_of(config.trainer.accelerator)
-    pretrained = load_init(config.init_from)
-    model = build_model_config(config, build_tokenizer(config).vocab_size, pretrained[0] if pretrained else None)
-    backend, _ = choose_attention(config, device, model.head_dim)
-    return step_of(config, model, backend, device), device
-
-
-def capacity(device: torch.device) -> int:
-    """Bytes of the device; on a CPU of the machine. Takes none of them, as a CUDA context would."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
@@ -151,8 +152,13 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
     return low * UNIT
 
 
-def _write(rows: Sequence[Row], run_dir: Path, line: CommandLine) -> None:
-    device = device_name(device_of(str(line.given("trainer.accelerator") or "auto")))
+def in_words(row: Row) -> str:
+    if not row.found.seq_len:
+        return row.reason or "nothing that was tried fitted"
+    return f"{row.found.seq_len:,} tokens, {len(row.found.trials)} trials"
+
+
+def _write(rows: Sequence[Row], run_dir: Path, device: str) -> None:
     title = f"Longest row that trains on {device}"
     records = [to_record(row, TOLERANCE) for row in rows]
     write_json(run_dir / "find_max.json", {"device": device, "versions": versions(), "records": records})

@@ -63,13 +63,23 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
 
 @rank_zero_only
 def log_table(
-    settings: DictConfig, run_dir: Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    settings: DictConfig,
+    run_dir: Path,
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    files: Sequence[Path] = (),
 ) -> None:
-    """A W&B run with a table, in the group of the runs that the table is about."""
+    """A W&B run with a table, in the group of the runs that the table is about; `files` go into an artifact."""
     import wandb
 
     run = _wandb_run(settings, run_dir, {})
     run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)})
+    if files:
+        artifact = wandb.Artifact(name, type=name)
+        for path in files:
+            artifact.add_file(str(path))
+        run.log_artifact(artifact)
     run.finish()
 
 

@@ -1,5 +1,6 @@
 """A configuration's memory, before it runs: told in one line, and refused where it cannot fit."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,18 +8,33 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from flash_train.attention.backends import OWN, flash_unavailable
+from flash_train.cli.build import build_model_config, build_tokenizer, choose_attention, device_of, load_shape
 from flash_train.cli.errors import OutOfMemoryError
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling.memory import GIB
 from flash_train.profiling.prediction import Prediction, predict
-from flash_train.profiling.step import Step
+from flash_train.profiling.step import WIDTHS, Step
 
 #: what cuBLAS keeps on a device of Hopper's generation or later, and on others (`CUBLAS_WORKSPACE_CONFIG`'s defaults),
 #: for each thread that multiplies matrices: that of the forward, and autograd's
 WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
 THREADS = 2
 SHORTEST = 256  # tokens in a row that are still worth proposing
+
+
+def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
+    """What decides the memory of a configuration's steps, and where it would run, with no data and no weights read.
+
+    Raises:
+        UnavailableError: its attention backend does not run here.
+    """
+    device = device_of(config.trainer.accelerator)
+    pretrained = None if config.init_from is None else load_shape(config.init_from)
+    model = build_model_config(config, build_tokenizer(config).vocab_size, pretrained)
+    backend, _ = choose_attention(config, device, model.head_dim)
+    return step_of(config, model, backend, device), device
 
 
 def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> Step:
@@ -55,7 +71,8 @@ def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
     if limit is not None and prediction.peak_bytes > limit and not config.force:
         raise OutOfMemoryError(
             f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
-            f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)} on the device; {advice(step, limit)}, "
+            f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)} on the device; "
+            f"{advice(step, limit, flash_runs(step, device))}, "
             "or force=true to try all the same"
         )
 
@@ -77,15 +94,35 @@ def tell(prediction: Prediction, limit: int | None) -> None:
     print(f"memory: {in_words(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True)
 
 
-def advice(step: Step, limit: int) -> str:
-    """The first settings that would fit, in the order of what they cost."""
-    for words, other in alternatives(step):
+def capacity(device: torch.device) -> int:
+    """Bytes of the device; on a CPU of the machine. Takes none of them, as a CUDA context would."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def flash_runs(step: Step, device: torch.device | None) -> bool:
+    """Whether this project's kernels could run the step's attention."""
+    dtype = torch.bfloat16 if WIDTHS[step.precision][1] == 2 else torch.float32
+    return device is not None and flash_unavailable(device, dtype, step.model.head_dim) is None
+
+
+def advice(step: Step, limit: int, flash: bool) -> str:
+    """The first settings that would fit, in the order of what they cost. `flash`: it could run."""
+    for words, other in alternatives(step, flash):
         if predict(other).peak_bytes <= limit:
             return f"{words} would fit"
     return "nothing that changes only memory, batch_size, precision or seq_len would fit: choose a smaller model"
 
 
-def alternatives(step: Step) -> Iterator[tuple[str, Step]]:
+def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
+    """Settings that take less, in the order of what they cost; with `flash` where another attention was asked for."""
+    if flash and step.attention not in OWN:
+        better = replace(step, attention="flash")
+        yield "attention=flash", better
+        for words, other in alternatives(better, flash):
+            yield f"attention=flash {words}", other
+        return
     for mode in MEMORY_MODES[MEMORY_MODES.index(step.memory) + 1 :]:  # in the order of what they keep
         yield f"memory={mode}", replace(step, memory=mode)
     least = replace(step, memory="checkpoint")

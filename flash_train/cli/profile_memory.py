@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.allocator import grow_segments
 from flash_train.cli.compose import compose_config
-from flash_train.cli.errors import one_line_errors
+from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.overrides import CommandLine, read
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ find_max.json, find_max.md and find_max.png. Started again with the same run_dir
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if arguments and arguments[0] in ("--help", "-h"):
+    if {"--help", "-h"} & set(arguments):
         print(HELP)
         return
     grow_segments()
@@ -48,15 +48,28 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with one_line_errors():
         line = read(arguments)
+        refuse(line)
         if any(text.startswith("find_max") for text in line.overrides):
             search(line)
         else:
             profile_memory(compose(line))
 
 
+def refuse(line: CommandLine) -> None:
+    """What a training run takes and this does not."""
+    if line.multirun or line.shows:
+        raise UsageError(f"{line.flags[0]}: a profile takes no such flag; allowed: --help, --config-dir")
+    for key in ("resume", "validate_only", "stop_after"):
+        if line.given(key):
+            raise UsageError(f"{key}={line.given(key)}: a profile begins anew and runs to its end; leave it out")
+    for key in ("trainer.devices", "trainer.num_nodes"):
+        if line.given(key) not in (None, "1"):
+            raise UsageError(f"{key}={line.given(key)}: the memory of one device is profiled; allowed: 1")
+
+
 def search(line: CommandLine) -> None:
     """`find_max=true`: no step is recorded, but the longest row is looked for."""
-    from flash_train.cli.find_max import find_max, split
+    from flash_train.cli.find_max import TRIAL_STEPS, find_max, split
     from flash_train.cli.train import prepare
 
     line, asked = split(line)
@@ -66,6 +79,7 @@ def search(line: CommandLine) -> None:
     if line.given("run_dir") is None:
         line = line.with_override("run_dir", f"runs/find_max_{datetime.now():%Y-%m-%d_%H-%M-%S}")
     run_dir = Path(str(line.given("run_dir")))
+    line = line.with_override("max_steps", TRIAL_STEPS)
     line = read(prepare(line.arguments()))
     own = tuple(text for text in line.overrides if not text.startswith("run_dir="))  # a trial's is its own
     find_max(replace(line, overrides=own), asked, run_dir)
@@ -95,14 +109,17 @@ def profile_memory(config: DictConfig) -> None:
 
     quieten()
     run_dir = Path(config.run_dir)
-    parts = build(config, run_dir)
-    announce(parts.attention, parts.data.info)
     recorded: list[RecordedStep] = []
-    only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
     with known_failures(config) as under_way:
+        parts = build(config, run_dir)
+        announce(parts.attention, parts.data.info)
+        only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         under_way.step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
-        under_way.run_dir = run_dir
+        under_way.device, under_way.run_dir = parts.device, run_dir
+        parts.trainer.callbacks.insert(0, under_way.watch)  # type: ignore[attr-defined]
         parts.trainer.fit(parts.module, datamodule=parts.data)
+    if not recorded:
+        raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
     write_memory(config, parts, recorded[-1], run_dir)
     finish(parts.logger)
 

@@ -38,16 +38,21 @@ _OURS = re.compile(r"(?:blocks\.(\d+)\.)?([a-z_.]+)\.weight")
 _THEIRS = re.compile(r"(?:model\.layers\.(\d+)\.)?([a-z_.]+)\.weight")
 
 
+def pretrained_config(path: str | Path) -> ModelConfig:
+    """The configuration of a model as `load_pretrained` takes it. Raises as it does."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"init_from={path}: no such folder; give one with config.json and *.safetensors")
+    return _config_from_llama(_read_json(folder / CONFIG), str(path))
+
+
 def load_pretrained(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
 
     `path` is a folder as `transformers` saves it; sharded weights are put together. Raises FileNotFoundError where a
     file is missing and ValueError, in one line, for a model that is no plain Llama.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"init_from={path}: no such folder; give one with config.json and *.safetensors")
-    config = _config_from_llama(_read_json(folder / CONFIG), str(path))
+    config, folder = pretrained_config(path), Path(path).expanduser()
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         for name, tensor in load_file(file).items():

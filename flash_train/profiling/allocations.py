@@ -61,6 +61,11 @@ class Scopes:
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
         return self.entries[index][1:] if index >= 0 else ("", "")
 
+    def change_after(self, when: int) -> int | None:
+        """When something else was at work; None if never."""
+        index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0])
+        return self.entries[index][0] if index < len(self.entries) else None
+
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Log the modules of `model`: before and after their forward, and when their result's gradient comes, which
@@ -250,7 +255,12 @@ def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) ->
             return "autocast copies"
         if a.scope == "" and a.start < first_block:
             return "batch and tables"
-        return kind_of_module(a.scope)
+        kind = kind_of_module(a.scope)
+        if kind == "attention" and a.end is not None:
+            change = recording.scopes.change_after(a.start)
+            if change is None or a.end <= change:  # gone before anything else ran
+                return "attention workspace"
+        return kind
 
     found = moments(allocations, kind_of, recording.scopes)
     peaks = {phase: _fullest(m for p, m in found if p == phase) for phase in PHASES}

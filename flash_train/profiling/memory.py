@@ -22,7 +22,7 @@ def memory_use(device: torch.device) -> dict[str, float | None]:
         return {
             "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
             "memory/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
-            "memory/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "memory/peak_gib": max(_earlier.get(device, 0), torch.cuda.max_memory_allocated(device)) / GIB,
         }
     if device.type == "mps":
         return {
@@ -39,8 +39,20 @@ def peak_memory(use: Mapping[str, float | None]) -> float | None:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak. A process's resident peak cannot be reset: on other devices than CUDA this does nothing."""
+    _earlier.pop(device, None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def begin_peak(device: torch.device) -> None:
+    """Have PyTorch count the peak of a stretch from here on; `memory_use` still tells that since
+    `reset_peak_memory`."""
+    if device.type == "cuda":
+        _earlier[device] = max(_earlier.get(device, 0), torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+_earlier: dict[torch.device, int] = {}  # bytes: the peak before the stretch that PyTorch counts now
 
 
 def _resident_gib() -> float | None:

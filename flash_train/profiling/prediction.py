@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from flash_train.attention.backends import OWN
+from flash_train.attention.chunked import KEY_CHUNK, QUERY_CHUNK
 from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
 from flash_train.profiling.ledger import Ledger, Moment
 from flash_train.profiling.step import WIDTHS, Step
@@ -194,6 +195,7 @@ class _Walk:
             hold(f"{layer}.dropped pairs", "attention", dropout)
             mask = max(self.step.documents) ** 2
             self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
+        self.ledger.pass_by(f"{layer}.chunk", "attention workspace", self.chunk())
         grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
         if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
             self.ledger.drop(f"{layer}.k", f"{layer}.v")
@@ -202,7 +204,7 @@ class _Walk:
         if f"{layer}.out" not in self.ledger.held:
             hold(f"{layer}.out", "attention", e * self.heads)
             hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
-        if not self.packed_kernel:  # a document at a time, then joined
+        if not self.packed_kernel and self.step.attention != "chunked":  # a document at a time, kept, then joined
             hold(f"{layer}.joined", "attention", e * self.heads)
 
     @property
@@ -217,6 +219,13 @@ class _Walk:
         """Elements of all score matrices that one layer keeps, and of the largest one."""
         squares = [n * n for n in self.step.documents]
         return self.model.n_heads * sum(squares), self.model.n_heads * max(squares)
+
+    def chunk(self) -> int:
+        """Bytes of what chunked attention holds of a chunk: logits and weights before and after a change, in fp32."""
+        if self.step.attention != "chunked":
+            return 0
+        longest = max(self.step.documents)
+        return 3 * 4 * self.step.batch_size * self.model.n_heads * min(QUERY_CHUNK, longest) * min(KEY_CHUNK, longest)
 
     def keep_attention(self, layer: int) -> None:
         """`memory=selective` keeps the results of a fused attention's operator."""
@@ -367,7 +376,7 @@ class _Walk:
             rows += self.heads
         if self.step.sums_dq:  # in tiles of 64 or 128 columns
             rows += self.heads * (64 if m.head_dim <= 64 else 128) // m.head_dim
-        ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows)
+        ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows + self.chunk())
         ledger.drop(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs")))
         ledger.drop(f"{layer}.rows", f"{layer}.d mixed", f"{layer}.masked 1")
         for name in ("q", "k") if m.qk_norm else ():

@@ -1,3 +1,4 @@
+import platform
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ from flash_train.cli.allocator import VARIABLES, grow_segments
 
 def test_segments_grow_unless_the_environment_says_how_it_shall_be(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0-generic")
     environ = {"HOME": "/home/me"}
     grow_segments(environ)
     assert environ == {"HOME": "/home/me", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -16,9 +18,12 @@ def test_segments_grow_unless_the_environment_says_how_it_shall_be(monkeypatch):
         assert chosen == {name: "max_split_size_mb:512"}
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_elsewhere_they_cannot(platform, monkeypatch):
-    monkeypatch.setattr(sys, "platform", platform)
+@pytest.mark.parametrize(
+    ("system", "release"), [("darwin", "24.0"), ("win32", "11"), ("linux", "5.15.167.4-microsoft-standard-WSL2")]
+)
+def test_elsewhere_they_cannot(system, release, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "release", lambda: release)
     environ = {}
     grow_segments(environ)
     assert not environ

@@ -1,14 +1,20 @@
 """What can go wrong under way ends in one line, and tells scripts by its status what it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from flash_train.cli import failures
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import OutOfMemoryError, UsageError, one_line_errors
 from flash_train.cli.failures import known_failures
+from flash_train.cli.train import main
 from flash_train.model import ModelConfig
+from flash_train.profiling.prediction import predict
 from flash_train.profiling.step import Step
-from flash_train.training import NonFiniteLossError
+from flash_train.training import CausalLMModule, NonFiniteLossError
+from flash_train.training.callbacks import SnapshotOnError
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
 
@@ -24,6 +30,8 @@ def config():
         (torch.OutOfMemoryError("CUDA out of memory"), "out of GPU memory at seq_len=16384"),
         (RuntimeError(ALLOCATOR), "out of memory at seq_len=16384"),
         (MemoryError(), "out of memory at seq_len=16384"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out of memory at seq_len=16384"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory"),
     ],
 )
 def test_exhausted_memory(config, capsys, error, says):
@@ -43,6 +51,44 @@ def test_the_step_that_failed_is_written_down_with_a_way_out(config, tmp_path):
     text = (tmp_path / "out_of_memory.md").read_text()
     assert "Tried to allocate 2 GiB" in text and "| mlp |" in text
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def test_the_way_out_fits_the_device(config, tmp_path, monkeypatch):
+    """selective takes less, but more than there is."""
+    model = ModelConfig(vocab_size=320, n_layers=8, width=256, n_heads=4, n_kv_heads=4, head_dim=64, mlp_width=704)
+    limit = predict(Step(model, 16384, memory="checkpoint")).peak_bytes
+    monkeypatch.setattr(failures, "capacity", lambda device: limit)
+    monkeypatch.setattr(failures, "flash_runs", lambda step, device: True)
+    with pytest.raises(OutOfMemoryError, match="GPU memory .*memory=checkpoint takes"), known_failures(config) as way:
+        way.step, way.device, way.run_dir = Step(model, 16384), torch.device("cuda"), tmp_path
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monkeypatch, tmp_path):
+    """Lightning takes the model off the device before the error reaches the command."""
+    seen = []
+
+    def step(module, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def look(watch, trainer, module, error):
+        seen.append((trainer.callbacks.index(watch), trainer.strategy.lightning_module is module))
+        watch.snapshot = {"segments": []}
+
+    monkeypatch.setattr(CausalLMModule, "training_step", step)
+    monkeypatch.setattr(SnapshotOnError, "on_exception", look)
+    code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1")
+    assert code == OutOfMemoryError.status and "out_of_memory.md, out_of_memory.pickle" in errors[-1]
+    assert seen == [(0, True)] and (tmp_path / "run" / "out_of_memory.pickle").is_file()
+
+
+def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: f"of {device}")
+    cases = (("cuda", torch.OutOfMemoryError(), "of cuda"), ("cuda", ValueError(), None), ("cpu", MemoryError(), None))
+    for device, error, expected in cases:
+        watch = SnapshotOnError()
+        watch.on_exception(None, SimpleNamespace(device=torch.device(device)), error)
+        assert watch.snapshot == expected
 
 
 def test_the_allocator_of_this_machine(config):

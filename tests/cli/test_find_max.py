@@ -99,6 +99,32 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
     assert trials == expected
 
 
+def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypatch, capsys):
+    """Standard's rows are one document: what a few short ones take says nothing."""
+    packings = []
+
+    def run_cell(cell):
+        packings.append([text for text in cell.overrides if "packing" in text])
+        return Result("failed", "an illegal address") if "sdpa" in cell.name else Result("ok")
+
+    monkeypatch.setattr(command, "run_cell", run_cell)
+    line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
+    asked = command.Search(512, ("none",), ("sdpa", "standard"))
+    command.find_max(line.with_override("logger", "none"), asked, tmp_path / "search")
+    failed, found = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
+    assert failed["seq_len"] == 0 and "512 tokens failed: an illegal address" in failed["reason"]
+    assert found["seq_len"] == 512 and packings == [[], ["data.packing=concat"]]
+    assert "sdpa-none-512: failed, an illegal address" in capsys.readouterr().out
+
+
+def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(command, "run_cell", lambda cell: Result("ok", summary={"peak_memory_gib": 1.0}))
+    line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
+    command.find_max(line, command.Search(512, ("none",), ("sdpa",)), tmp_path / "search")
+    assert list((tmp_path / "search" / "wandb").glob("offline-run-*"))
+
+
 def test_a_backend_that_is_not_there_is_told(tiny, tmp_path):
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     command.find_max(line, command.Search(512, ("none",), ("flash",)), tmp_path / "search")

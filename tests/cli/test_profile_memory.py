@@ -83,9 +83,34 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
 
 
 def test_the_first_setting_that_fits_is_the_cheapest():
-    peaks = {words: predict(step).peak_bytes for words, step in command.alternatives(Step(MODEL, 8192, batch_size=2))}
+    step = Step(MODEL, 8192, batch_size=2)
+    peaks = {words: predict(other).peak_bytes for words, other in command.alternatives(step, flash=True)}
     assert list(peaks)[:3] == ["memory=selective", "memory=checkpoint", "memory=checkpoint batch_size=1 accumulate=2"]
     for peak in peaks.values():
         first = next(other for other, size in peaks.items() if size <= peak)
-        assert command.advice(Step(MODEL, 8192, batch_size=2), peak) == f"{first} would fit"
-    assert "smaller model" in command.advice(Step(MODEL, 8192), 2**20)
+        assert command.advice(step, peak, flash=True) == f"{first} would fit"
+    assert "smaller model" in command.advice(Step(MODEL, 8192), 2**20, flash=True)
+
+
+def test_flash_is_proposed_where_it_could_run():
+    step = Step(MODEL, 8192, attention="standard")
+    flash = predict(Step(MODEL, 8192)).peak_bytes
+    assert command.advice(step, flash, flash=True) == "attention=flash would fit"
+    assert command.advice(step, flash - 1, flash=True) == "attention=flash memory=selective would fit"
+    assert "attention=flash" not in command.advice(step, flash, flash=False)
+    assert not command.flash_runs(step, torch.device("cpu")) and not command.flash_runs(step, None)
+
+
+@pytest.mark.parametrize("argument", ["stop_after=1", "resume=last", "validate_only=True", "trainer.devices=2", "-m"])
+def test_what_a_profile_does_not_take(monkeypatch, capsys, tiny, argument):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *tiny, argument)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"flash-train: {argument}")
+
+
+def test_a_run_that_ends_before_the_recorded_step_says_so(monkeypatch, capsys, tiny):
+    monkeypatch.setattr("lightning.Trainer.fit", lambda *_, **__: None)  # as after a signal
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *tiny)
+    assert "stopped before step 3" in capsys.readouterr().err.splitlines()[-1]

@@ -76,6 +76,7 @@ STEPS += [
     replace(STEPS[0], seq_len=777),
     replace(STEPS[0], attention="standard", seq_len=1024),
     replace(STEPS[2], attention="standard", seq_len=1024),
+    replace(STEPS[0], attention="chunked", seq_len=1500),
     replace(STEPS[0], model=OTHER, seq_len=1500),
     replace(STEPS[2], model=OTHER, seq_len=1500),
 ]

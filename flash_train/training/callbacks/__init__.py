@@ -1,7 +1,7 @@
 """Callbacks, each of use by itself in any `Trainer`; those that log metrics want `Throughput` beside them."""
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
-from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep
+from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep, SnapshotOnError
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
 from flash_train.training.callbacks.progress import RichProgress
 from flash_train.training.callbacks.record import RunRecord
@@ -18,6 +18,7 @@ __all__ = [
     "NonFiniteLoss",
     "NonFiniteLossError",
     "RecordedStep",
+    "SnapshotOnError",
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",

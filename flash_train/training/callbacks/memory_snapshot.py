@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from flash_train.profiling.allocations import MemoryProfile, Recording, profile_of
-from flash_train.training.callbacks.base import StepCallback
-from flash_train.training.callbacks.throughput import COMPUTE_DTYPE
+from flash_train.profiling.memory import begin_peak
+from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.throughput import COMPUTE_DTYPE, Throughput
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,24 @@ class RecordedStep:
     snapshot: Any
 
 
+class SnapshotOnError(Callback):
+    """Keeps the CUDA allocator's snapshot of the moment when memory ran out: before the error reaches the caller,
+    Lightning frees the device. To be the first of the callbacks, for another may end the allocator's history.
+
+    Attributes:
+        snapshot: for PyTorch's viewer; None where nothing was taken.
+    """
+
+    def __init__(self) -> None:
+        self.snapshot: Any = None
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, torch.OutOfMemoryError) and pl_module.device.type == "cuda":
+            self.snapshot = torch.cuda.memory._snapshot(pl_module.device)
+
+
 class MemorySnapshot(StepCallback):
-    """Records whole optimizer steps and hands each to `receive`.
+    """Records whole optimizer steps of the first rank and hands each to `receive`.
 
     Args:
         receive: called after a recorded step.
@@ -47,7 +64,7 @@ class MemorySnapshot(StepCallback):
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.recording is None and self.due(trainer.global_step + 1):
+        if self.recording is None and trainer.is_global_zero and self.due(trainer.global_step + 1):
             self._begin(trainer, pl_module, batch)
         self._phase("forward")
 
@@ -66,6 +83,8 @@ class MemorySnapshot(StepCallback):
         if recording is None:
             return
         self._phase("end")
+        if throughput := find_callback(trainer, Throughput):
+            throughput.pause(trainer, pl_module)
         self._open.close()
         self.recording = None
         width = COMPUTE_DTYPE[trainer.precision].itemsize
@@ -84,8 +103,7 @@ class MemorySnapshot(StepCallback):
         self.recording = Recording(device, _owned(trainer, pl_module, batch))
         lengths = batch.get("lengths")
         self._lengths = tuple(map(int, lengths)) if lengths is not None else None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        begin_peak(device)
         self._open.enter_context(self.recording.recording(pl_module.model))
 
     def _phase(self, name: str) -> None:

@@ -151,12 +151,12 @@ class Throughput(StepCallback):
         )
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._pause(trainer, pl_module)
+        self.pause(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
-        self._pause(trainer, pl_module)
+        self.pause(trainer, pl_module)
 
-    def _pause(self, trainer: Trainer, pl_module: Any) -> None:
+    def pause(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock until the next training batch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or self._paused_since is not None:
             return
