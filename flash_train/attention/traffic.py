@@ -46,6 +46,7 @@ def flash_traffic(
     itemsize: int,
     mask: Mask | None = None,
     *,
+    density: float = 1.0,
     forward_tile: tuple[int, int] = (128, 128),
     dkdv_tile: tuple[int, int] = (64, 128),
     dq_tile: tuple[int, int] = (128, 64),
@@ -59,6 +60,7 @@ def flash_traffic(
     Args:
         entry: lengths of queries and keys (an int: of both).
         mask: None is ``Causal()``.
+        density: part of the mask's blocks that a block map beside it leaves.
         forward_tile, dkdv_tile, dq_tile: (queries, keys) of the tiles.
     """
     entry, mask = _entry(entry), Causal() if mask is None else mask
@@ -69,7 +71,7 @@ def flash_traffic(
     def visits(tile: tuple[int, int]) -> int:
         """Blocks that hold a pair, over all query heads."""
         states = mask.blocks(entry, *tile, n_heads) != SKIPPED
-        return int(states.sum()) * (n_heads // states.shape[0])
+        return round(density * int(states.sum())) * (n_heads // states.shape[0])
 
     forward = 2 * queries + statistics + visits(forward_tile) * forward_tile[1] * 2 * row
     rows = 2 * queries + 3 * statistics  # out and dout to delta

@@ -2,10 +2,12 @@
 
 import base64
 import html
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flash_train.attention.traffic import flash_traffic, standard_traffic
+from flash_train.attention.traffic import Traffic, flash_traffic, standard_traffic
 from flash_train.profiling.allocations import PHASES, MemoryProfile
 from flash_train.profiling.ledger import Moment
 from flash_train.profiling.prediction import KINDS, Prediction
@@ -13,6 +15,7 @@ from flash_train.profiling.records import write_json, write_text
 from flash_train.profiling.step import WIDTHS, Step
 
 MIB = 2**20
+DENSITIES = (0.5, 0.25, 0.125)
 PHASES_PREDICTED = {"forward": ("forward", "loss"), "backward": ("backward",), "step": ("step",)}
 
 Report = dict[str, Any]
@@ -57,11 +60,15 @@ def report(
 
 
 def attention_traffic(step: Step) -> dict[str, dict[str, int]]:
-    """Bytes that one block's attention moves, the standard way and the kernels', whichever ran."""
+    """Bytes that one block's attention moves, the standard way and the kernels', whichever ran; theirs with block maps,
+    too, by the part of the blocks that is attended."""
     m, itemsize = step.model, WIDTHS[step.precision][1]
     shape = (m.n_heads, m.n_kv_heads, m.head_dim, itemsize)
     found = {}
-    for name, count in (("standard", standard_traffic), ("flash", flash_traffic)):
+    counts: dict[str, Callable[..., Traffic]] = {"standard": standard_traffic, "flash": flash_traffic}
+    for density in DENSITIES:
+        counts[f"flash, {density:.1%} of the blocks"] = partial(flash_traffic, density=density)
+    for name, count in counts.items():
         each = [count(length, *shape) for length in step.documents]
         found[name] = {"forward": sum(t.forward for t in each), "backward": sum(t.backward for t in each)}
     return found
