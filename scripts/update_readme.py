@@ -4,8 +4,8 @@ With --check it changes nothing, and its exit status says whether all is up to d
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, or for
 NAME.PART from that of NAME, which holds {"records": [...]}: for `training`, `recall`, `ablation` and `find_max` what
-collect_runs gathers, for `attention` and `memory` what their benchmarks write. Where there is no such file, nothing
-stands there. Those that have a picture are drawn as docs/results/NAME.png.
+collect_runs gathers, for `attention` and `memory` what their benchmarks write. Those that have a picture are drawn as
+docs/results/NAME.png. Where there is no such file, neither table nor picture stays.
 """
 
 import argparse
@@ -200,7 +200,7 @@ def joined(values: Iterable[float | None], form: str) -> str:
 
 
 def fill(page: str, results: Path) -> str:
-    """A page with every table for which there are results written anew.
+    """A page with every table for which there are results written anew, and no other.
 
     Raises ValueError for a marker whose table nobody knows how to make.
     """
@@ -210,7 +210,7 @@ def fill(page: str, results: Path) -> str:
         if name not in TABLES:
             raise ValueError(f"results:{name} is unknown; known are {', '.join(TABLES)}")
         source = results / f"{name.partition('.')[0]}.json"
-        return opening + TABLES[name](records_of(source)) + closing if source.is_file() else match[0]
+        return opening + (TABLES[name](records_of(source)) if source.is_file() else "") + closing
 
     return MARKED.sub(filled, page)
 
@@ -227,21 +227,26 @@ def update(root: Path, check: bool) -> int:
     results = root / "docs" / "results"
     pages = {path: path.read_text(encoding="utf-8") for path in (root / "README.md", *sorted(root.glob("docs/*.md")))}
     after = {path: fill(text, results) for path, text in pages.items()}
-    drawn = [(results / f"{name}.json", results / f"{name}.png", draw) for name, draw in PICTURES.items()]
+    pictures = [(results / f"{name}.json", results / f"{name}.png", draw) for name, draw in PICTURES.items()]
+    stale = [(source, picture, draw) for source, picture, draw in pictures if outdated(picture, source)]
     if check:
-        return int(pages != after or any(outdated(picture, source) for source, picture, _ in drawn))
+        return int(pages != after or bool(stale))
     for path, text in after.items():
         if text != pages[path]:
             path.write_text(text, encoding="utf-8")
-    for source, picture, draw in drawn:
-        if source.is_file() and (outdated(picture, source) or not picture.is_file()):
+    for source, picture, draw in stale:
+        if source.is_file():
             draw(source, picture)
+        else:
+            picture.unlink()
     return 0
 
 
 def outdated(picture: Path, source: Path) -> bool:
-    """Whether there is a picture that was drawn from something else."""
-    return picture.is_file() and fingerprint(source).encode() not in picture.read_bytes()
+    """Whether a picture is not that of its records: missing, drawn from others, or left of some that are gone."""
+    if source.is_file() != picture.is_file():
+        return True
+    return source.is_file() and fingerprint(source).encode() not in picture.read_bytes()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ Trains every combination of the axes' values, each in a process of its own, from
 runs side by side: the step's time and its parts, attention's share, tokens/s, MFU, peak memory, losses.
 
   sweep.AXIS=[a,b,…]  axes: seq_len  attention  dropout  packing  memory  precision  model
-                      what is swept where none is given stands in conf/ablate.yaml
+                      what is swept where none is given stands in conf/ablate.yaml, but for keys that the command
+                      line or its experiment gives
   sweep.jobs=N        cells that run at once; on GPUs, each has its own
   run_dir=FOLDER      where everything goes; runs/ablation_TIMESTAMP by default. Started again with the same arguments
-                      and the same run_dir, finished cells are not run again.
+                      and the same run_dir, finished cells are not run again; those of other arguments, versions or
+                      another device are left alone, and the sweep does not begin.
   KEY=VALUE           any override of flash-train, for every cell: model=125m max_steps=50 data=text data.path=… seed=1
 
-A cell that runs out of memory, fails, or can't run here is recorded with its reason, and the sweep goes on.
+A cell that runs out of memory, fails, or can't run here is recorded with its reason, and the sweep goes on. One that is
+predicted to take over 5 % more than the GPU has is not run: oom, too, and its reason says so.
 
 Examples
   python scripts/ablate.py                              nano, short rows: minutes on two cores
@@ -19,32 +22,24 @@ Examples
   python scripts/ablate.py 'sweep.seq_len=[4096,16384]' sweep.jobs=8 model=1b3 precision=bf16-true
 """
 
-import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from datetime import timedelta
-from types import FrameType
 
-from flash_train.cli.cells import Cell, Result, keep, known_result, run_cells
+from flash_train.cli.cells import Cell, Result, known_result, run_cells
 from flash_train.cli.errors import UnavailableError, one_line_errors
+from flash_train.cli.interrupt import going_on_later
 from flash_train.cli.overrides import read
 from flash_train.cli.sweep import Planned, Sweep, plan
-from flash_train.profiling import MetricsTable, write_text
+from flash_train.profiling import read_column, write_text
 from flash_train.profiling.ablation import COLUMNS, Row, header, loss_differences, to_csv, to_markdown, values
 from flash_train.profiling.ablation_plot import plot_ablation, plot_losses
 from flash_train.profiling.prediction import predict
 
+MARGIN = 0.05  # of a prediction, by docs/memory.md
 FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.png")
-
-
-class Interrupted(Exception):
-    """A signal asks the sweep to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 def main() -> None:
@@ -55,28 +50,9 @@ def main() -> None:
         return
     with one_line_errors():
         sweep = plan(read(arguments))
-        try:
-            with signals():
-                results = run(sweep)
-        except Interrupted as stop:
-            print(f"stopped by {stop}; to go on, give the same arguments and run_dir={sweep.run_dir}", file=sys.stderr)
-            sys.exit(128 + stop.number)
+        with going_on_later(sweep.run_dir):
+            results = run(sweep)
         report(sweep, results)
-
-
-@contextmanager
-def signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise `Interrupted`, once: what follows until the end of the process is cleaning up."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def run(sweep: Sweep) -> dict[Cell, Result]:
@@ -90,7 +66,6 @@ def run(sweep: Sweep) -> dict[Cell, Result]:
         if (result := known_before(planned)) is not None:
             left.remove(planned)
             results[planned.cell] = result
-            keep(planned.cell, result)
             _tell(planned.cell, results, len(sweep.cells), None)
     start = time.monotonic()
     with closing(run_cells([planned.cell for planned in left], sweep.environs)) as running:
@@ -103,23 +78,26 @@ def run(sweep: Sweep) -> dict[Cell, Result]:
 
 
 def known_before(planned: Planned) -> Result | None:
-    """What comes of a cell that can't run here, or is predicted not to fit on the GPU: it takes no process to tell."""
+    """What comes of a cell that can't run here, or surely won't fit on the GPU: it takes no process to tell."""
     config = planned.config
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
-    if config.trainer.accelerator != "cuda" or config.force or config.compile or config.trainer.devices > 1:
+    several = config.trainer.devices * config.trainer.num_nodes > 1
+    if config.trainer.accelerator != "cuda" or config.force or config.compile or several:
         return None
-    from flash_train.cli.find_max import capacity, step_before_run  # and with it Lightning
-    from flash_train.cli.predict import in_words
+    from flash_train.cli.predict import BY_DOCUMENT, capacity, in_words, step_before_run  # and with it Lightning
 
     try:
         step, device = step_before_run(config)
     except UnavailableError as error:
         return Result("unavailable", str(error))
-    predicted, limit = predict(step).peak_bytes, capacity(device)
-    if predicted <= limit:
+    if step.attention in BY_DOCUMENT and config.data.packing != "concat":
         return None
-    return Result("oom", f"a step would take {in_words(predicted)} and the device has {in_words(limit)}")
+    predicted, limit = predict(step).peak_bytes, capacity(device)
+    if predicted <= (1 + MARGIN) * limit:
+        return None
+    words = f"a step would take {in_words(predicted)} and the device has {in_words(limit)}"
+    return Result("oom", f"predicted, not run: {words}")
 
 
 def _tell(cell: Cell, results: dict[Cell, Result], total: int, seconds_left: float | None) -> None:
@@ -152,7 +130,7 @@ def rows_of(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
 
 def row_of(planned: Planned, result: Result) -> Row:
     table = planned.cell.folder / "metrics.csv"
-    losses = MetricsTable(table).column("train/loss") if result.status == "ok" else ([], [])
+    losses = read_column(table, "train/loss") if result.status == "ok" else ([], [])
     by_step = dict(zip(*losses, strict=True))
     return Row(planned.axes, result.status, result.reason, measured_of(result), by_step)
 
@@ -172,20 +150,20 @@ def title_of(results: dict[Cell, Result]) -> str:
 
 
 def report(sweep: Sweep, results: dict[Cell, Result]) -> None:
-    """Tables, pictures, W&B; then, in words, how far losses differ and where everything is."""
+    """Tables and pictures; in words, how far losses differ and where everything is; last, what may fail: W&B."""
     rows, title = write_tables(sweep, results), title_of(results)
     memory_of = next((result.summary["peak_memory_of"] for result in results.values() if result.status == "ok"), "")
     plot_ablation(rows, sweep.run_dir / "ablation.png", title=title, memory_of=memory_of)
     plot_losses(rows, sweep.run_dir / "ablation_losses.png", title=title)
+    for words, spread in loss_differences(rows):
+        print(f"losses{' at ' + words if words else ''}: largest relative difference {spread:.1e}")
+    print(f"{sweep.run_dir}: {', '.join(name for name in FILES if (sweep.run_dir / name).is_file())}, cells/")
+    print(_count(results.values()))
     settings = sweep.cells[0].config.logger
     if settings.name == "wandb":
         from flash_train.cli.loggers import log_table  # and with it Lightning, for which mistakes need not wait
 
         log_table(settings, sweep.run_dir, "ablation", header(rows), [values(row) for row in rows])
-    for words, spread in loss_differences(rows):
-        print(f"losses{' at ' + words if words else ''}: largest relative difference {spread:.1e}")
-    print(f"{sweep.run_dir}: {', '.join(name for name in FILES if (sweep.run_dir / name).is_file())}, cells/")
-    print(_count(results.values()))
 
 
 def _count(results: Iterable[Result]) -> str:

@@ -16,24 +16,27 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from flash_train.cli.errors import OutOfMemoryError, UnavailableError
+import torch
+
+from flash_train.cli.errors import OUT_OF_MEMORY, OutOfMemoryError, UnavailableError, UsageError
 from flash_train.cli.overrides import quote
-from flash_train.profiling import write_json
+from flash_train.profiling import device_name, versions, write_json
 
 Status = Literal["ok", "oom", "failed", "unavailable"]
 
 RECORD, LOG = "cell.json", "log.txt"
 STATUSES: dict[int, Status] = {OutOfMemoryError.status: "oom", UnavailableError.status: "unavailable"}
 COMMAND = (sys.executable, "-m", "flash_train.cli.cells")
-PACKAGES = ("flash-train", "torch", "triton")  # a record of other versions of these is none of this command's
+SAME = ("flash-train", "torch", "triton", "commit")  # of `versions`, what must be equal beside the device
 STOP_SECONDS = 10.0  # for a child that is told to stop; it is killed then
 POLL_SECONDS = 0.05
-ERROR_LINE = re.compile(r"flash-train: |([\w.]+\.)?\w*(Error|Exception|Interrupt)\b|terminate called|\s+what\(\): ")
-OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError", re.I)
+ERROR_LINE = re.compile(
+    r"(\[rank\d+\]: )?(flash-train: |([\w.]+\.)?\w*(Error|Exception|Interrupt)\b|terminate called|\s+what\(\): )"
+)
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,27 @@ class Result:
 
 
 def known_result(cell: Cell) -> Result | None:
-    """The result of an earlier run of this command with these versions, unless it failed; None where it must run."""
+    """The result of an earlier run of this command, unless it failed; None where it must run.
+
+    Raises:
+        UsageError: the folder holds what another command, other versions or another device measured.
+    """
     try:
         record = json.loads((cell.folder / RECORD).read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    if record["overrides"] != list(cell.overrides) or record["versions"] != _versions():
-        return None
     result = Result(**record["result"])
-    return None if result.status == "failed" else result  # the cause may be gone
+    if result.status == "failed":  # the cause may be gone
+        return None
+    differing = _differing_settings(record["overrides"], cell.overrides) + _differing_versions(record["versions"])
+    if not differing:
+        return result
+    if result.status == "unavailable":  # nothing was measured that could be lost
+        return None
+    raise UsageError(
+        f"{cell.folder}: another command, machine or version made what is there ({'; '.join(differing)}); "
+        "allowed: the one that made it, or another run_dir"
+    )
 
 
 def keep(cell: Cell, result: Result) -> None:
@@ -181,24 +196,29 @@ class _Child:
     def _judge(self, code: int, run_status: str | None) -> tuple[Status, str | None]:
         if code == 0:
             return ("ok", None) if run_status == "finished" else ("failed", f"the run was {run_status}")
-        reason = last_error((self.cell.folder / LOG).read_text(encoding="utf-8", errors="replace"))
-        if code == -signal.SIGKILL:
-            kills = _kills_for_memory()
-            if kills is None or kills != self._kills:
-                return "oom", "killed by the system, which ran out of memory"
-            return "failed", "killed by SIGKILL"
+        log = (self.cell.folder / LOG).read_text(encoding="utf-8", errors="replace")
+        reason = last_error(log)
+        if code in STATUSES:
+            return STATUSES[code], reason or f"exit status {code}"
+        # Of several ranks another may have run out of memory: Lightning kills the first one then.
+        if memory := [line for line in errors_of(log) if OUT_OF_MEMORY.search(line)]:
+            return "oom", memory[-1]
+        if code == -signal.SIGKILL and ((kills := _kills_for_memory()) is None or kills != self._kills):
+            return "oom", "killed by the system, which ran out of memory"
         if code < 0:
             reason = f"{signal.Signals(-code).name}: {reason}" if reason else signal.Signals(-code).name
-        if code not in STATUSES and reason and OUT_OF_MEMORY.search(reason):
-            return "oom", reason
-        return STATUSES.get(code, "failed"), reason or f"exit status {code}"
+        return "failed", reason or f"exit status {code}"
+
+
+def errors_of(log: str) -> list[str]:
+    """The lines of a log that tell of an error."""
+    return [line.strip().removeprefix("flash-train: ") for line in log.splitlines() if ERROR_LINE.match(line)]
 
 
 def last_error(log: str) -> str | None:
     """The last line of a log that tells of an error, else its last line; None for an empty log."""
-    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if ERROR_LINE.match(line)]
-    return (errors or lines)[-1].strip().removeprefix("flash-train: ") if lines else None
+    lines = errors_of(log) or log.splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)
 
 
 def _kills_for_memory() -> int | None:
@@ -208,14 +228,28 @@ def _kills_for_memory() -> int | None:
     return int(found[1]) if found else None
 
 
+def _differing_settings(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """In words, the overrides that differ; the last of a key counts, and W&B's names and groups do not."""
+    old, new = (dict(text.partition("=")[::2] for text in texts) for texts in (before, now))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith("logger.")]
+    return [f"{key}: {old.get(key, 'not given')}, now {new.get(key, 'not given')}" for key in keys]
+
+
+def _differing_versions(before: Mapping[str, str | None]) -> list[str]:
+    """In words, what differs and is known of both. Changes that have no commit are not known: a sweep goes on."""
+    known = [(key, old, new) for key, new in _versions().items() if (old := before.get(key)) and new]
+    return [
+        f"{key}: {old}, now {new}"
+        for key, old, new in known
+        if old.removesuffix("-dirty") != new.removesuffix("-dirty")
+    ]
+
+
+@cache
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    """What a result depends on beside the command: the device, versions and the commit, as this process began."""
+    found = versions()
+    return {"device": found["gpu"] or device_name(torch.device("cpu")), **{key: found[key] for key in SAME}}
 
 
 if __name__ == "__main__":  # by name, as Lightning starts the processes of further ranks in the same way

@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flash_train.profiling import MetricsTable, write_json
+from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.profiling import read_column, write_json
 from flash_train.profiling.ablation import from_csv
 
 LAST = 10
@@ -22,9 +23,17 @@ Records = list[dict[str, Any]]
 
 
 def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
-    """The record of one finished run."""
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    losses = MetricsTable(run_dir / "metrics.csv").column("train/loss")[1][-LAST:]
+    """The record of one run.
+
+    Raises:
+        UsageError: it has not finished, or did not train.
+    """
+    summary = _summary(run_dir)
+    if summary["status"] != "finished":
+        raise UsageError(f"{run_dir}: the run is {summary['status']}; allowed: one that has finished")
+    losses = read_column(run_dir / "metrics.csv", "train/loss")[1][-LAST:]
+    if not losses:
+        raise UsageError(f"{run_dir}: metrics.csv has no training losses; allowed: a run that has trained")
     for path in ("run_dir", "wandb_dir"):  # of the machine that ran it, not of the result
         summary.pop(path)
     if commit:
@@ -33,18 +42,30 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:
-    """A record per cell: axes, status and measurements; model, steps, device and versions are those of its run."""
+    """A record per cell: axes, status and measurements; steps, device and versions are those of a cell that finished.
+
+    Raises:
+        UsageError: none has.
+    """
     rows = from_csv((run_dir / ABLATION).read_text(encoding="utf-8"))
-    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(run_dir.glob("cells/*/summary.json"))]
-    if not summaries:
-        raise ValueError(f"{run_dir}: no cell of this ablation has run")
-    common = {key: summaries[0][key] for key in ("device", "steps", "peak_memory_of", "versions")}
+    summaries = [_summary(path.parent) for path in sorted(run_dir.glob("cells/*/summary.json"))]
+    finished = next((summary for summary in summaries if summary["status"] == "finished"), None)
+    if finished is None:
+        raise UsageError(f"{run_dir}: no cell has finished; allowed: an ablation of which one has")
+    common = {key: finished[key] for key in ("device", "steps", "peak_memory_of", "versions")}
     if commit:
         common["versions"]["commit"] = commit
     return [
         {"axes": dict(row.axes), "status": row.status, "reason": row.reason, "measured": dict(row.measured), **common}
         for row in rows
     ]
+
+
+def _summary(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        raise UsageError(f"{run_dir}: has no summary.json; allowed: directories of runs")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def collect_find_max(run_dir: Path, commit: str | None) -> Records:
@@ -69,7 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", help="commit that ran, where the runs did not see a git checkout")
     options = parser.parse_args(arguments)
-    records = collect_all(options.runs, options.commit)
+    with one_line_errors():
+        records = collect_all(options.runs, options.commit)
     write_json(options.out, {"records": records})
     print(f"wrote {len(records)} records to {options.out}")
     return 0

@@ -85,7 +85,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     choices = [text for text in overrides if is_choice(text) or text.startswith("hydra.searchpath")]
     tree = OmegaConf.to_container(compose(CONFIG_NAME, overrides=choices), resolve=False)
     assert isinstance(tree, dict)
-    known = [*_dotted_names(tree), *groups()]
+    known = [*dotted_names(tree), *groups()]
     parent, _, name = key.rpartition(".")
     if owners := [schema.corpus for schema in DATA_SCHEMAS if parent == "data" and name in schema.__dataclass_fields__]:
         return f"{key}: belongs to another corpus; choose it with data={'|'.join(owners)}"
@@ -94,8 +94,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     return f"{key}: no such key{did_you_mean(key, known)}{listed}"
 
 
-def _dotted_names(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+def dotted_names(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
     for name, child in tree.items():
         yield f"{prefix}{name}"
         if isinstance(child, dict):
-            yield from _dotted_names(child, f"{prefix}{name}.")
+            yield from dotted_names(child, f"{prefix}{name}.")

@@ -10,7 +10,8 @@ from typing import NoReturn
 
 #: in the words of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
 OUT_OF_MEMORY = re.compile(
-    r"out of memory|can(no|')t allocate memory|cannot allocate memory|ALLOC_FAILED|bad_alloc|MemoryError", re.IGNORECASE
+    r"out of (\w+ )?memory|can(no|')t allocate memory|cannot allocate memory|ALLOC_FAILED|bad_alloc|MemoryError",
+    re.IGNORECASE,
 )
 NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must …", "seq_len=3: …"
 

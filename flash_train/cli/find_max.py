@@ -10,7 +10,7 @@ from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError, UsageError
 from flash_train.cli.loggers import log_table
 from flash_train.cli.overrides import CommandLine, parse
-from flash_train.cli.predict import capacity, step_before_run
+from flash_train.cli.predict import BY_DOCUMENT, capacity, step_before_run
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions, write_json, write_text
 from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
@@ -30,7 +30,6 @@ TRIAL = (
     ),
     "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
 )
-BY_DOCUMENT = ("standard", "chunked")  # whose memory the documents of a row decide: one is the most that it can be
 FILES = ("find_max.json", "find_max.md", "find_max.png")
 SHORT = 512  # tokens in a row while only the shape of the model is asked for
 

@@ -21,6 +21,8 @@ from flash_train.profiling.step import WIDTHS, Step
 #: for each thread that multiplies matrices: that of the forward, and autograd's
 WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
 THREADS = 2
+#: attentions whose memory the documents of a row decide; predicted is that of one a row, the most that it can be
+BY_DOCUMENT = ("standard", "chunked")
 SHORTEST = 256  # tokens in a row that are still worth proposing
 
 

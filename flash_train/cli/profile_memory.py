@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from flash_train.cli.allocator import grow_segments
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.cli.interrupt import going_on_later
 from flash_train.cli.overrides import CommandLine, read
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def search(line: CommandLine) -> None:
     line = line.with_override("max_steps", TRIAL_STEPS)
     line = read(prepare(line.arguments()))
     own = tuple(text for text in line.overrides if not text.startswith("run_dir="))  # a trial's is its own
-    find_max(replace(line, overrides=own), asked, run_dir)
+    with going_on_later(run_dir):
+        find_max(replace(line, overrides=own), asked, run_dir)
 
 
 def compose(line: CommandLine) -> DictConfig:

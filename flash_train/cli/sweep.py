@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
 from flash_train.cli.cells import Cell
-from flash_train.cli.compose import compose_config
+from flash_train.cli.compose import compose_config, dotted_names
 from flash_train.cli.errors import UnavailableError, UsageError, did_you_mean
-from flash_train.cli.overrides import CommandLine, parse
-from flash_train.cli.paths import unusable
+from flash_train.cli.overrides import CommandLine, parse, quote
+from flash_train.cli.paths import conf_dir, unusable
 from flash_train.cli.train import with_pretrained_shape
 from flash_train.cli.validate import validate
 
@@ -130,15 +130,28 @@ def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None
 
 
 def _chosen_axes(sweep: DictConfig, line: CommandLine) -> dict[Axis, list[Any]]:
-    """The axes with values. A training key that is given takes the place of its axis' default."""
+    """The axes with values. A training key that is given, or the experiment gives, replaces its axis' default."""
     chosen: dict[Axis, list[Any]] = {}
+    by_experiment = _keys_of_experiment(line)
     for name, axis in AXES.items():
         asked, fixed = line.given(PREFIX + name), line.given(axis.key) or line.given(axis.place)
         if asked and fixed:
             raise UsageError(f"{axis.key}={fixed}: {PREFIX}{name}={asked} gives it, too; allowed: one of the two")
-        if sweep[name] is not None and not fixed:
+        if sweep[name] is not None and not fixed and (asked or not {axis.key, axis.place} & by_experiment):
             chosen[axis] = list(sweep[name])
     return chosen
+
+
+def _keys_of_experiment(line: CommandLine) -> set[str]:
+    """The keys and groups that the experiment on the command line gives; none for one that is not there."""
+    places = [conf_dir(), *([Path(line.config_dir)] if line.config_dir else [])]
+    files = [folder / "experiment" / f"{line.given('experiment')}.yaml" for folder in places]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        return set()
+    tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    choices = [choice for choice in tree.pop("defaults", []) if isinstance(choice, dict)]
+    return {*dotted_names(tree), *(key.removeprefix("override ").strip("/") for choice in choices for key in choice)}
 
 
 def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path) -> Iterator[Planned]:
@@ -153,16 +166,13 @@ def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path)
             unavailable = str(error)
         name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) or "cell"
         if config.logger.name == "wandb":
-            overrides += tuple(f"logger.{key}={value}" for key, value in _in_group(config, run_dir, name).items())
+            config.logger.group = config.logger.group or run_dir.name  # that of the table, too
+            overrides += (quote("logger.group", config.logger.group), quote("logger.run_name", name))
+        overrides += ("force=true",)  # what is begun is measured; what cannot fit is not begun
         if line.config_dir:
             overrides = ("--config-dir", line.config_dir, *overrides)
         places = {axis.name: OmegaConf.select(config, axis.place) for axis in AXES.values()}
         yield Planned(Cell(run_dir / CELLS / name, overrides), places, config, unavailable)
-
-
-def _in_group(config: DictConfig, run_dir: Path, name: str) -> dict[str, str]:
-    """What makes the cells' runs one group at W&B, with names of their own."""
-    return {"group": config.logger.group or f"'{run_dir.name}'", "run_name": f"'{name}'"}
 
 
 def _environs(jobs: int, config: DictConfig) -> tuple[Mapping[str, str], ...]:

@@ -40,6 +40,34 @@ def _finite(value: Any) -> Any:
     return value
 
 
+Rows = dict[int, dict[str, float | None]]
+
+
+def read_column(path: str | os.PathLike[str], name: str) -> tuple[list[int], list[float]]:
+    """Steps at which a metric was measured, and its values there; empty where there is no such file.
+
+    Reads alone, while a run may be writing.
+    """
+    return _column(_read(Path(path))[1], name)
+
+
+def _column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    values = {step: value for step, row in sorted(rows.items()) if (value := row.get(name)) is not None}
+    return list(values), list(values.values())
+
+
+def _read(path: Path) -> tuple[list[str], Rows]:
+    """Columns and rows of a table; no rows where there is no file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # the last line may have been cut by a crash, or is being written
+    reader = csv.DictReader(io.StringIO(whole))
+    columns = list(reader.fieldnames or ["step"])
+    if columns[0] != "step":
+        raise ValueError(f"{path} is not a table of metrics: its first column is not 'step'")
+    rows = {int(line.pop("step")): {name: float(x) if x else None for name, x in line.items()} for line in reader}
+    return columns, rows
+
+
 class MetricsTable:
     """`metrics.csv`: one row per step, one column per metric, floats with all their digits, empty where not measured.
 
@@ -47,16 +75,14 @@ class MetricsTable:
     becomes a new column.
 
     Args:
-        path: the file; read if it exists.
+        path: the file; read if it exists, and written anew.
         up_to_step: rows past this step are dropped (a run that goes on from a checkpoint computes them again).
     """
 
     def __init__(self, path: str | os.PathLike[str], *, up_to_step: int | None = None) -> None:
         self.path = Path(path)
-        self.columns = ["step"]
-        self.rows: dict[int, dict[str, float | None]] = {}
-        if self.path.exists():
-            self._read(up_to_step)
+        self.columns, rows = _read(self.path)
+        self.rows = {step: row for step, row in rows.items() if up_to_step is None or step <= up_to_step}
         self._rewrite()
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -73,22 +99,7 @@ class MetricsTable:
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """Steps at which `name` was measured, and its values there."""
-        values = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
-        return list(values), list(values.values())
-
-    def _read(self, up_to_step: int | None) -> None:
-        with open(self.path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames and reader.fieldnames[0] != "step":
-                raise ValueError(f"{self.path} is not a table of metrics: its first column is not 'step'")
-            self.columns = list(reader.fieldnames or ["step"])
-            for line in reader:
-                # The last line may have been cut by a crash.
-                if None in line.values() or not line["step"].isdigit():
-                    continue
-                step = int(line.pop("step"))
-                if up_to_step is None or step <= up_to_step:
-                    self.rows[step] = {name: float(text) if text else None for name, text in line.items()}
+        return _column(self.rows, name)
 
     def _rewrite(self) -> None:
         header = io.StringIO()

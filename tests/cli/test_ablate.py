@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_train.cli import ablate, find_max
-from flash_train.cli.cells import Result, keep, known_result
+from flash_train.cli import ablate, loggers
+from flash_train.cli import predict as predict_command
+from flash_train.cli.cells import Result, known_result
+from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
 from flash_train.cli.loggers import log_table
-from flash_train.cli.overrides import read
+from flash_train.cli.overrides import quote, read
 from flash_train.cli.sweep import plan
+from flash_train.profiling import write_text
+from flash_train.profiling.prediction import predict
 
 ROOT = Path(__file__).parents[2]
 LONG = 2**18  # tokens whose score matrix fits nowhere
@@ -104,23 +108,87 @@ def test_the_runs_are_a_group_at_wandb(tmp_path):
     assert only.config.logger.name == "wandb"
     (again,) = [text for text in only.cell.overrides if text.startswith("logger.group")]
     assert again == "logger.group='a=1, b'"
+    assert only.config.logger.group == "a=1, b"  # with which the table is logged
     quiet = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]", "logger=none")
     assert not [text for text in quiet.cells[0].cell.overrides if text.startswith("logger.group")]
 
 
-def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch):
+@pytest.mark.parametrize("group", ["it's", "runs of mine"])
+def test_a_group_at_wandb_may_have_any_name(tmp_path, group):
+    axes = ("sweep.seq_len=[64]", "sweep.attention=[sdpa]")
+    for arguments in ((f"run_dir={tmp_path / group}",), (f"run_dir={tmp_path}", quote("logger.group", group))):
+        (only,) = planned(*arguments, *axes).cells
+        assert compose_config(only.cell.overrides).logger.group == group
+
+
+def test_wandb_fails_after_everything_is_told(tmp_path, monkeypatch, capsys):
+    def fail(*arguments):
+        raise UsageError("logger=wandb: no server")
+
+    monkeypatch.setattr(loggers, "log_table", fail)
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa,standard]")
+    for cell in (each.cell for each in sweep.cells):
+        write_text(cell.folder / "metrics.csv", "step,train/loss\n1,2.0\n")
+    ok = Result("ok", summary={"peak_memory_of": "process", "device": "CPU", "steps": 1})
+    with pytest.raises(UsageError, match="no server"):
+        ablate.report(sweep, {each.cell: ok for each in sweep.cells})
+    out = capsys.readouterr().out
+    assert "largest relative difference 0.0e+00" in out and "ablation.csv" in out and "2 ok" in out
+
+
+def test_what_an_experiment_gives_is_no_axis(tmp_path):
+    arguments = (f"run_dir={tmp_path}", "experiment=long_context_131k")
+    (only,) = planned(*arguments).cells
+    assert [only.axes[name] for name in ("model", "seq_len", "attention", "memory")] == [
+        *("1b3", 131072, "flash", "checkpoint")
+    ]
+    asked = planned(*arguments, "sweep.seq_len=[64,128]").cells
+    assert [(cell.axes["seq_len"], cell.axes["attention"]) for cell in asked] == [(64, "flash"), (128, "flash")]
+
+    write_text(tmp_path / "experiment" / "mine.yaml", "# @package _global_\nattention:\n  backend: sdpa\n")
+    own = planned(f"run_dir={tmp_path}", "experiment=mine", "--config-dir", str(tmp_path)).cells
+    assert [(cell.axes["seq_len"], cell.axes["attention"]) for cell in own] == [(n, "sdpa") for n in (256, 512, 1024)]
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """The commands find a GPU of 16 GiB; its prediction is that of a CPU."""
+    monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
+    monkeypatch.setattr(predict_command, "capacity", lambda device: 16 * GIB)
+
+
+def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch, small_gpu):
     arguments = ["hardware=cuda", f"run_dir={tmp_path}", "sweep.seq_len=[1024,65536]", "sweep.attention=[standard]"]
-    monkeypatch.setattr(find_max, "device_of", lambda accelerator: torch.device("cpu"))
-    monkeypatch.setattr(find_max, "capacity", lambda device: 16 * GIB)
+    arguments += ["data.packing=concat"]
     short, long = plan(read(arguments)).cells
     assert ablate.known_before(short) is None
     found = ablate.known_before(long)
-    assert found.status == "oom" and found.reason.endswith("GiB and the device has 16.0 GiB")
+    assert found.status == "oom" and found.reason.startswith("predicted, not run: a step would take")
+    assert found.reason.endswith("GiB and the device has 16.0 GiB")
     (_, forced) = plan(read([*arguments, "force=true"])).cells
     assert ablate.known_before(forced) is None
+    assert known_result(long.cell) is None and "force=true" in short.cell.overrides
     monkeypatch.undo()
     if not torch.cuda.is_available():
         assert ablate.known_before(short).status == "unavailable"
+
+
+@pytest.mark.parametrize(("attention", "known"), [("standard", False), ("chunked", False), ("sdpa", True)])
+def test_documents_decide_whether_pairs_fit(tmp_path, small_gpu, attention, known):
+    arguments = ["hardware=cuda", f"run_dir={tmp_path}", "seq_len=1048576", f"sweep.attention=[{attention}]"]
+    (packed,) = plan(read(arguments)).cells
+    assert (ablate.known_before(packed) is not None) == known
+    (whole,) = plan(read([*arguments, "data.packing=concat"])).cells
+    assert ablate.known_before(whole).status == "oom"
+
+
+@pytest.mark.parametrize(("part", "known"), [(0.94, True), (0.96, False)])
+def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, small_gpu, part, known):
+    arguments = ["hardware=cuda", f"run_dir={tmp_path}", "seq_len=1024", "sweep.attention=[sdpa]"]
+    (cell,) = plan(read(arguments)).cells
+    step, _ = predict_command.step_before_run(cell.config)
+    monkeypatch.setattr(predict_command, "capacity", lambda device: part * predict(step).peak_bytes)
+    assert (ablate.known_before(cell) is not None) == known
 
 
 def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):
@@ -185,6 +253,12 @@ def test_stopped_and_gone_on_with(tiny, tmp_path):
     assert (first / "cell.json").is_file() and not (second / "cell.json").exists()
     written = (first / "cell.json").stat().st_mtime_ns
 
+    kept = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    out, err = start(*arguments, "seed=1", cwd=tmp_path).communicate(timeout=120)
+    (line,) = err.splitlines()
+    assert "seed: not given, now 1" in line and str(first) in line and not out
+    assert kept == {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+
     process = start(*arguments, cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -219,13 +293,3 @@ def test_out_of_memory_is_recorded(tiny, corpus, tmp_path):
     row = rows_of(tmp_path / "run")["standard"]
     assert row["status"] == "oom" and f"out of memory at seq_len={LONG}" in row["reason"]
     assert "out of memory" in (tmp_path / "run" / "ablation.md").read_text(encoding="utf-8")
-
-
-def test_a_result_of_other_overrides_is_none(tiny, tmp_path):
-    tiny = [text for text in tiny if not text.startswith("seq_len")]
-    arguments = [*tiny, "sweep.seq_len=[32]", "sweep.attention=[sdpa]"]
-    (cell,) = (planned.cell for planned in plan(read(arguments)).cells)
-    keep(cell, Result("ok"))
-    assert known_result(cell) == Result("ok")
-    (other,) = (planned.cell for planned in plan(read([*arguments, "seed=1"])).cells)
-    assert other.folder == cell.folder and known_result(other) is None

@@ -11,6 +11,7 @@ import pytest
 
 from flash_train.cli import cells
 from flash_train.cli.cells import Cell, Result, keep, known_result, last_error, run_cell, run_cells
+from flash_train.cli.errors import UsageError
 
 FINISHED = """
 import json, pathlib, sys
@@ -48,7 +49,8 @@ ENDS = [
     ("raise MemoryError", "oom", "MemoryError"),
     ("raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')", "oom", "RuntimeError: DefaultCPUAllocator"),
     ("print('before'); os.abort()", "failed", "SIGABRT: before"),
-    ("print('  what():  std::bad_alloc', flush=True); os.abort()", "oom", "SIGABRT: what():  std::bad_alloc"),
+    ("print('  what():  std::bad_alloc', flush=True); os.abort()", "oom", "what():  std::bad_alloc"),
+    ("print('ValueError: no', flush=True); os.kill(os.getpid(), 9)", "failed", "SIGKILL: ValueError: no"),
     ("sys.exit(0)", "failed", "the run was None"),
     ("sys.exit(7)", "failed", "exit status 7"),
 ]
@@ -70,14 +72,57 @@ def test_killed_for_memory_or_by_somebody(command, monkeypatch, tmp_path, before
     assert run_cell(Cell(tmp_path / "cell", ())).status == status
 
 
-def test_known_only_for_the_same_command_and_versions(tmp_path, monkeypatch):
-    cell = Cell(tmp_path / "cell", ("seq_len=8",))
+@pytest.mark.parametrize("line", ["flash-train: out of GPU memory at n=8", "[rank1]: MemoryError: out of GPU memory"])
+def test_the_first_rank_is_killed_since_another_ran_out_of_memory(command, monkeypatch, tmp_path, line):
+    monkeypatch.setattr(cells, "_kills_for_memory", lambda: 3)
+    later = "[rank2]: torch.distributed.DistBackendError: remote process exited"
+    command(f"import os\nprint({line!r}, {later!r}, sep='\\n', flush=True)\nos.kill(os.getpid(), 9)")
+    result = run_cell(Cell(tmp_path / "cell", ()))
+    assert (result.status, result.reason) == ("oom", line.removeprefix("flash-train: "))
+
+
+def test_known_only_for_the_same_command(tmp_path):
+    cell = Cell(tmp_path / "cell", ("seq_len=8", "logger.group=a"))
     assert known_result(cell) is None
     keep(cell, Result("oom", "out of memory"))
-    assert known_result(cell) == Result("oom", "out of memory")
-    assert known_result(Cell(cell.folder, ("seq_len=16",))) is None
-    monkeypatch.setattr(cells, "_versions", lambda: {"flash-train": "other"})
-    assert known_result(cell) is None
+    for same in (cell.overrides, ("seq_len=4", "logger.group=b", "seq_len=8")):  # the last wins; a name is no setting
+        assert known_result(Cell(cell.folder, same)) == Result("oom", "out of memory")
+    with pytest.raises(UsageError, match=r"seq_len: 8, now 16; seed: not given, now 1\); allowed: .* another run_dir"):
+        known_result(Cell(cell.folder, ("seq_len=16", "seed=1")))
+
+
+MADE_BY = {"device": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        ({"device": "NVIDIA H200"}, "device: NVIDIA H100, now NVIDIA H200"),
+        ({"torch": "2.12"}, "torch: 2.11, now 2.12"),
+        ({"commit": "def"}, "commit: abc, now def"),
+        ({"commit": "def-dirty"}, "commit: abc, now def-dirty"),
+        ({"commit": "abc-dirty"}, None),
+        ({"commit": None}, None),
+    ],
+)
+def test_known_only_for_the_same_device_and_versions(tmp_path, monkeypatch, now, says):
+    cell = Cell(tmp_path / "cell", ())
+    monkeypatch.setattr(cells, "_versions", lambda: MADE_BY)
+    keep(cell, Result("ok"))
+    keep(other := Cell(tmp_path / "other", ()), Result("unavailable", "no GPU"))
+    monkeypatch.setattr(cells, "_versions", lambda: MADE_BY | now)
+    if says is None:
+        assert known_result(cell) == Result("ok")
+        return
+    with pytest.raises(UsageError, match=says):
+        known_result(cell)
+    assert known_result(other) is None  # nothing was measured there
+
+
+def test_a_record_names_device_and_commit(tmp_path):
+    keep(cell := Cell(tmp_path / "cell", ()), Result("ok"))
+    made_by = json.loads((cell.folder / "cell.json").read_text())["versions"]
+    assert made_by["device"] and made_by["torch"] and "commit" in made_by
 
 
 def test_what_failed_is_tried_again(tmp_path):

@@ -89,10 +89,12 @@ def test_sparse_cases_have_a_table_of_their_own(results):
 def test_a_picture_of_other_records_is_outdated(results, tmp_path):
     source, picture = results("attention", [{**CASE, "direction": "forward", "tflops": 1.0}]), tmp_path / "a.png"
     source = source / "attention.json"
-    assert not outdated(picture, source)  # there is none
+    assert outdated(picture, source)  # there is none
     plot_attention(source, picture)
     assert not outdated(picture, source)
     results("attention", [{**CASE, "direction": "forward", "tflops": 2.0}])
+    assert outdated(picture, source)
+    source.unlink()
     assert outdated(picture, source)
 
 
@@ -113,7 +115,7 @@ def test_runs_are_collected(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     summary = {"seq_len": 8, "tokens_per_second": 1.0, "run_dir": "x", "wandb_dir": None, "versions": {"commit": None}}
-    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "summary.json").write_text(json.dumps(summary | {"status": "finished"}))
     (run / "metrics.csv").write_text("step,train/loss\n" + "".join(f"{i},{float(i)}\n" for i in range(1, 13)))
     assert collect_runs([str(run), "--out", str(tmp_path / "out.json"), "--commit", "abc"]) == 0
     (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
@@ -122,7 +124,24 @@ def test_runs_are_collected(tmp_path):
     assert "run_dir" not in record
 
 
-CELL = {"device": "a card", "steps": 5, "peak_memory_of": "device", "versions": {"commit": None}}
+@pytest.mark.parametrize(
+    ("summary", "says"),
+    [
+        (None, "has no summary.json"),
+        ({"status": "interrupted"}, "the run is interrupted; allowed: one that has finished"),
+        ({"status": "finished"}, "metrics.csv has no training losses"),
+    ],
+)
+def test_a_run_without_a_result_is_told(tmp_path, capsys, summary, says):
+    if summary:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(SystemExit):
+        collect_runs([str(tmp_path), "--out", str(tmp_path / "out.json")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line and str(tmp_path) in line and not (tmp_path / "out.json").exists()
+
+
+CELL = {"status": "finished", "device": "a card", "steps": 5, "peak_memory_of": "device", "versions": {"commit": None}}
 
 
 def test_an_ablation_becomes_a_record_and_pages(tmp_path):
@@ -138,11 +157,15 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     ]
     rows.append(Row({"dropout": 0.1, "seq_len": 4096, "attention": "standard"}, "oom", "too long, a | in it"))
     write_text(run / "ablation.csv", to_csv(rows))
-    write_json(run / "cells" / "one" / "summary.json", CELL)
+    write_json(run / "cells" / "one" / "summary.json", CELL | {"status": "failed", "steps": 0})
+    with pytest.raises(SystemExit):
+        collect_runs([str(run), "--out", str(tmp_path / "none.json")])
+    write_json(run / "cells" / "two" / "summary.json", CELL)
     out = root / "docs" / "results" / "ablation.json"
     assert collect_runs([str(run), "--out", str(out), "--commit", "abc"]) == 0
     records = json.loads(out.read_text())["records"]
     assert [record["axes"] for record in records] == [dict(row.axes) for row in rows]
+    assert {record["steps"] for record in records} == {5}
     assert records[0]["measured"] == rows[0].measured and records[0]["versions"] == {"commit": "abc"}
 
     (root / "README.md").write_text(marked("ablation"))
@@ -153,7 +176,16 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     assert "| seq_len | flash: ms · GiB | standard: ms · GiB |" in short
     assert "| 1,024 | 500.0 · 3.0 | 1,500 · 3.0 |\n| 4,096 | 2,000 · 3.0 | oom |\n" in short
     assert "Every cell has dropout=0.1." in page and "0.33" in page and "a \\| in it" in page
-    assert "results/ablation.png" in page and (root / "docs" / "results" / "ablation.png").is_file()
+    picture = root / "docs" / "results" / "ablation.png"
+    assert "results/ablation.png" in page and picture.is_file()
+
+    picture.unlink()
+    assert update(root, check=True) == 1
+    assert update(root, check=False) == 0 and picture.is_file()
+    out.unlink()
+    assert update(root, check=True) == 1
+    assert update(root, check=False) == 0 and update(root, check=True) == 0
+    assert (root / "README.md").read_text() == marked("ablation") and not picture.exists()
 
 
 def test_searches_become_a_record_and_pages(tmp_path):
@@ -192,8 +224,8 @@ def test_memory_results_fill_every_part(results):
         assert line + "\n" in fill(marked(name), folder)
 
 
-def test_without_results_nothing_changes(tmp_path):
-    assert fill(marked("training", "old\n"), tmp_path) == marked("training", "old\n")
+def test_without_results_nothing_stands_there(tmp_path):
+    assert fill(marked("training", "old\n"), tmp_path) == marked("training")
 
 
 def test_an_unknown_table_is_a_mistake(tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from flash_train.profiling import MetricsTable, plot_run, write_json, write_text
+from flash_train.profiling import MetricsTable, plot_run, read_column, write_json, write_text
 
 
 def test_write_text_replaces_in_one_move(tmp_path, monkeypatch):
@@ -70,6 +70,19 @@ def test_table_survives_a_line_cut_by_a_crash(tmp_path):
     path.write_text("step,a,b\n1,0.5,0.25\n2,0.")
     assert MetricsTable(path).rows == {1: {"a": 0.5, "b": 0.25}}
     assert path.read_text() == "step,a,b\n1,0.5,0.25\n"
+
+
+def test_a_column_is_read_while_a_run_writes(tmp_path):
+    path = tmp_path / "metrics.csv"
+    assert read_column(path, "a") == ([], []) and not path.exists()
+    table = MetricsTable(path)
+    table.write(1, {"a": 0.5, "b": None})
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("2,0.25,1")  # of 1e-05, say
+    before = path.stat()
+    assert read_column(path, "a") == ([1], [0.5]) and read_column(path, "b") == ([], [])
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
 
 
 def test_a_foreign_file_is_not_taken_for_a_table(tmp_path):
