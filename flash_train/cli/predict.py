@@ -60,7 +60,8 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
 def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
     """Say what a step will take, and on CUDA refuse one that takes more than there is, unless `force=true`.
 
-    Of a run over several devices, or a compiled one, nothing is known beforehand.
+    Of a run over several devices, or a compiled one, nothing is known beforehand; of one whose memory its documents
+    decide, the most that it can take, which refuses nothing.
 
     Raises:
         OutOfMemoryError: it cannot fit; says what was predicted, what there is, and settings that would fit.
@@ -69,8 +70,9 @@ def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
         return
     prediction = predict(step)
     limit = available(device)
-    tell(prediction, limit)
-    if limit is not None and prediction.peak_bytes > limit and not config.force:
+    at_most = step.attention in BY_DOCUMENT and config.data.packing != "concat"
+    tell(prediction, limit, at_most)
+    if limit is not None and prediction.peak_bytes > limit and not config.force and not at_most:
         raise OutOfMemoryError(
             f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
             f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)} on the device; "
@@ -88,12 +90,15 @@ def available(device: torch.device) -> int | None:
 
 
 @rank_zero_only
-def tell(prediction: Prediction, limit: int | None) -> None:
+def tell(prediction: Prediction, limit: int | None, at_most: bool) -> None:
     """One line: the predicted peak and its largest parts."""
     parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
     largest = ", ".join(f"{kind} {in_words(size)}" for size, kind in parts[:4])
     of = "" if limit is None else f" of {in_words(limit)}"
-    print(f"memory: {in_words(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True)
+    most = "at most " if at_most else ""
+    print(
+        f"memory: {most}{in_words(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True
+    )
 
 
 def capacity(device: torch.device) -> int:

@@ -65,7 +65,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tiny):
 def config(**values):
     base = {
         "seq_len": 16384, "batch_size": 1, "accumulate": 1, "precision": "bf16-mixed", "memory": {"mode": "none"},
-        "trainer": {"devices": 1, "num_nodes": 1}, "compile": False, "force": False,
+        "trainer": {"devices": 1, "num_nodes": 1}, "compile": False, "force": False, "data": {"packing": "best_fit"},
     }  # fmt: skip
     return OmegaConf.create(base | values)
 
@@ -80,6 +80,16 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
     assert "predicted at the peak of a step" in capsys.readouterr().out
     command.check_memory(config(force=True), step, device)
     command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), step, device)
+
+
+@pytest.mark.parametrize("attention", ["standard", "chunked"])
+def test_what_documents_decide_refuses_nothing(monkeypatch, capsys, attention):
+    monkeypatch.setattr(command, "available", lambda device: 2**20)
+    step, device = Step(MODEL, 16384, attention=attention), torch.device("cpu")
+    command.check_memory(config(), step, device)
+    assert "memory: at most" in capsys.readouterr().out
+    with pytest.raises(UsageError):
+        command.check_memory(config(data={"packing": "concat"}), step, device)
 
 
 def test_the_first_setting_that_fits_is_the_cheapest():
