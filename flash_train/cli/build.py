@@ -26,7 +26,7 @@ from flash_train.data import (
     load_corpus,
 )
 from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_config
-from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer, newest_checkpoint
+from flash_train.training import CausalLMModule, OptimizerConfig, StayingStrategy, build_trainer, newest_checkpoint
 
 VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
 BASE_LR, BASE_WIDTH = 6e-4, 768
@@ -70,7 +70,7 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     data = build_data(config)
     model_config = build_model_config(config, data.vocab_size, pretrained[0] if pretrained else None)
     backend, reason = choose_attention(config, device, model_config.head_dim)
-    trainer = build_run_trainer(config, run_dir, data)
+    trainer = build_run_trainer(config, run_dir, data, device)
     lightning.seed_everything(config.seed, verbose=False)
     with blame("model"), trainer.init_module():
         module = build_module(config, model_config, backend, data)
@@ -228,8 +228,13 @@ def build_optimizer(config: DictConfig, width: int) -> OptimizerConfig:
     return OptimizerConfig.from_dict(values)
 
 
-def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule) -> lightning.Trainer:
+def build_run_trainer(
+    config: DictConfig, run_dir: Path, data: PackedDataModule, device: torch.device
+) -> lightning.Trainer:
     settings = config.trainer
+    strategy: str | StayingStrategy = settings.strategy
+    if strategy == "auto" and settings.devices * settings.num_nodes == 1 and device.type == "cuda":
+        strategy = StayingStrategy(torch.device("cuda", 0))
     with blame("trainer"):
         return build_trainer(
             run_dir=run_dir,
@@ -241,7 +246,7 @@ def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule)
             accelerator=settings.accelerator,
             devices=settings.devices,
             num_nodes=settings.num_nodes,
-            strategy=settings.strategy,
+            strategy=strategy,
             log_every=config.log_every,
             val_every=config.val_every,
             checkpoint_every=settings.checkpoint_every,

@@ -24,7 +24,7 @@ from flash_train.training.callbacks import (
 )
 from flash_train.training.module import CausalLMModule
 from flash_train.training.optimizer import OptimizerConfig
-from flash_train.training.trainer import build_trainer
+from flash_train.training.trainer import StayingStrategy, build_trainer
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -36,6 +36,7 @@ __all__ = [
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",
+    "StayingStrategy",
     "StepCheckpoint",
     "StepSeed",
     "StepTimes",

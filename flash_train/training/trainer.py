@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from flash_train.training.callbacks import (
     AtomicCheckpointIO,
@@ -25,6 +26,18 @@ from flash_train.training.callbacks import (
 PRECISIONS = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true", "fp16-mixed": "16-mixed"}
 
 
+class StayingStrategy(SingleDeviceStrategy):
+    """One device, on which model and optimizer stay at the end. Lightning's copies both to the host's memory, up to 16
+    bytes a parameter: wanted only by those who go on with them there.
+    """
+
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
 def build_trainer(
     *,
     run_dir: str | Path,
@@ -34,7 +47,7 @@ def build_trainer(
     precision: str = "fp32",
     accelerator: str = "auto",
     devices: int | list[int] | str = 1,
-    strategy: str = "auto",
+    strategy: str | Strategy = "auto",
     log_every: int = 10,
     val_every: int | None = None,
     limit_val_batches: float | None = None,

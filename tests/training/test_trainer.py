@@ -1,0 +1,30 @@
+"""What `build_trainer` adds to Lightning's `Trainer`."""
+
+import lightning.pytorch as pl
+import torch
+from tiny_run import TinyData, tiny_module, tiny_trainer
+
+from flash_train.training import CausalLMModule, StayingStrategy, newest_checkpoint
+
+
+def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
+    """Training, checkpoint and validation are those of any strategy."""
+    moved = []
+    monkeypatch.setattr(CausalLMModule, "cpu", lambda module: moved.append("model"))
+    monkeypatch.setattr(
+        "lightning.pytorch.strategies.strategy._optimizers_to_device", lambda *_: moved.append("optimizer")
+    )
+    results = []
+    for name in ("staying", "lightning"):
+        strategy = StayingStrategy(torch.device("cpu")) if name == "staying" else "auto"
+        trainer, module = tiny_trainer(tmp_path / name, strategy=strategy, max_steps=3), tiny_module()
+        pl.seed_everything(0, verbose=False)
+        trainer.fit(module, datamodule=TinyData())
+        saved = torch.load(newest_checkpoint(tmp_path / name / "checkpoints"), weights_only=True)
+        (loss,) = trainer.validate(module, datamodule=TinyData(), verbose=False)
+        results.append((saved["state_dict"], saved["optimizer_states"][0]["state"], loss, list(moved)))
+    (weights, state, loss, without), (others, other_state, other_loss, with_it) = results
+    assert without == ["optimizer"]  # to the device, when training begins
+    assert with_it[1:].count("optimizer") > 1 and "model" in with_it
+    assert all(torch.equal(weights[name], others[name]) for name in others) and loss == other_loss
+    assert all(torch.equal(state[i]["exp_avg"], other_state[i]["exp_avg"]) for i in other_state)
