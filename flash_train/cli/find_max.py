@@ -154,7 +154,8 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
 def in_words(row: Row) -> str:
     if not row.found.seq_len:
         return row.reason or "nothing that was tried fitted"
-    return f"{row.found.seq_len:,} tokens, {len(row.found.trials)} trials"
+    count = len(row.found.trials)
+    return f"{row.found.seq_len:,} tokens, {count} {'trial' if count == 1 else 'trials'}"
 
 
 def _write(rows: Sequence[Row], run_dir: Path, device: str) -> None:
