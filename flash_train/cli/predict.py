@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -23,6 +24,7 @@ WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
 THREADS = 2
 #: attentions whose memory the documents of a row decide; predicted is that of one a row, the most that it can be
 BY_DOCUMENT = ("standard", "chunked")
+CONTAINER = Path("/sys/fs/cgroup/memory.max")  # Linux's limit of this process's group: bytes, or "max"
 SHORTEST = 256  # tokens in a row that are still worth proposing
 
 
@@ -102,10 +104,13 @@ def tell(prediction: Prediction, limit: int | None, at_most: bool) -> None:
 
 
 def capacity(device: torch.device) -> int:
-    """Bytes of the device; on a CPU of the machine. Takes none of them, as a CUDA context would."""
+    """Bytes of the device; on a CPU those of the machine, or of the container. Takes none of them, as a CUDA context
+    would."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = CONTAINER.read_text().strip() if CONTAINER.is_file() else "max"
+    return machine if container == "max" else min(machine, int(container))
 
 
 def flash_runs(step: Step, device: torch.device | None) -> bool:

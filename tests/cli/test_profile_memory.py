@@ -82,6 +82,15 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
     command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), step, device)
 
 
+def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "CONTAINER", tmp_path / "memory.max")
+    machine = command.capacity(torch.device("cpu"))
+    assert machine > 2**28
+    for text, expected in (("max\n", machine), (f"{2**27}\n", 2**27), (f"{2**60}\n", machine)):
+        command.CONTAINER.write_text(text)
+        assert command.capacity(torch.device("cpu")) == expected
+
+
 @pytest.mark.parametrize("attention", ["standard", "chunked"])
 def test_what_documents_decide_refuses_nothing(monkeypatch, capsys, attention):
     monkeypatch.setattr(command, "available", lambda device: 2**20)
