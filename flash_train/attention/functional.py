@@ -191,8 +191,9 @@ def _operands(
     visited, sizes = (None, (-1, -1)) if blocks is None else (blocks.visited, blocks[1:])
     bounds = [lowered.left, lowered.right, lowered.tail, *sizes]
     return (
-        cu_q, cu_k, state, alibi_slopes, sinks, visited, lowered.tensors, lowered.terms, bounds, list(origin),
-        spec.scale_for(q.shape[-1]), spec.softcap, spec.keep_threshold,
+        cu_q, cu_k, state, alibi_slopes, None if sinks is None else sinks.contiguous(), visited, lowered.tensors,
+        lowered.terms, bounds, list(origin), float(spec.scale_for(q.shape[-1])), float(spec.softcap),
+        spec.keep_threshold,
     )  # fmt: skip
 
 

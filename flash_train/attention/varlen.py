@@ -58,6 +58,8 @@ class Packing:
                     f"{name} is {cu.dtype} of shape {tuple(cu.shape)}: must be a one-dimensional int32 tensor "
                     "of at least two boundaries"
                 )
+            if not cu.is_contiguous():
+                raise ValueError(f"{name} has stride {cu.stride(0)}: must be contiguous")
             if cu.device != device:
                 raise ValueError(f"{name} is on {cu.device} and q on {device}: must be the same device")
         if self.cu_seqlens_q.numel() != self.cu_seqlens_k.numel():

@@ -70,7 +70,7 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     data = build_data(config)
     model_config = build_model_config(config, data.vocab_size, pretrained[0] if pretrained else None)
     backend, reason = choose_attention(config, device, model_config.head_dim)
-    trainer = build_run_trainer(config, run_dir, data, device)
+    trainer = build_run_trainer(config, run_dir, data)
     lightning.seed_everything(config.seed, verbose=False)
     with blame("model"), trainer.init_module():
         module = build_module(config, model_config, backend, data)
@@ -228,12 +228,11 @@ def build_optimizer(config: DictConfig, width: int) -> OptimizerConfig:
     return OptimizerConfig.from_dict(values)
 
 
-def build_run_trainer(
-    config: DictConfig, run_dir: Path, data: PackedDataModule, device: torch.device
-) -> lightning.Trainer:
+def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule) -> lightning.Trainer:
     settings = config.trainer
     strategy: str | StayingStrategy = settings.strategy
-    if strategy == "auto" and settings.devices * settings.num_nodes == 1 and device.type == "cuda":
+    one = settings.devices * settings.num_nodes == 1
+    if one and strategy == "auto" and device_of(settings.accelerator).type == "cuda":
         strategy = StayingStrategy(torch.device("cuda", 0))
     with blame("trainer"):
         return build_trainer(

@@ -6,7 +6,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import torch
 
-from flash_train.attention import AttentionSpec, Causal, Full, Packing, Window, attention
+from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, Window, attention
 from flash_train.attention.functional import _operands
 from flash_train.attention.kernels import launch, planned
 from flash_train.attention.kernels.arguments import Call
@@ -84,13 +84,14 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-@pytest.fixture(autouse=True)
-def an_absent_gpu(monkeypatch):
+@pytest.fixture
+def absent_gpu(monkeypatch):
     monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    monkeypatch.setattr(planned, "CompiledKernel", str)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_plan_takes_other_tensors(case):
+def test_a_plan_takes_other_tensors(case, absent_gpu):
     first, second = Operands(**case), Operands(**case)
     for (build, tensors, options), (_, others, _) in zip(first.all(), second.all(), strict=True):
         made = [(found, "compiled") for found in build(*tensors, first.call, *options)]
@@ -105,13 +106,27 @@ def test_a_plan_takes_other_tensors(case):
             assert plan.grid == (*found.grid, 1, 1)[:3] and plan.compiled == "compiled"
 
 
-def test_a_tensor_made_for_one_launch_leaves_no_plan():
-    """Slopes whose columns lie apart are copied for every call."""
+def test_what_leaves_no_plan(absent_gpu):
+    """Slopes whose columns lie apart, which are copied for every call; and a kernel that was not compiled."""
     operands = Operands()
-    call = operands.call._replace(alibi_slopes=torch.rand(8)[::2])
     given = (operands.q, operands.k, operands.v, operands.out, operands.lse)
-    made = [(found, "compiled") for found in launch._forward_launches(*given, call, TILES.forward)]
-    assert planned._plan_all(made, (*given, None, None, None, call.alibi_slopes, None)) is None
+    for slopes, compiled in ((torch.rand(8)[::2], "compiled"), (torch.rand(4), None)):
+        call = operands.call._replace(alibi_slopes=slopes)
+        made = [(found, compiled) for found in launch._forward_launches(*given, call, TILES.forward)]
+        assert planned._plan_all(made, (*given, None, None, None, slopes, None)) is None
+
+
+def test_operands_lie_as_the_kernels_take_them():
+    """Sinks side by side, with their gradient; numbers of one kind, for a form must not depend on how 1 is written."""
+    q, sinks = torch.randn(1, 16, 4, 64), torch.randn(4, 2, requires_grad=True)
+    operands = _operands(q, q, AttentionSpec(scale=1, softcap=2), None, None, (0, 0, 0, 0), None, sinks[:, 0])
+    call = Call(*operands)
+    assert call.sinks.is_contiguous() and torch.equal(call.sinks, sinks[:, 0])
+    assert torch.autograd.grad(call.sinks.sum(), sinks)[0].tolist() == 4 * [[1, 0]]
+    assert type(call.scale) is type(call.softcap) is float
+    cu = torch.tensor([[0, 9], [5, 9], [16, 9]], dtype=torch.int32)[:, 0]
+    with pytest.raises(ValueError, match="cu_seqlens_q has stride 2: must be contiguous"):
+        attention(q[0], q[0], q[0], packing=Packing(cu, cu), backend="reference")
 
 
 class OnCuda:
@@ -172,7 +187,9 @@ def test_plans_do_not_grow_without_end(monkeypatch):
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "k is v"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_every_call_computes_with_its_own_tensors(backend, shared, packed):
+@pytest.mark.parametrize("more", [False, True], ids=["plain", "more"])
+def test_every_call_computes_with_its_own_tensors(backend, shared, packed, more, monkeypatch):
+    """The first call of a form plans its launches, the others only fill them."""
     reason = hopper.device_unavailable(torch.device("cuda"))
     if backend == "hopper" and reason is not None:
         pytest.skip(reason)
@@ -182,12 +199,17 @@ def test_every_call_computes_with_its_own_tensors(backend, shared, packed):
         q, k, v, dout = (torch.randn(*lead, 4, 64, device="cuda", generator=generator) for _ in range(4))
         cu = torch.tensor([0, 100 + seed, 400], dtype=torch.int32, device="cuda")
         packing = Packing(cu, cu) if packed else None
+        rng, sinks = (RngState(seed), torch.rand(4, device="cuda", generator=generator)) if more else (None, None)
+        spec = AttentionSpec(Causal(), dropout=0.25 if more else 0.0)
         found = {}
         for name, dtype in ((backend, torch.bfloat16), ("reference", torch.float32)):
             leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
             operands = (leaves[0], leaves[1], leaves[1]) if shared else leaves
-            out = attention(*operands, AttentionSpec(Causal()), packing=packing, backend=name)
+            out = attention(*operands, spec, packing=packing, rng=rng, sinks=sinks, backend=name)
             grads = torch.autograd.grad(out, leaves[: 2 if shared else 3], dout.to(dtype))
             found[name] = [x.float() for x in (out, *grads)]
+        for launches in (launch, hopper):
+            monkeypatch.setattr(launches, "forward_launch", None)
+            monkeypatch.setattr(launches, "backward_launch", None, raising=False)
         for ours, expected in zip(found[backend], found["reference"], strict=True):
             assert (ours - expected).norm() < 0.02 * expected.norm()

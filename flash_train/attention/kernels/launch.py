@@ -67,6 +67,7 @@ def backward(
         contiguous_columns(out),
         contiguous_columns(dout),
     )
+    dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     dslope = torch.zeros_like(lse) if needs_slopes else None
@@ -123,7 +124,7 @@ def rows_launch(
     block = 32
     batch, rows = (1, out.shape[0]) if out.dim() == 3 else out.shape[:2]
     arguments = (
-        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse.contiguous()),
+        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse),
         stats(delta), stats(lse2), rows, call.keep_rate,
     )  # fmt: skip
     fixed = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK_M": block}

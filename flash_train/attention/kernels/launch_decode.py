@@ -62,6 +62,7 @@ def decode(
     if spec.dropout > 0:
         state = draw_state(q.device) if rng is None else rng.as_tensor(q.device)
         origin = origin if rng is None else rng.origin
+    sinks = None if sinks is None else sinks.contiguous()
     lowered = spec.mask.lower()
     blocks = spec.mask.block_map(len_q, capacity, True)
     bounds = [lowered.left, lowered.right, lowered.tail, *((UNUSED, UNUSED) if blocks is None else blocks[1:])]

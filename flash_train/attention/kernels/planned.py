@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
 
 from flash_train.attention.kernels.arguments import Call, Launch
 
 MOST = 4096  #: plans that are kept; where lengths change with every call, all are forgotten then
 
 Build = Callable[..., Iterable[Launch]]
+
+
+class Unknown(Exception):
+    """A tensor that was made for one launch alone."""
 
 
 class Form(NamedTuple):
@@ -69,13 +75,14 @@ def launch_all(build: Build, tensors: Sequence[Tensor | None], call: Call, *opti
         for plan in plans:
             plan.compiled[plan.grid](*_filled(plan.arguments, given))
         return
-    made = []
-    for launch in build(*tensors, call, *options):
-        made.append((launch, launch.run()))
-    if key is not None and key not in _plans:
-        if len(_plans) >= MOST:
-            _plans.clear()
-        _plans[key] = _plan_all(made, given)
+    if key is None or key in _plans:
+        for launch in build(*tensors, call, *options):
+            launch.run()
+        return
+    made = [(launch, launch.run()) for launch in build(*tensors, call, *options)]
+    if len(_plans) >= MOST:
+        _plans.clear()
+    _plans[key] = _plan_all(made, given)
 
 
 def _key(build: Build, given: Sequence[Tensor | None], call: Call, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -92,7 +99,8 @@ def _key(build: Build, given: Sequence[Tensor | None], call: Call, options: tupl
             first = firsts.setdefault(id(x), number)
             forms.append(form_of(x) if first == number else first)
     plain = (call.terms, *call.bounds, *call.origin, call.scale, call.softcap, call.keep_threshold)
-    return (build, options, device, *plain, *forms)
+    instruments = (knobs.runtime.debug, knobs.compilation.instrumentation_mode)  # Triton compiles for them
+    return (build, options, device, *instruments, *plain, *forms)
 
 
 def form_of(x: Tensor) -> Form:
@@ -105,31 +113,39 @@ def _plan_all(made: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]
         numbers.setdefault(id(x), number)
     plans = []
     for launch, compiled in made:
-        names = launch.kernel.arg_names[len(launch.arguments) :]
+        constants = [launch.constants[name] for name in launch.kernel.arg_names[len(launch.arguments) :]]
         try:
-            arguments = _emptied((*launch.arguments, *(launch.constants[name] for name in names)), numbers).parts
-        except KeyError:  # a tensor that was made for this launch alone
+            arguments = _emptied((*launch.arguments, *constants), numbers).parts
+        except Unknown:
+            return None
+        if not isinstance(compiled, CompiledKernel):  # a hook of Triton's kept it from compiling
             return None
         plans.append(Plan(compiled, (*launch.grid, 1, 1)[:3], arguments))
     return tuple(plans)
 
 
 def _emptied(arguments: tuple[Any, ...], numbers: dict[int, int]) -> Any:
-    """The arguments with places for their tensors. Raises KeyError for a tensor that has no number."""
+    """The arguments with places for their tensors. Raises `Unknown` for a tensor that has no number."""
     parts = tuple(_place(argument, numbers) for argument in arguments)
     return Group(parts, type(arguments))
 
 
 def _place(argument: Any, numbers: dict[int, int]) -> Any:
     if isinstance(argument, Tensor):
-        return Place(numbers[id(argument)], None, Tensor)
+        return Place(_number(argument, numbers), None, Tensor)
     if isinstance(argument, tuple):
         group = _emptied(argument, numbers)
         return group if any(isinstance(part, Place | Group) for part in group.parts) else argument
     if hasattr(argument, "base"):  # a descriptor of TMA's
         fields = {name: value for name, value in vars(argument).items() if name != "base"}
-        return Place(numbers[id(argument.base)], fields, type(argument))
+        return Place(_number(argument.base, numbers), fields, type(argument))
     return argument
+
+
+def _number(x: Tensor, numbers: dict[int, int]) -> int:
+    if id(x) not in numbers:
+        raise Unknown
+    return numbers[id(x)]
 
 
 def _filled(parts: tuple[Any, ...], given: Sequence[Tensor | None]) -> list[Any]:

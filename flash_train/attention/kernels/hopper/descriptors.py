@@ -67,7 +67,9 @@ def describe_rows(x: Tensor, block: int) -> TensorDescriptor:
 
 @functools.lru_cache(maxsize=4096)
 def _form_of_rows(size: int, block: int) -> dict[str, Any]:
-    return vars(TensorDescriptor(torch.empty(0), [size], [1], [block], gl.NVMMASharedLayout(0, 32, 1)))
+    return vars(
+        TensorDescriptor(torch.empty(0, dtype=torch.float32), [size], [1], [block], gl.NVMMASharedLayout(0, 32, 1))
+    )
 
 
 def describe_sum(x: Tensor, columns: int) -> TensorDescriptor:

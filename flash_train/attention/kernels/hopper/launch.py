@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +88,8 @@ def backward(
     Five products a pair, with dQ summed in any order. Where that must not be (``torch.use_deterministic_algorithms``),
     and for the gradient of slopes, dQ has a kernel of its own, and two products more.
     """
-    dout = dout if describable(form_of(dout)) else dout.contiguous()
+    dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
+    dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     alone = needs_slopes or torch.are_deterministic_algorithms_enabled()
     dslope = torch.zeros_like(lse) if needs_slopes else None
@@ -118,13 +120,14 @@ def _backward_launches(
     dv: Tensor,
     dslope: Tensor | None,
     call: Call,
-) -> tuple[Launch, ...]:
+) -> Iterator[Launch]:
     sums = Sums(delta, lse2, sum_dq)
-    return (
-        prepare_launch(out, dout, lse, dlse, sums, call),
-        backward_launch(q, k, v, dout, sums, dk, dv, call),
-        dq_launch(q, k, v, dout, sums, dq, dslope, call) if sum_dq is None else finish_launch(sums, dq, call),
-    )
+    yield prepare_launch(out, dout, lse, dlse, sums, call)
+    yield backward_launch(q, k, v, dout, sums, dk, dv, call)
+    if sum_dq is None:
+        yield dq_launch(q, k, v, dout, sums, dq, dslope, call)
+    else:
+        yield finish_launch(sums, dq, call)
 
 
 def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
@@ -260,7 +263,7 @@ def make_sums(q: Tensor, call: Call, with_dq: bool = True) -> Sums:
 def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call) -> Launch:
     entries, rows, _ = lengths_of(out, out, call)
     arguments = (
-        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse.contiguous()), sums.delta,
+        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse), sums.delta,
         sums.lse2, sums.dq, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
     )  # fmt: skip
     constants = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK": PAD}
