@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from flash_train.cli.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from flash_train.cli.loggers import log_artifact
 from flash_train.cli.predict import alternatives, capacity, flash_runs, in_words
 from flash_train.profiling import write_text
 from flash_train.profiling.prediction import Prediction, predict
@@ -22,12 +24,14 @@ REPORT, SNAPSHOT = "out_of_memory.md", "out_of_memory.pickle"
 
 @dataclass
 class UnderWay:
-    """What is known of the run by now: the step that it takes and on what, where its files are, and what watches it."""
+    """What is known of the run by now: the step that it takes and on what, where its files are, what watches it, and
+    its logger."""
 
     step: Step | None = None
     device: torch.device | None = None
     run_dir: Path | None = None
     watch: SnapshotOnError = field(default_factory=SnapshotOnError)
+    logger: Logger | None = None
 
 
 @contextmanager
@@ -68,13 +72,15 @@ def _way_out(step: Step, device: torch.device | None) -> str:
 
 
 def _leave_behind(under_way: UnderWay, error: BaseException) -> list[str]:
-    """Write what may help to understand; the names of the files."""
+    """Write what may help to understand, to W&B too; the names of the files."""
     assert under_way.step is not None and under_way.run_dir is not None
+    names = [REPORT]
     write_text(under_way.run_dir / REPORT, _table(predict(under_way.step), error))
-    if under_way.watch.snapshot is None:
-        return [REPORT]
-    (under_way.run_dir / SNAPSHOT).write_bytes(pickle.dumps(under_way.watch.snapshot))
-    return [REPORT, SNAPSHOT]
+    if under_way.watch.snapshot is not None:
+        names.append(SNAPSHOT)
+        (under_way.run_dir / SNAPSHOT).write_bytes(pickle.dumps(under_way.watch.snapshot))
+    log_artifact(under_way.logger, "out-of-memory", [under_way.run_dir / name for name in names])
+    return names
 
 
 def _table(prediction: Prediction, error: BaseException) -> str:

@@ -76,11 +76,23 @@ def log_table(
     run = _wandb_run(settings, run_dir, {})
     run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)})
     if files:
-        artifact = wandb.Artifact(name, type=name)
-        for path in files:
-            artifact.add_file(str(path))
-        run.log_artifact(artifact)
+        run.log_artifact(_artifact(name, files))
     run.finish()
+
+
+def log_artifact(logger: Logger | None, name: str, files: Sequence[Path]) -> None:
+    """The files as an artifact of W&B's run, where it logs."""
+    if isinstance(logger, WandbLogger):
+        logger.experiment.log_artifact(_artifact(name, files))
+
+
+def _artifact(name: str, files: Sequence[Path]) -> Any:
+    import wandb
+
+    artifact = wandb.Artifact(name, type="memory-profile")
+    for path in files:
+        artifact.add_file(str(path))
+    return artifact
 
 
 def wandb_mode(wanted: Mode | Literal["auto"], environ: Mapping[str, str]) -> Mode | None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
 from flash_train.cli.build import Run
+from flash_train.cli.loggers import log_artifact
 from flash_train.cli.predict import step_of
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions
@@ -41,21 +41,10 @@ def write_memory(config: DictConfig, parts: Run, recorded: RecordedStep, folder:
     if recorded.snapshot is not None:
         written.append(folder / "snapshot.pickle")
         written[-1].write_bytes(pickle.dumps(recorded.snapshot))
-    log_artifact(parts.logger, written)
+    log_artifact(parts.logger, "memory", written)
     print(f"{summary(found)}\n{folder}: {', '.join(path.name for path in written)}")
 
 
 def settings(config: DictConfig, parts: Run) -> dict[str, Any]:
     chosen = {"model": config.model.name, "attention": parts.attention[0], "memory": config.memory.mode}
     return chosen | {key: config[key] for key in ("seq_len", "batch_size", "accumulate", "precision")}
-
-
-def log_artifact(logger: Any, files: list[Path]) -> None:
-    """The files as an artifact of W&B's run, where it logs."""
-    if isinstance(logger, WandbLogger):
-        import wandb
-
-        artifact = wandb.Artifact("memory", type="memory-profile")
-        for path in files:
-            artifact.add_file(str(path))
-        logger.experiment.log_artifact(artifact)

@@ -106,7 +106,7 @@ def train(config: DictConfig, run_dir: Path) -> None:
         announce(parts.attention, parts.data.info)
         if not config.validate_only:
             under_way.step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
-            under_way.device, under_way.run_dir = parts.device, run_dir
+            under_way.device, under_way.run_dir, under_way.logger = parts.device, run_dir, parts.logger
             parts.trainer.callbacks.insert(0, under_way.watch)  # type: ignore[attr-defined]
         if parts.trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.loggers import WandbLogger
 
 from flash_train.cli import failures
 from flash_train.cli.compose import compose_config
@@ -77,8 +78,12 @@ def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monke
 
     monkeypatch.setattr(CausalLMModule, "training_step", step)
     monkeypatch.setattr(SnapshotOnError, "on_exception", look)
-    code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged = []
+    monkeypatch.setattr(failures, "log_artifact", lambda logger, _, files: logged.append((type(logger), len(files))))
+    code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1", "logger=wandb")
     assert code == OutOfMemoryError.status and "out_of_memory.md, out_of_memory.pickle" in errors[-1]
+    assert logged == [(WandbLogger, 2)]
     assert seen == [(0, True)] and (tmp_path / "run" / "out_of_memory.pickle").is_file()
 
 
