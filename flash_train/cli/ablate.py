@@ -36,9 +36,9 @@ from flash_train.cli.sweep import Planned, Sweep, plan
 from flash_train.profiling import read_column, write_text
 from flash_train.profiling.ablation import COLUMNS, Row, header, loss_differences, to_csv, to_markdown, values
 from flash_train.profiling.ablation_plot import plot_ablation, plot_losses
+from flash_train.profiling.memory_results import RELATIVE
 from flash_train.profiling.prediction import predict
 
-MARGIN = 0.05  # of a prediction, by docs/memory.md
 FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.png")
 
 
@@ -94,7 +94,7 @@ def known_before(planned: Planned) -> Result | None:
     if step.attention in BY_DOCUMENT and config.data.packing != "concat":
         return None
     predicted, limit = predict(step).peak_bytes, capacity(device)
-    if predicted <= (1 + MARGIN) * limit:
+    if predicted <= (1 + RELATIVE) * limit:
         return None
     words = f"a step would take {in_words(predicted)} and the device has {in_words(limit)}"
     return Result("oom", f"predicted, not run: {words}")

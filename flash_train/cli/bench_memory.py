@@ -40,7 +40,7 @@ from flash_train.cli.benchmark import (
 )
 from flash_train.cli.build import build
 from flash_train.cli.compose import compose_config
-from flash_train.cli.errors import UnavailableError, one_line_errors
+from flash_train.cli.errors import UnavailableError, is_out_of_memory, one_line_errors
 from flash_train.cli.memory_cases import (
     KINDS,
     LENGTHS,
@@ -118,11 +118,11 @@ def _outcome(config: DictConfig, device: torch.device) -> dict[str, Any]:
 
     try:
         found = _run(config, device)
-    except torch.OutOfMemoryError as error:
-        return {"status": "oom", "reason": str(error).splitlines()[0]}
     except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
         raise
     except (RuntimeError, ValueError, TritonError) as error:
+        if is_out_of_memory(error):
+            return {"status": "oom", "reason": str(error).splitlines()[0]}
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
     return {"status": "ok"} | found
 

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
+from flash_train.cli.build import Run
 from flash_train.cli.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from flash_train.cli.loggers import log_artifact
 from flash_train.cli.predict import alternatives, capacity, flash_runs, in_words
@@ -32,6 +33,11 @@ class UnderWay:
     run_dir: Path | None = None
     watch: SnapshotOnError = field(default_factory=SnapshotOnError)
     logger: Logger | None = None
+
+    def begin(self, step: Step, parts: Run, run_dir: Path) -> None:
+        """The run is built: what goes wrong from here on has a step, and is watched."""
+        self.step, self.device, self.run_dir, self.logger = step, parts.device, run_dir, parts.logger
+        parts.trainer.callbacks.insert(0, self.watch)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -116,9 +116,8 @@ def profile_memory(config: DictConfig) -> None:
         parts = build(config, run_dir)
         announce(parts.attention, parts.data.info)
         only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
-        under_way.step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
-        under_way.device, under_way.run_dir, under_way.logger = parts.device, run_dir, parts.logger
-        parts.trainer.callbacks.insert(0, under_way.watch)  # type: ignore[attr-defined]
+        step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
+        under_way.begin(step, parts, run_dir)
         parts.trainer.fit(parts.module, datamodule=parts.data)
     if not recorded:
         raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")

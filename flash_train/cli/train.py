@@ -94,20 +94,19 @@ def train(config: DictConfig, run_dir: Path) -> None:
     # PyTorch and Lightning take seconds to import: --help and most mistakes need not wait for them.
     from flash_train.cli.build import build
     from flash_train.cli.failures import known_failures
-    from flash_train.cli.predict import check_memory, step_before_run, step_of
+    from flash_train.cli.predict import check_memory, step_before_run
     from flash_train.cli.report import announce, finish, say_where
     from flash_train.profiling import write_text
 
     quieten()
     with known_failures(config) as under_way:
         if not config.validate_only:
-            check_memory(config, *step_before_run(config))
+            step, device = step_before_run(config)
+            check_memory(config, step, device)
         parts = build(config, run_dir)
         announce(parts.attention, parts.data.info)
         if not config.validate_only:
-            under_way.step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
-            under_way.device, under_way.run_dir, under_way.logger = parts.device, run_dir, parts.logger
-            parts.trainer.callbacks.insert(0, under_way.watch)  # type: ignore[attr-defined]
+            under_way.begin(step, parts, run_dir)
         if parts.trainer.is_global_zero:
             write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         if every := config.callbacks.memory_snapshot.every:

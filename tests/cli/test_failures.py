@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from flash_train.cli import failures
@@ -82,6 +83,7 @@ def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monke
     logged = []
     monkeypatch.setattr(failures, "log_artifact", lambda logger, _, files: logged.append((type(logger), len(files))))
     code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1", "logger=wandb")
+    wandb.finish()  # which the end of the process does for a command
     assert code == OutOfMemoryError.status and "out_of_memory.md, out_of_memory.pickle" in errors[-1]
     assert logged == [(WandbLogger, 2)]
     assert seen == [(0, True)] and (tmp_path / "run" / "out_of_memory.pickle").is_file()
