@@ -100,16 +100,30 @@ class CausalLMModule(pl.LightningModule):
         self.skip_validation = False
         self._sums: Tensor | None = None
         self._nominal = 0
+        self._forward_dtype = torch.get_default_dtype()
 
     # -- training
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._forward_dtype = torch.get_default_dtype()
         loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
         sums = torch.stack([loss_sum.detach().to(self._sum_dtype), n_tokens.to(self._sum_dtype)])
         self._sums = sums if self._sums is None else self._sums + sums
         # Any constant would do, as it is divided out again; this one keeps an fp16 loss near its mean.
         self._nominal = self._nominal or batch["labels"].numel()
         return loss_sum / self._nominal
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Under the forward's default dtype, which what is computed again must find as it was.
+
+        Lightning's bf16-true changes it for the forward alone, and torch 2.11 then refuses one checkpoint in another.
+        """
+        outside = torch.get_default_dtype()
+        torch.set_default_dtype(self._forward_dtype)
+        try:
+            super().backward(loss, *args, **kwargs)
+        finally:
+            torch.set_default_dtype(outside)
 
     def configure_gradient_clipping(
         self,

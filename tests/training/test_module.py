@@ -129,6 +129,19 @@ def test_low_precision_trains_with_clipping(precision):
     assert next(module.parameters()).dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)])
+def test_backward_computes_again_under_the_forwards_default_dtype(precision, dtype):
+    """One checkpoint in another (a block's, and chunked attention's) must find what it saved, on every torch."""
+    module, seen = tiny_module(config=NO_DROPOUT, attention="chunked", memory="checkpoint"), []
+    for block in module.model.blocks:
+        next(block.children()).register_forward_hook(lambda *_: seen.append(torch.get_default_dtype()))
+    next(module.parameters()).register_hook(lambda _: seen.append(torch.get_default_dtype()))
+    fit(module, [packed_row(1)], accumulate=1, max_steps=1, precision=precision)
+    assert len(seen) == 2 * len(module.model.blocks) + 1  # forward, again in the backward, and the gradient
+    assert set(seen) == {dtype}
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_overflowing_fp16_step_is_skipped():
     """Gradients that overflow under the scale leave the weights alone, and the scale is lowered."""
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**60))
