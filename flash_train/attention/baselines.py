@@ -45,6 +45,8 @@ def sdpa_attention(
 ) -> Tensor:
     """``scaled_dot_product_attention``; packed, ``varlen_attn`` where it applies, else one call per entry.
 
+    Entries that are known to be equally long and to fill the tensors are a batch, as they are without packing.
+
     Full and square causal masks are PyTorch's own; any other is given as a bool tensor of all pairs, and ALiBi as an
     additive one in the dtype of q. Dropout is PyTorch's too: its generator, and the probability as it stands.
 
@@ -63,8 +65,12 @@ def sdpa_attention(
     missing = sdpa_unavailable(spec, sinks=False)
     if missing is not None:
         raise ValueError(f"PyTorch's fused attention cannot run this: {missing}")
-    if packing is not None and alibi_slopes is None and _varlen_applies(q, k, v, spec, packing):
-        return _varlen(q, k, v, spec, packing)
+    if packing is not None and alibi_slopes is None and isinstance(spec.mask, Band):
+        if _is_batch(q, k, packing):
+            q, k, v = (x.unflatten(0, (len(packing.lengths or ()), -1)) for x in (q, k, v))
+            return sdpa_attention(q, k, v, spec).flatten(0, 1)
+        if _varlen_applies(q, v, spec, packing):
+            return _varlen(q, k, v, spec, packing)
     outs = [_attend(part, spec) for part in split(q, k, v, packing, alibi_slopes)]
     return join_out(outs, q, v, packing)
 
@@ -97,12 +103,16 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
     return (out if seeing is None else torch.where(seeing, out, 0.0)).transpose(1, 2)
 
 
-def _varlen_applies(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> bool:
-    """PyTorch's packed kernel: CUDA, 16 bits, a band, no dropout, head_dim of whole 16-byte vectors."""
+def _is_batch(q: Tensor, k: Tensor, packing: Packing) -> bool:
+    lengths = packing.lengths or ()
+    return len(set(lengths)) == 1 and sum(lengths) == q.shape[0] == k.shape[0] > 0
+
+
+def _varlen_applies(q: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> bool:
+    """PyTorch's packed kernel, for bands: CUDA, 16 bits, no dropout, head_dim of whole 16-byte vectors."""
     return (
         q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
-        and isinstance(spec.mask, Band)
         and spec.dropout == 0.0
         and q.shape[-1] % 8 == 0
         and q.shape[-1] == v.shape[-1]

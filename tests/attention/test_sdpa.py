@@ -69,6 +69,24 @@ def test_sdpa_takes_the_packed_kernel(monkeypatch, mask, tail, known):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(("rows", "lengths"), [(12, (12,)), (12, (4, 4, 4)), (12, (4, 8)), (13, (4, 4, 4)), (12, None)])
+def test_entries_of_one_length_are_a_batch(monkeypatch, rows, lengths):
+    """As a user without packing would call it: PyTorch then chooses among all its kernels."""
+    batches, own = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        baselines.F, "scaled_dot_product_attention", lambda q, *a, **k: (batches.append(q.shape[0]), own(q, *a, **k))[1]
+    )
+    cu = torch.tensor([0, *(lengths or (4, 4, 4)), 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    packing, spec = Packing(cu, cu, lengths=lengths), AttentionSpec(Causal())
+    q, k, v = (torch.randn(rows, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    out, expected = sdpa_attention(q, k, v, spec, packing), reference_attention(q, k, v, spec, packing)[0]
+    assert batches == {(12,): [1], (4, 4, 4): [3]}.get(lengths if rows == 12 else None, [1] * len(lengths or (4, 4, 4)))
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    for ours, theirs in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", [0, 3])
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(30, 7), Window(30, 0)])
@@ -81,7 +99,7 @@ def test_the_packed_kernel_itself(mask, tail):
         x.requires_grad_()
     spec = AttentionSpec(mask)
     for packing in (Packing(cu, cu, lengths=(40, 90, 1)), Packing(cu, cu, 90, 90)):
-        assert baselines._varlen_applies(q, k, v, spec, packing)
+        assert baselines._varlen_applies(q, v, spec, packing)
         out = sdpa_attention(q, k, v, spec, packing)
         expected, _ = reference_attention(*(x.double() for x in (q, k, v)), spec, packing)
         torch.testing.assert_close(out.double(), expected, atol=0.03, rtol=0.03)
