@@ -148,8 +148,9 @@ class CausalLMModule(pl.LightningModule):
         norm = rescale_and_clip(parameters, scale, clip)
         self.last_step = StepResult(trainer.global_step + 1, loss_sum / n_tokens, norm, optimizer.param_groups[0]["lr"])
         self._sums, self._nominal = None, 0
-        self.log("train/loss", self.last_step.loss.float())
-        self.log("train/gradient_norm", norm)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(getattr(callback, "logs_steps", False) for callback in callbacks):
+            self.log_dict({"train/loss": self.last_step.loss.float(), "train/gradient_norm": norm})
 
     def configure_optimizers(self) -> Any:
         config = self.optimizer_config

@@ -98,6 +98,10 @@ def test_all_of_it_in_a_plain_trainer(tmp_path):
     for row, theirs in zip(ours, logged, strict=True):
         for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "time/step_seconds"):
             assert float(theirs[name]) == pytest.approx(float(row[name]), rel=1e-6), name
+    assert [int(row["step"]) for row in logged] == [0, 1, 2, 3, 4]  # Lightning's count of the steps before
+    assert {row["epoch"] for row in logged} == {"0"}
+    for name in ("train/loss", "time/step_seconds"):  # for callbacks that monitor them
+        assert float(trainer.callback_metrics[name]) == pytest.approx(float(ours[-1][name]), rel=1e-6)
 
 
 def test_module_logs_without_any_callback(tmp_path):

@@ -77,9 +77,12 @@ class Throughput(StepCallback):
         memory/...                                             see `flash_train.profiling.memory_use`
 
     Validation and the writing of checkpoints are not counted as training time. The device is waited for at these
-    steps only. The arithmetic is that of Lightning's `Throughput`; its `ThroughputMonitor` takes every batch to have
-    the same FLOPs, waits for the device at every batch and does not know the H200.
+    steps only. The module leaves its loss to be logged here, in one row (`logs_steps`). The arithmetic is that of
+    Lightning's `Throughput`; its `ThroughputMonitor` takes every batch to have the same FLOPs, waits for the device at
+    every batch and does not know the H200.
     """
+
+    logs_steps = True
 
     def __init__(self) -> None:
         self.row: dict[str, float | None] = {}
@@ -145,10 +148,16 @@ class Throughput(StepCallback):
             "throughput/mfu": rates.get("device/mfu"),
             **memory_use(pl_module.device),
         }
-        logged_by_module = ("train/loss", "train/gradient_norm")
-        pl_module.log_dict(
-            {name: value for name, value in self.row.items() if value is not None and name not in logged_by_module}
-        )
+        self._log(trainer, {name: value for name, value in self.row.items() if value is not None})
+
+    def _log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """To the loggers in one call each, as Lightning's `LearningRateMonitor` does it. `LightningModule.log` takes
+        several milliseconds for as many numbers, in which the device, just waited for, has nothing to do."""
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
+            logger.save()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.pause(trainer, pl_module)
