@@ -145,7 +145,7 @@ def ablation_details(records: Records) -> str:
 
 
 def ablation_rows(records: Records) -> list[ablation.Row]:
-    return [ablation.Row(r["axes"], r["status"], r["reason"], r["measured"]) for r in records]
+    return [ablation.Row(r["axes"], r["status"], r["reason"], r["measured"], dict(r["losses"])) for r in records]
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

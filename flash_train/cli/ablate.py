@@ -34,12 +34,21 @@ from flash_train.cli.interrupt import going_on_later
 from flash_train.cli.overrides import read
 from flash_train.cli.sweep import Planned, Sweep, plan
 from flash_train.profiling import read_column, write_text
-from flash_train.profiling.ablation import COLUMNS, Row, header, loss_differences, to_csv, to_markdown, values
+from flash_train.profiling.ablation import (
+    COLUMNS,
+    Row,
+    header,
+    loss_differences,
+    losses_to_csv,
+    to_csv,
+    to_markdown,
+    values,
+)
 from flash_train.profiling.ablation_plot import plot_ablation, plot_losses
 from flash_train.profiling.memory_results import RELATIVE
 from flash_train.profiling.prediction import predict
 
-FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.png")
+FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.csv", "ablation_losses.png")
 
 
 def main() -> None:
@@ -136,9 +145,10 @@ def row_of(planned: Planned, result: Result) -> Row:
 
 
 def write_tables(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
-    """Write ablation.csv and ablation.md of the results so far."""
+    """Write ablation.csv, ablation_losses.csv and ablation.md of the results so far."""
     rows = rows_of(sweep, results)
     write_text(sweep.run_dir / "ablation.csv", to_csv(rows))
+    write_text(sweep.run_dir / "ablation_losses.csv", losses_to_csv(rows))
     write_text(sweep.run_dir / "ablation.md", to_markdown(rows, title_of(results)))
     return rows
 

@@ -17,7 +17,7 @@ from flash_train.profiling import read_column, write_json
 from flash_train.profiling.ablation import from_csv
 
 LAST = 10
-ABLATION, FIND_MAX = "ablation.csv", "find_max.json"
+ABLATION, LOSSES, FIND_MAX = "ablation.csv", "ablation_losses.csv", "find_max.json"
 
 Records = list[dict[str, Any]]
 
@@ -42,12 +42,14 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:
-    """A record per cell: axes, status and measurements; steps, device and versions are those of a cell that finished.
+    """A record per cell: axes, status, measurements, losses; steps, device and versions are those of one that finished.
 
     Raises:
         UsageError: none has.
     """
-    rows = from_csv((run_dir / ABLATION).read_text(encoding="utf-8"))
+    losses = run_dir / LOSSES
+    curves = losses.read_text(encoding="utf-8") if losses.is_file() else ""
+    rows = from_csv((run_dir / ABLATION).read_text(encoding="utf-8"), curves)
     summaries = [_summary(path.parent) for path in sorted(run_dir.glob("cells/*/summary.json"))]
     finished = next((summary for summary in summaries if summary["status"] == "finished"), None)
     if finished is None:
@@ -56,9 +58,25 @@ def collect_ablation(run_dir: Path, commit: str | None) -> Records:
     if commit:
         common["versions"]["commit"] = commit
     return [
-        {"axes": dict(row.axes), "status": row.status, "reason": row.reason, "measured": dict(row.measured), **common}
+        {
+            "axes": dict(row.axes), "status": row.status, "reason": row.reason, "measured": dict(row.measured),
+            "losses": list(map(list, row.losses.items())), **common,
+        }
         for row in rows
-    ]
+    ]  # fmt: skip
+
+
+def join_cells(records: Records) -> Records:
+    """Several ablations as one, in the order of their axes' values, lengths ascending; of a cell in two, the last."""
+    cells = {tuple(record["axes"].items()): record for record in records}
+    values: dict[str, list[Any]] = {}
+    for record in cells.values():
+        for axis, value in record["axes"].items():
+            values.setdefault(axis, [])
+            if value not in values[axis]:
+                values[axis].append(value)
+    values["seq_len"].sort()
+    return sorted(cells.values(), key=lambda r: [values[axis].index(value) for axis, value in r["axes"].items()])
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
@@ -77,9 +95,10 @@ def collect_find_max(run_dir: Path, commit: str | None) -> Records:
 
 def collect_all(run_dirs: list[Path], commit: str | None) -> Records:
     """The records of directories of one sort."""
-    for name, gather in ((ABLATION, collect_ablation), (FIND_MAX, collect_find_max)):
-        if all((run / name).is_file() for run in run_dirs):
-            return [record for run in run_dirs for record in gather(run, commit)]
+    if all((run / ABLATION).is_file() for run in run_dirs):
+        return join_cells([record for run in run_dirs for record in collect_ablation(run, commit)])
+    if all((run / FIND_MAX).is_file() for run in run_dirs):
+        return [record for run in run_dirs for record in collect_find_max(run, commit)]
     records = [collect(run, commit) for run in run_dirs]
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
 

@@ -73,14 +73,28 @@ def to_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def from_csv(text: str) -> list[Row]:
-    """The rows that `to_csv` wrote; without losses, which are in no table."""
+def losses_to_csv(rows: Sequence[Row]) -> str:
+    """A line per cell and step: axes, step, training loss."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*(rows[0].axes if rows else ()), "step", "loss"])
+    writer.writerows([*row.axes.values(), step, loss] for row in rows for step, loss in row.losses.items())
+    return out.getvalue()
+
+
+def from_csv(text: str, losses: str = "") -> list[Row]:
+    """The rows that `to_csv` wrote, with what `losses_to_csv` wrote of them."""
+    curves: dict[tuple[Any, ...], dict[int, float]] = {}
+    for line in csv.DictReader(io.StringIO(losses)):
+        step, loss = int(line.pop("step")), float(line.pop("loss"))
+        curves.setdefault(tuple(map(_parsed, line.values())), {})[step] = loss
     names = [column.name for column in COLUMNS]
     rows = []
     for line in csv.DictReader(io.StringIO(text)):
         axes = {name: _parsed(value) for name, value in line.items() if name not in ("status", "reason", *names)}
         measured = {name: float(line[name]) for name in names if line.get(name)}
-        rows.append(Row(axes, line["status"], line["reason"] or None, measured))
+        curve = curves.get(tuple(axes.values()), {})
+        rows.append(Row(axes, line["status"], line["reason"] or None, measured, curve))
     return rows
 
 
@@ -206,7 +220,7 @@ def _figures(
         value = row.measured.get(column.name)
         figure = "–" if value is None else column.shown(value)
         known = [x for other in group if (x := other.measured.get(column.name)) is not None]
-        if value is not None and column.best and len(known) > 1 and value == column.best(known):
+        if value is not None and column.best and len(known) > 1 and figure == column.shown(column.best(known)):
             figure = f"**{figure}**"
         figures.append(figure)
         if column.ratio and compared:

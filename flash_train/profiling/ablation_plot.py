@@ -143,14 +143,16 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
         points = {row.axes["seq_len"]: x for row in rows if (x := row.measured.get(name)) and row.status == "ok"}
         values += points.values()
         power = fit_exponent(list(points), list(points.values())) if fitted else None
-        ended = min((row.axes["seq_len"] for row in rows if row.status == "oom"), default=None)
-        label = _legend(", ".join(series_name), bool(points), power, ended, _status(rows))
+        without = sorted(row.axes["seq_len"] for row in rows if row.status == "oom")
+        label = _legend(", ".join(series_name), bool(points), power, without, _status(rows))
         style = styles[series_name]
         panel.plot(list(points), list(points.values()), label=label, markersize=5, linewidth=1.5, **style)
-        if ended:  # in the room above all points, one series below the other
+        if without:  # in the room above all points, one series below the other
             height = 0.97 - 0.05 * (without_memory % 6)
             top = panel.get_xaxis_transform()
-            panel.plot([ended], [height], transform=top, color=style["color"], marker="X", markersize=7, clip_on=False)
+            panel.plot(
+                without[:1], [height], transform=top, color=style["color"], marker="X", markersize=7, clip_on=False
+            )
             without_memory += 1
     _axes(panel, lengths, values, room=0.05 * min(without_memory, 6))
     panel.set_xlabel("seq_len (tokens)")
@@ -162,11 +164,11 @@ def _status(rows: Sequence[Row]) -> str:
     return next((row.status for row in rows if row.status != "ok"), "")
 
 
-def _legend(label: str, has_points: bool, power: float | None, ended: int | None, status: str) -> str:
+def _legend(label: str, has_points: bool, power: float | None, without: Sequence[int], status: str) -> str:
     """What a series is, how it grows, and why it has no points."""
     text = rf"{label}:  $\propto n^{{{power:.2f}}}$" if power is not None else label
-    if ended:
-        return f"{text}  (X: out of memory at {ended:,})"
+    if without:
+        return f"{text}  (X: out of memory {'from' if len(without) > 1 else 'at'} {without[0]:,})"
     return text if has_points else f"{text}  ({status})"
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flash_train.cli.collect_runs import join_cells
 from flash_train.cli.collect_runs import main as collect_runs
 from flash_train.profiling import write_json, write_text
-from flash_train.profiling.ablation import Row, to_csv
+from flash_train.profiling.ablation import Row, losses_to_csv, to_csv
 from flash_train.profiling.attention_plot import plot_attention
 from flash_train.profiling.longest import Longest, from_record, to_record
 from flash_train.profiling.longest import Row as LongestRow
@@ -152,11 +153,13 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
             "ok",
             None,
             {"step_seconds": seconds, "peak_memory_gib": 3.0},
+            {1: 4.0, 2: 2.0 * seconds},
         )
         for n, name, seconds in ((1024, "flash", 0.5), (1024, "standard", 1.5), (4096, "flash", 2.0))
     ]
     rows.append(Row({"dropout": 0.1, "seq_len": 4096, "attention": "standard"}, "oom", "too long, a | in it"))
     write_text(run / "ablation.csv", to_csv(rows))
+    write_text(run / "ablation_losses.csv", losses_to_csv(rows))
     write_json(run / "cells" / "one" / "summary.json", CELL | {"status": "failed", "steps": 0})
     with pytest.raises(SystemExit):
         collect_runs([str(run), "--out", str(tmp_path / "none.json")])
@@ -175,6 +178,7 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     short, page = (root / "README.md").read_text(), (root / "docs" / "ablation.md").read_text()
     assert "| seq_len | flash: ms · GiB | standard: ms · GiB |" in short
     assert "| 1,024 | 500.0 · 3.0 | 1,500 · 3.0 |\n| 4,096 | 2,000 · 3.0 | oom |\n" in short
+    assert "seq_len=1024: 6.7e-01" in page
     assert "Every cell has dropout=0.1." in page and "0.33" in page and "a \\| in it" in page
     picture = root / "docs" / "results" / "ablation.png"
     assert "results/ablation.png" in page and picture.is_file()
@@ -186,6 +190,21 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     assert update(root, check=True) == 1
     assert update(root, check=False) == 0 and update(root, check=True) == 0
     assert (root / "README.md").read_text() == marked("ablation") and not picture.exists()
+
+
+def test_ablations_are_joined_in_the_order_of_their_axes():
+    def cell(seq_len, attention, status="ok", dropout=0.0):
+        return {"axes": {"dropout": dropout, "seq_len": seq_len, "attention": attention}, "status": status}
+
+    given = [
+        cell(2048, "standard"),
+        cell(2048, "flash", "failed"),
+        cell(1024, "flash"),
+        cell(1024, "flash", dropout=0.1),
+    ]
+    given += [cell(2048, "flash"), cell(1024, "standard")]
+    expected = [cell(n, name) for n in (1024, 2048) for name in ("standard", "flash")]
+    assert join_cells(given) == [*expected, cell(1024, "flash", dropout=0.1)]
 
 
 def test_searches_become_a_record_and_pages(tmp_path):

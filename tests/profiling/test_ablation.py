@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from flash_train.profiling.ablation import Row, loss_differences, to_csv, to_markdown
+from flash_train.profiling.ablation import Row, from_csv, loss_differences, losses_to_csv, to_csv, to_markdown
 
 AXES = {"model": "nano", "dropout": 0.0, "seq_len": 64, "memory": "none", "attention": "sdpa"}
 
@@ -76,6 +76,21 @@ def test_csv_has_a_line_for_every_cell_with_all_digits():
     assert [line["status"] for line in lines] == ["ok", "oom"]
     assert float(lines[0]["step_seconds"]) == 1 / 3 and lines[0]["mfu"] == ""
     assert lines[1]["reason"] == "out of | memory\nhere" and lines[1]["seq_len"] == "256"
+
+
+def test_csv_is_read_back_with_its_losses():
+    read = from_csv(to_csv(ROWS), losses_to_csv(ROWS))
+    assert [(r.axes, r.status, r.reason, r.losses) for r in read] == [
+        (r.axes, r.status, r.reason, r.losses) for r in ROWS
+    ]
+    assert read[0].measured == {name: value for name, value in ROWS[0].measured.items() if value is not None}
+    assert [r.losses for r in from_csv(to_csv(ROWS))] == [{}] * len(ROWS)
+    assert from_csv(to_csv([]), losses_to_csv([])) == []
+
+
+def test_all_that_look_best_are_bold():
+    rows = [row(attention=name, peak=peak) for name, peak in (("standard", 1.2), ("sdpa", 1.0004), ("flash", 1.0))]
+    assert [line.count("**1.00**") for line in lines_of(to_markdown(rows, "title"))[2:]] == [0, 1, 1]
 
 
 def test_nothing_ran():
