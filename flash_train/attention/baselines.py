@@ -109,15 +109,21 @@ def _is_batch(q: Tensor, k: Tensor, packing: Packing) -> bool:
 
 
 def _varlen_applies(q: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> bool:
-    """PyTorch's packed kernel, for bands: CUDA, 16 bits, no dropout, head_dim of whole 16-byte vectors."""
+    """PyTorch's packed kernel, for bands: Ampere or later, 16 bits, no dropout, head_dim of whole 16-byte vectors."""
     return (
         q.is_cuda
+        and _has_packed_kernel(q.device)
         and q.dtype in (torch.float16, torch.bfloat16)
         and spec.dropout == 0.0
         and q.shape[-1] % 8 == 0
         and q.shape[-1] == v.shape[-1]
         and (packing.lengths is not None or None not in (packing.max_seqlen_q, packing.max_seqlen_k))
     )
+
+
+@torch.compiler.assume_constant_result
+def _has_packed_kernel(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> Tensor:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.attention import resolve_backend
+from flash_train.attention.backends import OWN
 from flash_train.cli.errors import UnavailableError, UsageError, blame
 from flash_train.cli.loggers import build_logger
 from flash_train.cli.paths import CHECKPOINTS, holds_run
@@ -70,6 +71,11 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     data = build_data(config)
     model_config = build_model_config(config, data.vocab_size, pretrained[0] if pretrained else None)
     backend, reason = choose_attention(config, device, model_config.head_dim)
+    if config.compile and backend not in OWN and config.data.packing != "concat":
+        raise UsageError(
+            f"compile=true: with attention={backend} every packing of documents is compiled anew; "
+            "allowed: data.packing=concat, or attention=flash where it runs"
+        )
     trainer = build_run_trainer(config, run_dir, data)
     lightning.seed_everything(config.seed, verbose=False)
     with blame("model"), trainer.init_module():

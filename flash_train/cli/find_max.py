@@ -15,7 +15,7 @@ from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions, write_json, write_text
 from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
 from flash_train.profiling.prediction import predict
-from flash_train.profiling.step import Step
+from flash_train.profiling.step import BACKENDS, Step
 
 TRIALS, TOLERANCE = 4, 0.02
 KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
@@ -85,7 +85,7 @@ def _checked(key: str, value: object) -> object:
         if not isinstance(value, int) or isinstance(value, bool) or value < UNIT:
             raise UsageError(f"find_max.limit={value}: allowed: an integer, {UNIT} or more")
         return value
-    allowed = MEMORY_MODES if key.endswith("memory") else ("flash", "sdpa", "standard", "chunked")
+    allowed = MEMORY_MODES if key.endswith("memory") else BACKENDS
     if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
         raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
     return tuple(map(str, value))

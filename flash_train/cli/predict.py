@@ -55,6 +55,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         attention=attention,
         fused=on_cuda,
         hopper=capability == (9, 0) and not config.trainer.deterministic,
+        lengths=(config.seq_len,) * config.batch_size if config.data.packing == "concat" else None,
         workspace=THREADS * WORKSPACES[0 if capability >= (9, 0) else 1] if on_cuda else 0,
     )
 

@@ -65,7 +65,7 @@ class DataSchema:
     val_fraction: float = 0.05
     val_batches: int | None = 8  # null: all
     num_workers: int = 0
-    cache_dir: str | None = None  # null: the platform's cache folder
+    cache_dir: str | None = None  # null: ~/.cache/flash_train
 
 
 @dataclass
@@ -116,7 +116,6 @@ class OptimizerSchema:
     weight_decay: float = 0.1
     warmup_steps: int | None = None  # null: a tenth of max_steps, at most 200
     gradient_clip: float | None = 1.0  # null or 0: no clipping
-    fused: bool | None = None  # null: fused where PyTorch has it
 
 
 @dataclass
@@ -126,7 +125,7 @@ class TrainerSchema:
     num_nodes: int = 1
     strategy: str = "auto"
     checkpoint_every: int | None = None  # null: only at the end, at a stop and on SIGTERM
-    keep_checkpoints: int = 2
+    keep_checkpoints: int | None = 2  # null: all
     checkpoints: bool = True  # false: none is saved, nor anything to resume from
     deterministic: bool = False
     progress_bar: bool = True

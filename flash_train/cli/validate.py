@@ -39,6 +39,7 @@ def one_of(*choices: str) -> Rule:
     return Rule(lambda value: value in choices, ", ".join(choices), choices)
 
 
+# Choices stand here once more, for a mistake is told at once and to import what has them takes seconds.
 RULES = {
     "seq_len": at_least(2),
     "max_steps": at_least(1),
@@ -49,7 +50,7 @@ RULES = {
     "precision": one_of("fp32", "bf16-mixed", "bf16-true", "fp16-mixed"),
     "log_every": at_least(1),
     "val_every": at_least(1),
-    "attention.backend": one_of("auto", "flash", "sdpa", "standard", "chunked"),
+    "attention.backend": one_of("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked"),
     "attention.dropout": below(0, 1),
     "model.n_layers": at_least(1),
     "model.width": at_least(1),
@@ -75,6 +76,7 @@ RULES = {
     "trainer.accelerator": one_of("auto", "cpu", "cuda", "mps"),
     "trainer.devices": at_least(1),
     "trainer.num_nodes": at_least(1),
+    "trainer.strategy": one_of("auto", "ddp"),
     "trainer.checkpoint_every": at_least(1),
     "trainer.keep_checkpoints": at_least(1),
     "callbacks.memory_snapshot.every": at_least(1),

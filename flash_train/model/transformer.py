@@ -15,7 +15,7 @@ from flash_train.model.rope import rope_tables
 class Transformer(nn.Module):
     """A pre-norm decoder in the Llama layout.
 
-    `attention` names the backend (auto, flash, sdpa, standard, reference); `memory` says what each block keeps for its
+    `attention` names the backend (of `flash_train.attention.BACKENDS`); `memory` says what each block keeps for its
     backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone).
     In the calls: `tokens` int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
@@ -25,7 +25,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, *, attention: str = "auto", memory: str = "none") -> None:
         super().__init__()
         check_memory_mode(memory)
-        self.config, self.memory = config, memory
+        self.config, self.attention, self.memory = config, attention, memory
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.width, config.norm_eps)

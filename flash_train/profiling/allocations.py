@@ -206,8 +206,8 @@ def moments(
     for when, size, allocation in sorted(changes, key=lambda change: change[0]):
         kind = kind_of(allocation)
         held[kind] = held.get(kind, 0) + size
-        phase, scope = scopes.at(when)
-        found.append((phase, Moment(scope, {kind: size for kind, size in held.items() if size})))
+        phase, _ = scopes.at(when)
+        found.append((phase, Moment({kind: size for kind, size in held.items() if size})))
     return found
 
 
@@ -289,4 +289,4 @@ def kind_of_module(scope: str) -> str:
 
 
 def _fullest(found: Iterable[Moment]) -> Moment:
-    return max(found, key=lambda moment: moment.total, default=Moment("", {}))
+    return max(found, key=lambda moment: moment.total, default=Moment({}))

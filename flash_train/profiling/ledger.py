@@ -7,9 +7,8 @@ ROUND = 512  # what PyTorch's allocators round a tensor up to
 
 @dataclass(frozen=True)
 class Moment:
-    """What was held at one time: bytes by kind, and what had just happened."""
+    """What was held at one time, in bytes by kind."""
 
-    event: str
     parts: dict[str, int]
 
     @property
@@ -34,7 +33,7 @@ class Ledger:
         self.held[name] = (kind, rounded)
         self.parts[kind] = self.parts.get(kind, 0) + rounded
         if rounded:
-            self.moments.append((self.phase, Moment(name, {kind: size for kind, size in self.parts.items() if size})))
+            self.moments.append((self.phase, Moment({kind: size for kind, size in self.parts.items() if size})))
 
     def drop(self, *names: str) -> None:
         """Give back what is held under these names; one that is not held is passed over."""

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from flash_train.attention.backends import OWN
+from flash_train.attention.backends import BACKENDS as ALL
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
 
 #: bytes of (weights, activations) in each precision
 WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
-BACKENDS = (*OWN, "sdpa", "standard", "chunked")
+BACKENDS = tuple(name for name in ALL if name not in ("auto", "reference"))  # those that training may run on
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Step:
         fused: CUDA's operations, else PyTorch's own, as on a CPU.
         hopper: the device has compute capability 9.0, for which there are kernels of its own.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
-        lengths: of the documents, for backends that hold something per pair; None: one document a row.
+        lengths: of the documents, where they are known; None: at most one document a row.
 
     Raises:
         ValueError: a precision, memory mode or attention that is not known.

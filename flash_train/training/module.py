@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
 from flash_train.attention import Packing, attended_pairs
@@ -15,6 +16,8 @@ from flash_train.model import ModelConfig, Transformer
 from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
 
 Batch = dict[str, Any]
+
+SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 
 # Settings that may change between a checkpoint and the model that loads it: they change how it trains, not what it is.
 FREE_FIELDS = frozenset({"name", "attention_dropout", "residual_dropout"})
@@ -46,9 +49,10 @@ class CausalLMModule(pl.LightningModule):
 
     Args:
         model: a built model, or the `ModelConfig` (or its dictionary) to build one from. A model of one's own needs
-            `loss(tokens, labels, *, positions, packing) -> (sum, count)` and `model_flops(n_tokens, pairs)`.
+            `loss(tokens, labels, *, positions, packing) -> (sum, count)`, for `Throughput` `model_flops(n_tokens,
+            pairs)`, and for `compile` its `blocks`; to load its checkpoint, build it first.
         optimizer: `OptimizerConfig`, or its dictionary; None takes its defaults.
-        attention, memory: passed to `Transformer` where a `ModelConfig` was given; of a built model, what it runs on.
+        attention, memory: passed to `Transformer` where a `ModelConfig` was given; a built `Transformer` has its own.
         compile: compile each transformer block by itself with `torch.compile`.
         val_bytes_per_token: bytes of text per labelled token of the validation part; logs bits per byte.
         answer_accuracy: also validate the share of labelled tokens that the model's first choice gets right.
@@ -71,7 +75,9 @@ class CausalLMModule(pl.LightningModule):
         if not isinstance(optimizer, OptimizerConfig):
             optimizer = OptimizerConfig.from_dict(optimizer or {})
         self.model = _built(model, attention, memory)
-        self.attention = getattr(self.model, "attention", attention)
+        if isinstance(self.model, Transformer):
+            attention, memory = self.model.attention, self.model.memory
+        self.attention = attention
         self.optimizer_config = optimizer
         self.val_bytes_per_token = val_bytes_per_token
         self.answer_accuracy = answer_accuracy
@@ -79,7 +85,7 @@ class CausalLMModule(pl.LightningModule):
         # Plain values only, so that a checkpoint loads with weights_only=True.
         self.save_hyperparameters(
             {
-                "model": self.model.config.to_dict(),
+                "model": self._shape(),
                 "optimizer": optimizer.to_dict(),
                 "attention": attention,
                 "memory": memory,
@@ -90,6 +96,8 @@ class CausalLMModule(pl.LightningModule):
             }
         )
         if compile:
+            if not hasattr(self.model, "blocks"):
+                raise ValueError(f"compile=True compiles the model's blocks, and {type(self.model).__name__} has none")
             for block in self.model.blocks:
                 block.compile(dynamic=False)  # every batch has the same shapes
 
@@ -101,6 +109,12 @@ class CausalLMModule(pl.LightningModule):
         self._sums: Tensor | None = None
         self._nominal = 0
         self._forward_dtype = torch.get_default_dtype()
+
+    @property
+    def model_name(self) -> str:
+        """That of its configuration; of a model of one's own, its class's."""
+        config = getattr(self.model, "config", None)
+        return config.name if isinstance(config, ModelConfig) else type(self.model).__name__
 
     # -- training
 
@@ -153,6 +167,9 @@ class CausalLMModule(pl.LightningModule):
             self.log_dict({"train/loss": self.last_step.loss.float(), "train/gradient_norm": norm})
 
     def configure_optimizers(self) -> Any:
+        if isinstance(self.trainer.strategy, SHARDING):
+            name = type(self.trainer.strategy).__name__
+            raise ValueError(f"{name} shards the weights, and gradients are clipped by the norm of whole ones: use ddp")
         config = self.optimizer_config
         max_steps: float = self.trainer.max_steps
         if max_steps < 0:
@@ -197,7 +214,7 @@ class CausalLMModule(pl.LightningModule):
             self.validation["val/answer_accuracy"] = right / n_tokens
             if self.chance_level is not None:
                 self.validation["val/chance_level"] = self.chance_level
-        self.log_dict(self.validation)
+        self.log_dict(self.validation, sync_dist=True)  # they are those of all ranks, of which Lightning can't know
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -226,15 +243,24 @@ class CausalLMModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model in words, before PyTorch does so tensor by tensor."""
-        saved = checkpoint.get("hyper_parameters", {}).get("model")
-        if saved is None:
+        hyper_parameters = checkpoint.get("hyper_parameters", {})
+        if "model" not in hyper_parameters:
             raise ValueError("this checkpoint does not describe its model: it was not written by CausalLMModule")
-        own = self.model.config.to_dict()
+        saved, own = hyper_parameters["model"] or {}, self._shape() or {}
+        if not isinstance(saved, Mapping):  # `load_from_checkpoint` was given a model, and puts it in its place
+            saved = own
+        elif saved and own:  # what a checkpoint of an earlier version does not name has its default
+            saved = ModelConfig.from_dict(dict(saved)).to_dict()
         differing = [name for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
         if differing := [name for name in differing if name not in FREE_FIELDS]:
             fields = ", ".join(f"{name} ({saved.get(name)} saved, {own.get(name)} here)" for name in differing)
             raise ValueError(f"the checkpoint is of another model: {fields}")
         self.loaded_step = checkpoint["global_step"]
+
+    def _shape(self) -> dict[str, Any] | None:
+        """As kept in a checkpoint; None of a model that is not described by a `ModelConfig`."""
+        config = getattr(self.model, "config", None)
+        return config.to_dict() if isinstance(config, ModelConfig) else None
 
 
 def _built(model: nn.Module | ModelConfig | Mapping[str, Any], attention: str, memory: str) -> Any:

@@ -21,7 +21,6 @@ class OptimizerConfig:
         betas, eps, weight_decay: AdamW's; norms, biases and embeddings are never decayed.
         warmup_steps: optimizer steps of linear warm-up.
         gradient_clip: largest norm of the gradient of the token-mean loss; None or 0 leaves it alone.
-        fused: one kernel for all parameters. None: where PyTorch has it (CUDA, CPU).
     """
 
     lr: float = 3e-4
@@ -31,7 +30,6 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     warmup_steps: int = 100
     gradient_clip: float | None = 1.0
-    fused: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -76,7 +74,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over `model`'s parameters, fused where the device has it."""
     groups = parameter_groups(model, config.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = devices <= set(FUSED_DEVICES) if config.fused is None else config.fused
+    fused = devices <= set(FUSED_DEVICES)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
     # A fused step would divide by the loss scale by itself, after the clipping. Without this mark GradScaler (and
     # Lightning, which otherwise refuses to clip) unscales before the clipping instead, as for any other optimizer.

@@ -1,5 +1,7 @@
 """PyTorch's own attention behind our call: what it lacks, and its packed kernel."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -85,6 +87,14 @@ def test_entries_of_one_length_are_a_batch(monkeypatch, rows, lengths):
     dout = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("capability", "applies"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_the_packed_kernel_needs_ampere(monkeypatch, capability, applies):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(9, 2, 64), device=torch.device("cuda"))
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    assert baselines._varlen_applies(x, x, AttentionSpec(Causal()), Packing(cu, cu, lengths=(4, 5))) is applies
 
 
 @pytest.mark.gpu

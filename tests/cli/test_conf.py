@@ -1,13 +1,16 @@
 """Every file under conf composes, passes validation and builds what it stands for."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from flash_train.attention.backends import OWN
 from flash_train.cli.build import (
+    build,
     build_corpus,
     build_data,
     build_model_config,
@@ -16,15 +19,20 @@ from flash_train.cli.build import (
     choose_attention,
 )
 from flash_train.cli.compose import compose_config
+from flash_train.cli.errors import UsageError
 from flash_train.cli.loggers import build_logger
 from flash_train.cli.paths import conf_dir
 from flash_train.cli.schema import ModelSchema, OptimizerSchema, RopeScalingSchema
 from flash_train.cli.validate import RULES, validate
-from flash_train.model import ModelConfig, RopeScaling, Transformer
+from flash_train.model import MEMORY_MODES, ModelConfig, RopeScaling, Transformer
+from flash_train.profiling.step import BACKENDS, WIDTHS
 from flash_train.training import CausalLMModule, OptimizerConfig
+from flash_train.training.trainer import PRECISIONS
 
 FILES = sorted(path.relative_to(conf_dir()) for path in conf_dir().rglob("*.yaml"))
 CHOICES = [path for path in FILES if path.parent != Path()]
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What a choice can't do without.
 NEEDS = {
@@ -97,7 +105,7 @@ def test_pretrained_takes_the_shape_of_init_from():
 def test_attention_is_resolved(choice):
     config = composed(choice)
     assert config.attention.backend == choice.stem
-    if choice.stem != "flash":  # which has its own test, in words, where it can't run
+    if choice.stem not in OWN:  # which have tests of their own, in words, where they can't run
         assert choose_attention(config, torch.device("cpu"), 64)[0] in ("sdpa", "standard", "chunked")
 
 
@@ -181,8 +189,42 @@ def test_every_rule_is_of_a_key_that_exists():
         assert any(holders), key
 
 
+def test_choices_are_those_of_the_package():
+    assert set(RULES["attention.backend"].choices) == {"auto", *BACKENDS}
+    assert {path.stem for path in of_group("attention")} == {"auto", *BACKENDS}
+    assert set(RULES["precision"].choices) == set(WIDTHS) == set(PRECISIONS)
+    assert RULES["memory.mode"].choices == MEMORY_MODES
+
+
+def commands(page: Path) -> list[str]:
+    """Of training, in a page's code: each with its arguments, without comments and continued lines."""
+    lines = page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    found = [line.partition("  #")[0].replace("…", "x") for line in lines]
+    return [line.partition("train.py ")[2] for line in found if line.startswith("python scripts/train.py ")]
+
+
+@pytest.mark.parametrize("arguments", [c for page in PAGES for c in commands(page)])
+def test_what_the_pages_say_composes(arguments):
+    given = [text for text in shlex.split(arguments) if "=" in text]
+    for text in given:
+        key, _, values = text.partition("=")
+        for value in values.split(",") if "-m" in arguments else [values]:
+            others = [other for other in given if not other.startswith(f"{key}=")]
+            validate(compose_config([*(other.split(",")[0] for other in others), f"{key}={value}"]))
+
+
 def test_help_names_every_choice():
     template = yaml.safe_load((conf_dir() / "train.yaml").read_text(encoding="utf-8"))["hydra"]["help"]["template"]
     lines = {line.split()[0]: line.split() for line in template.splitlines() if line.split()}
     for choice in CHOICES:
         assert choice.stem in lines[choice.parent.name], choice
+
+
+@pytest.mark.parametrize(("given", "refused"), [(("data.packing=concat",), False), ((), True)])
+def test_compiled_blocks_want_one_packing(given, refused, tiny, tmp_path):
+    config = compose_config([*tiny, "compile=true", "attention=sdpa", *given])
+    if not refused:
+        build(config, tmp_path)
+        return
+    with pytest.raises(UsageError, match=r"compile=true: with attention=sdpa .* allowed: data\.packing=concat"):
+        build(config, tmp_path)

@@ -31,7 +31,7 @@ def test_what_is_asked_for():
         (["find_max=maybe"], "find_max=maybe: allowed: true, false"),
         (["find_max.limit=10"], "find_max.limit=10: allowed: an integer, 64 or more"),
         (["find_max.memory=checkpoint"], "allowed: a list of none, selective, checkpoint"),
-        (["find_max.attention=[flush]"], "allowed: a list of flash, sdpa, standard, chunked"),
+        (["find_max.attention=[flush]"], "allowed: a list of flash, triton, hopper, sdpa, standard, chunked"),
         (["find_max.most=4"], "find_max.most: no such key"),
         (["find_max=true", "seq_len=512"], "seq_len=512: find_max=true chooses it"),
     ],

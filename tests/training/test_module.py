@@ -1,16 +1,20 @@
 """What a training step and a validation compute, in every precision, and what a checkpoint holds."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import FSDPStrategy
 from tiny_run import TinyData, packed_row, tiny_config, tiny_module, tiny_trainer
 from torch.utils.data import DataLoader
 
 from flash_train.attention import Packing
-from flash_train.training import CausalLMModule, OptimizerConfig
+from flash_train.model import Transformer
+from flash_train.training import CausalLMModule, OptimizerConfig, newest_checkpoint
 
 NO_DROPOUT = tiny_config(attention_dropout=0.0, residual_dropout=0.0)
 # Far from eps, so that Adam's update does not blow up rounding errors.
@@ -140,6 +144,66 @@ def test_backward_computes_again_under_the_forwards_default_dtype(precision, dty
     assert len(seen) == 2 * len(module.model.blocks) + 1  # forward, again in the backward, and the gradient
     assert set(seen) == {dtype}
     assert torch.get_default_dtype() == torch.float32
+
+
+class Bigram(torch.nn.Module):
+    """A model of someone's own: no configuration, no blocks, and a part that happens to be called attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.Embedding(31, 31)
+
+    def loss(self, tokens, labels, *, positions, packing):
+        total = torch.nn.functional.cross_entropy(self.attention(tokens)[0], labels[0], reduction="sum")
+        return total, (labels != -100).sum()
+
+    def model_flops(self, n_tokens, pairs):
+        return 6 * 31 * 31 * n_tokens
+
+
+def test_a_model_of_ones_own_trains_and_goes_on(tmp_path):
+    def run(module, **options):
+        trainer = tiny_trainer(tmp_path, max_steps=4, **options)
+        trainer.fit(module, datamodule=TinyData(), ckpt_path=newest(tmp_path) if options == {} else None)
+        return module
+
+    def newest(folder):
+        return newest_checkpoint(folder / "checkpoints")
+
+    module = run(CausalLMModule(Bigram(), SMOOTH), stop_after=2)
+    assert json.loads((tmp_path / "summary.json").read_text())["model"] == "Bigram"
+    assert module.hparams["model"] is None and module.attention == "auto"
+    weights = run(CausalLMModule(Bigram(), SMOOTH)).model.attention.weight
+    loaded = CausalLMModule.load_from_checkpoint(newest(tmp_path), model=Bigram(), weights_only=True)
+    assert torch.equal(loaded.model.attention.weight, weights)
+    with pytest.raises(ValueError, match="the checkpoint is of another model: "):
+        run(tiny_module())
+    with pytest.raises(ValueError, match="Bigram has none"):
+        CausalLMModule(Bigram(), compile=True)
+
+
+def test_a_built_transformer_says_what_it_runs_on():
+    built = Transformer(tiny_config(), attention="standard", memory="checkpoint")
+    module = CausalLMModule(built)
+    assert module.attention == "standard"
+    assert (module.hparams["attention"], module.hparams["memory"]) == ("standard", "checkpoint")
+
+
+def test_a_checkpoint_that_does_not_name_every_field_has_defaults():
+    module = tiny_module()
+    saved = {name: value for name, value in module.model.config.to_dict().items() if name != "qk_norm"}
+    module.on_load_checkpoint({"hyper_parameters": {"model": saved}, "global_step": 3})
+    assert module.loaded_step == 3
+    with pytest.raises(ValueError, match=r"the checkpoint is of another model: qk_norm \(True saved, False here\)"):
+        module.on_load_checkpoint({"hyper_parameters": {"model": saved | {"qk_norm": True}}, "global_step": 3})
+
+
+def test_weights_in_shards_are_refused():
+    """Their gradients' norm would be that of a shard, and so would what decays."""
+    module = tiny_module()
+    module.trainer = SimpleNamespace(strategy=FSDPStrategy(), max_steps=3)
+    with pytest.raises(ValueError, match="FSDPStrategy shards the weights, .* use ddp"):
+        module.configure_optimizers()
 
 
 def test_overflowing_fp16_step_is_skipped():

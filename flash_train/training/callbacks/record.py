@@ -91,7 +91,7 @@ class RunRecord(StepCallback):
             "status": status,
             **entries,
             "seq_len": pl_module.seq_len,
-            "model": model.config.name,
+            "model": pl_module.model_name,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "attention": pl_module.attention,
             "device": device_name(pl_module.device),
