@@ -1,7 +1,6 @@
 """A composed configuration → the objects of a run. Everything that can be wrong with what the user gave fails here."""
 
 import math
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +27,7 @@ from flash_train.data import (
 )
 from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_config
 from flash_train.training import CausalLMModule, OptimizerConfig, StayingStrategy, build_trainer, newest_checkpoint
+from flash_train.training.callbacks.checkpoint import read_checkpoint
 
 VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
 BASE_LR, BASE_WIDTH = 6e-4, 768
@@ -300,14 +300,3 @@ def check_checkpoint(path: Path, module: CausalLMModule, max_steps: int | None) 
     for name in RESTORED:
         if saved[name] != own[name]:
             raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What a run saved, its tensors mapped from the file. Raises ValueError for a file that is something else."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this program") from error
-    if not isinstance(checkpoint, dict) or "global_step" not in checkpoint:
-        raise ValueError(f"{path} is not a checkpoint of this program")
-    return checkpoint

@@ -1,20 +1,26 @@
-"""Checkpoint → a folder that `transformers` loads: config.json and model.safetensors in the Llama layout."""
+"""Checkpoint → a folder that `transformers` loads: config.json, model.safetensors and tokenizer.json, as of a Llama."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flash_train.cli.build import read_checkpoint
 from flash_train.cli.errors import blame, one_line_errors
 from flash_train.cli.paths import CHECKPOINTS
 from flash_train.data import ByteTokenizer
+from flash_train.data.tokenizer import file_fingerprint
 from flash_train.model import ModelConfig, save_pretrained
+from flash_train.profiling import write_text
 from flash_train.training import newest_checkpoint
+from flash_train.training.callbacks.checkpoint import read_checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREFIX = "model."  # of the weights' names in a checkpoint
+TOKENIZER = "tokenizer.json"
+SPECIAL_NAMES = ("tokenizer_config.json", "special_tokens_map.json")  # where transformers says which token is bos, eos
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(path: Path, folder: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the model of a checkpoint in the Llama layout; returns the folder.
+    """Write the model of a checkpoint in the Llama layout, and the tokenizer's file; returns the folder.
 
     Raises FileNotFoundError where there is no checkpoint, ValueError for a file that is none, or for a model that the
     layout can't hold.
@@ -39,11 +45,40 @@ def export(path: Path, folder: Path, dtype: torch.dtype | None = None) -> Path:
     checkpoint = read_checkpoint(path)
     weights = {name.removeprefix(PREFIX): weight.to(dtype) for name, weight in checkpoint["state_dict"].items()}
     data = checkpoint.get("PackedDataModule", {})
-    ids = ByteTokenizer if data.get("tokenizer") == ByteTokenizer.fingerprint else None
-    return save_pretrained(
+    folder = save_pretrained(
         weights,
         ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"]),
         folder,
         max_seq_len=data.get("seq_len"),
-        token_ids=ids and {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad},
+        token_ids=token_ids(data),
     )
+    copy_tokenizer(data, folder)
+    return folder
+
+
+def token_ids(data: Mapping[str, Any]) -> dict[str, int | None]:
+    """bos_token_id, eos_token_id, pad_token_id of what `PackedDataModule` saved; of those that it didn't, nothing."""
+    ids = dict(data.get("token_ids", {}))
+    if ids and ids["pad"] == ids["eos"]:
+        ids["pad"] = None  # there is none: transformers would leave out the gradient of eos's embedding
+    return {f"{name}_token_id": token for name, token in ids.items()}
+
+
+def copy_tokenizer(data: Mapping[str, Any], folder: Path) -> None:
+    """Write the tokenizer.json that the run read beside the model, or say in one line why not. Bytes have none."""
+    fingerprint, file = data.get("tokenizer"), Path(data.get("tokenizer_file") or "")
+    if fingerprint in (None, ByteTokenizer.fingerprint):
+        return
+    if not file.name:
+        reason = "the checkpoint names no file of its tokenizer"
+    elif not file.is_file():
+        reason = f"{file} is no longer there"
+    elif not fingerprint.startswith(file_fingerprint(content := file.read_bytes())):
+        reason = f"{file} has changed since the run"
+    else:
+        write_text(folder / TOKENIZER, content.decode())
+        for beside in map(file.with_name, SPECIAL_NAMES if file.name == TOKENIZER else ()):
+            if beside.is_file():
+                write_text(folder / beside.name, beside.read_text(encoding="utf-8"))
+        return
+    print(f"{folder}: {TOKENIZER} was not written, as {reason}; copy it there by hand", file=sys.stderr)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flash_train.data.corpus import Corpus, Document, hash_strings
+from flash_train.data.corpus import Corpus, Document, hash_file, hash_strings
 from flash_train.data.tokenizer import Tokenizer
 
 VERSION = "1"
@@ -94,7 +94,7 @@ def is_whole(folder: Path) -> bool:
     """Whether `folder` holds a cache with every file as it was written."""
     try:
         hashes = json.loads((folder / "meta.json").read_text())["hashes"]
-        return all(hashes[name] == _hash(folder / name) for name in DATA_FILES)
+        return all(hashes[name] == hash_file(folder / name).hex() for name in DATA_FILES)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 
@@ -115,7 +115,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
     np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
     np.save(folder / "sizes.npy", np.array(sizes, dtype=np.int64))
     np.save(folder / "keys.npy", np.array(keys, dtype=np.uint64))
-    hashes = {name: _hash(folder / name) for name in DATA_FILES}
+    hashes = {name: hash_file(folder / name).hex() for name in DATA_FILES}
     meta = {"version": VERSION, "corpus": corpus.name, "tokenizer": tokenizer.fingerprint, "hashes": hashes}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
 
@@ -153,8 +153,3 @@ def _move_into_place(building: Path, folder: Path) -> None:
 
 def _key_hash(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -68,13 +68,17 @@ def python_files(root: Path) -> list[str]:
 
 
 def hash_files(files: Iterable[tuple[str, Path]]) -> str:
-    """Hash of the (name, content) of files, read a block at a time."""
+    """Hash of the (name, content) of files."""
     whole = hashlib.blake2b(digest_size=16)
     for name, path in files:
-        with open(path, "rb") as file:
-            content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-        whole.update(hash_strings([name]).encode() + content)
+        whole.update(hash_strings([name]).encode() + hash_file(path))
     return whole.hexdigest()
+
+
+def hash_file(path: Path) -> bytes:
+    """Hash of a file's content, 16 bytes, read a block at a time."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
 
 
 def hash_strings(strings: Sequence[str]) -> str:

@@ -14,8 +14,8 @@ from flash_train.data.loading import BatchStream
 from flash_train.data.packing import PackedIndex, PackingName, check_packing, pack
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
-from flash_train.data.split import Part, split
-from flash_train.data.tokenizer import ByteTokenizer, Tokenizer
+from flash_train.data.split import Part, check_val_fraction, split
+from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 VAL_ORDER_SEED = 0  # validation rows are the same whatever the run's seed, so that runs can be compared
 
@@ -75,6 +75,7 @@ class PackedDataModule(lightning.LightningDataModule):
             if value < least:
                 raise ValueError(f"{key}={value}: allowed is {least} or more")
         check_packing(packing)
+        check_val_fraction(val_fraction)
         self.corpus, self.tokenizer = corpus, tokenizer or ByteTokenizer()
         self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
         self.val_fraction, self.val_batches = val_fraction, val_batches
@@ -160,17 +161,25 @@ class PackedDataModule(lightning.LightningDataModule):
         return anchor.start + processed - pending
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the batches consumed, and what they were batches of."""
-        return {"consumed_batches": self.consumed_batches, "rows_per_batch": self._rows_per_batch, **self._identity()}
+        """Plain values: the batches consumed, what they were batches of, and how to read their tokens.
+
+        The last are for text alone: `token_ids` of bos (or None), eos and pad, and `tokenizer_file`, the path of a
+        JsonTokenizer's file (None for other tokenizers).
+        """
+        counts = {"consumed_batches": self.consumed_batches, "rows_per_batch": self._rows_per_batch}
+        return {**counts, **self._identity(), **self._reading()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the consumed batches; with another batch size or world size, at the nearest batch before.
 
-        Warns of each way in which the data differ from those of the checkpoint, since the run then isn't the same.
+        Warns, in one line, of all ways in which the data differ from those of the checkpoint, since the run then isn't
+        the same.
         """
-        for name, value in self._identity().items():
-            if state_dict[name] != value:
-                rank_zero_warn(f"resuming on other data: {name} was {state_dict[name]} and is {value}")
+        own = self._identity()
+        saved = {name: state_dict.get(name) for name in own}  # what says nothing to the other kind of corpus: None
+        differing = [f"{name} was {saved[name]} and is {own[name]}" for name in own if saved[name] != own[name]]
+        if differing:
+            rank_zero_warn(f"resuming on other data: {', '.join(differing)}")
         self._resume_at = state_dict["consumed_batches"] * state_dict["rows_per_batch"] // self._rows_per_batch
         self._anchor = None
 
@@ -198,6 +207,15 @@ class PackedDataModule(lightning.LightningDataModule):
         names = ("corpus_hash", "tokenizer", "seq_len", "packing")
         described = {name: self.info[name] for name in names if name in self.info}
         return {**described, "seed": self.seed, "val_fraction": self.val_fraction}
+
+    def _reading(self) -> dict[str, Any]:
+        """What turns tokens back into text: nothing for RecallCorpus, which makes them itself."""
+        tokenizer = self.tokenizer
+        if isinstance(self.corpus, RecallCorpus):
+            return {}
+        file = str(tokenizer.path.resolve()) if isinstance(tokenizer, JsonTokenizer) else None
+        ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "pad": tokenizer.pad}
+        return {"token_ids": ids, "tokenizer_file": file}
 
     def _train_sampler(self) -> EndlessBatchSampler:
         return EndlessBatchSampler(

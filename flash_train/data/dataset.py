@@ -45,9 +45,9 @@ class PackedRows(Dataset):
         for document, start, length in segments:
             begin, end = end, end + length
             known = min(length + 1, int(self.part.lengths[document]) - start)  # with the next piece's first token
-            text = self.part.tokens(document, start, known)
-            tokens[begin:end] = text[:length]
-            labels[begin : begin + known - 1] = text[1:]
+            ids = self.part.tokens(document, start, known)
+            tokens[begin:end] = ids[:length]
+            labels[begin : begin + known - 1] = ids[1:]
         if self.index.one_stream and segments:
             self._join(row, tokens, labels, segments)
         lengths = [self.index.seq_len] if self.index.one_stream else [length for _, _, length in segments]

@@ -1,7 +1,8 @@
 """Data sets of the Hugging Face hub, and local folders in its layouts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from flash_train.data.corpus import Document, hash_files, hash_strings
 from flash_train.data.text import row_documents
@@ -47,7 +48,7 @@ class HubCorpus:
         rows = self._load(load_dataset, split=self.split, streaming=self.streaming)
         yield from row_documents(rows, self.text_field, f"data.name={self.dataset}")
 
-    def _load(self, load, **options):
+    def _load(self, load: Callable[..., Any], **options: Any) -> Any:
         """Calls a loader of `datasets`; its errors come back with the key in front, in one line."""
         try:
             return load(self.dataset, self.config, **options)

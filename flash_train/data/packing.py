@@ -6,12 +6,12 @@
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 PackingName = Literal["best_fit", "concat"]
-PACKINGS: tuple[str, ...] = ("best_fit", "concat")
+PACKINGS: tuple[str, ...] = get_args(PackingName)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
     `val_fraction` of its tokens is held out. Raises ValueError if `val_fraction` isn't between 0 and 1 (both excluded),
     or if the only document has fewer than four tokens.
     """
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"data.val_fraction={val_fraction}: allowed is a number between 0 and 1, both excluded")
+    check_val_fraction(val_fraction)
     if len(cache.keys) == 1:
         return _split_tail(cache, val_fraction)
     is_val = cache.keys < np.uint64(val_fraction * 2**64)
@@ -44,6 +43,12 @@ def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
     by_key = np.argsort(cache.keys, kind="stable")
     is_val[by_key[0]], is_val[by_key[-1]] = True, False
     return _part(cache, ~is_val), _part(cache, is_val)
+
+
+def check_val_fraction(val_fraction: float) -> None:
+    """Raises ValueError unless `val_fraction` is between 0 and 1, both excluded."""
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"data.val_fraction={val_fraction}: allowed is a number between 0 and 1, both excluded")
 
 
 def _part(cache: TokenCache, chosen: np.ndarray) -> Part:

@@ -7,12 +7,12 @@ is what the model learns to end with, and what keeps packed documents apart for 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 Errors = Literal["strict", "replace", "skip"]
-ERRORS: tuple[str, ...] = ("strict", "replace", "skip")
+ERRORS: tuple[str, ...] = get_args(Errors)
 
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]", "[SEP]")
@@ -110,7 +110,7 @@ class JsonTokenizer:
         # The largest id and not the count: added tokens may leave gaps, and every id needs its embedding.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
-        self.fingerprint = f"json-{hashlib.blake2b(content, digest_size=16).hexdigest()}-{errors}"
+        self.fingerprint = f"{file_fingerprint(content)}-{errors}"
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Token ids of `text`, without bos and eos: (n,). Raises ValueError for bytes that are not UTF-8."""
@@ -140,6 +140,11 @@ class JsonTokenizer:
             raise ValueError(
                 f"{source} is not UTF-8 (byte {error.start}); convert it, or set data.errors=replace or skip"
             ) from None
+
+
+def file_fingerprint(content: bytes) -> str:
+    """What the fingerprint of a JsonTokenizer begins with whose file has this content."""
+    return f"json-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
 def _document(tokenizer: ByteTokenizer | JsonTokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:

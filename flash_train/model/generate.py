@@ -20,7 +20,8 @@ def generate(
     """Continues `tokens`; returns the `max_new_tokens` new ids alone.
 
     temperature 0 takes the likeliest id. Ids from `vocab_limit` on (the padding of the vocabulary) are never drawn.
-    `generator` must be on the model's device; None takes PyTorch's own. Each id costs a forward over all before it.
+    `generator` must be on the model's device; None takes PyTorch's own. Each id costs a forward over all before it,
+    which runs eagerly in a compiled model, too: compiled, each length would be a graph of its own.
     """
     if not len(tokens):
         raise ValueError("generate needs at least one token to start from; got none")
@@ -30,14 +31,15 @@ def generate(
     start, was_training = stream.shape[1], model.training
     model.eval()
     try:
-        for _ in range(max_new_tokens):
-            logits = torch.nn.functional.linear(model.hidden(stream)[0, -1], model.head_weight)
-            logits = logits.float()[:vocab_limit]
-            if temperature == 0:
-                token = logits.argmax(keepdim=True)
-            else:
-                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            stream = torch.cat((stream, token[None]), dim=1)
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(max_new_tokens):
+                logits = torch.nn.functional.linear(model.hidden(stream)[0, -1], model.head_weight)
+                logits = logits.float()[:vocab_limit]
+                if temperature == 0:
+                    token = logits.argmax(keepdim=True)
+                else:
+                    token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                stream = torch.cat((stream, token[None]), dim=1)
     finally:
         model.train(was_training)
     return stream[0, start:].tolist()

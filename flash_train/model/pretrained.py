@@ -78,7 +78,7 @@ def save_pretrained(
     path: str | Path,
     *,
     max_seq_len: int | None = None,
-    token_ids: dict[str, int] | None = None,
+    token_ids: dict[str, int | None] | None = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
     """Writes config.json and model.safetensors, which `transformers.LlamaForCausalLM.from_pretrained` loads.
@@ -250,6 +250,8 @@ def _moved_into_place(file: Path) -> Iterator[Path]:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 # Dense matrix rates in TFLOP/s as (bf16, fp16, TF32, fp32), accumulating in fp32, from NVIDIA's data sheets and
-# architecture papers (which often print the rate "with sparsity", twice as high). None: not supported.
+# architecture papers (which often print the rate "with sparsity", twice as high). None: not supported. The keys are the
+# driver's names as `_card` has them, whole: what else a name says (D, Laptop GPU, PCIe, MIG …) means another rate.
 PEAK_TFLOPS: dict[str, tuple[float | None, float | None, float | None, float]] = {
     "b200": (2250.0, 2250.0, 1125.0, 75.0),
     "gh200": (989.5, 989.5, 494.7, 66.9),
@@ -20,19 +21,21 @@ PEAK_TFLOPS: dict[str, tuple[float | None, float | None, float | None, float]] =
     "h100 pcie": (756.0, 756.0, 378.0, 51.2),
     "h800": (989.5, 989.5, 494.7, 66.9),
     "h20": (148.0, 148.0, 74.0, 44.0),
-    "a100": (312.0, 312.0, 156.0, 19.5),
-    "a800": (312.0, 312.0, 156.0, 19.5),
+    "a100 sxm4": (312.0, 312.0, 156.0, 19.5),
+    "a100 pcie": (312.0, 312.0, 156.0, 19.5),
+    "a800 sxm4": (312.0, 312.0, 156.0, 19.5),
+    "a800 pcie": (312.0, 312.0, 156.0, 19.5),
     "a40": (149.7, 149.7, 74.8, 37.4),
     "a30": (165.0, 165.0, 82.0, 10.3),
     "a10": (125.0, 125.0, 62.5, 31.2),
     "l40s": (362.0, 362.0, 183.0, 91.6),
     "l40": (181.0, 181.0, 90.5, 90.5),
     "l4": (121.0, 121.0, 60.0, 30.3),
-    "v100-sxm2": (None, 125.0, None, 15.7),
-    "v100-pcie": (None, 112.0, None, 14.0),
-    "v100s-pcie": (None, 130.0, None, 16.4),
+    "v100 sxm2": (None, 125.0, None, 15.7),
+    "v100 pcie": (None, 112.0, None, 14.0),
+    "v100s pcie": (None, 130.0, None, 16.4),
     "t4": (None, 65.0, None, 8.1),
-    "rtx 6000 ada": (364.2, 364.2, 182.1, 91.1),
+    "rtx 6000 ada generation": (364.2, 364.2, 182.1, 91.1),
     "rtx a6000": (154.8, 154.8, 77.4, 38.7),
     "rtx 5090": (209.5, 209.5, 104.8, 104.8),
     "rtx 5080": (112.6, 112.6, 56.3, 56.3),
@@ -58,8 +61,8 @@ PEAK_TFLOPS: dict[str, tuple[float | None, float | None, float | None, float]] =
     "rtx 2080 ti": (None, 53.8, None, 13.4),
 }
 
-# Parts sold under a full card's name that run at other rates.
-PARTIAL_CARDS = re.compile(r"\b(mig|laptop|max-q|mobile)\b")
+BRANDS = frozenset({"nvidia", "geforce", "tesla"})
+MEMORY = re.compile(r"\d+gb?|hbm3e?")  # not HBM2e: the H100 that has it is a slower card than that of HBM3
 
 
 def device_name(device: torch.device) -> str:
@@ -81,13 +84,9 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
         dtype: of the factors.
         tf32: whether fp32 products go through TF32 (`torch.get_float32_matmul_precision() != "highest"`).
     """
-    name = name.lower()
-    if PARTIAL_CARDS.search(name):
+    if (known := PEAK_TFLOPS.get(_card(name))) is None:
         return None
-    known = [card for card in PEAK_TFLOPS if re.search(rf"\b{re.escape(card)}\b", name)]
-    if not known:
-        return None
-    bf16, fp16, tensor_fp32, fp32 = PEAK_TFLOPS[max(known, key=len)]
+    bf16, fp16, tensor_fp32, fp32 = known
     rates = {
         torch.bfloat16: bf16,
         torch.float16: fp16,
@@ -95,6 +94,12 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
     }
     rate = rates.get(dtype)
     return rate * 1e12 if rate else None
+
+
+def _card(name: str) -> str:
+    """The driver's name without the brand and the memory: "a100 sxm4" of "NVIDIA A100-SXM4-80GB"."""
+    words = re.split(r"[ -]+", name.lower())
+    return " ".join(word for word in words if word not in BRANDS and not MEMORY.fullmatch(word))
 
 
 def versions() -> dict[str, str | None]:

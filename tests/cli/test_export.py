@@ -1,15 +1,18 @@
 """A checkpoint as a folder that `transformers` and `init_from` read."""
 
+import json
 import sys
 
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from transformers import LlamaForCausalLM
+from lightning.pytorch import LightningModule, Trainer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from flash_train.cli import export as export_command
 from flash_train.cli import train as command
-from flash_train.model import ModelConfig, Transformer
+from flash_train.model import ModelConfig, Transformer, save_pretrained
+from tests.data.test_tokenizer import write_tokenizer
 
 
 @pytest.fixture
@@ -45,6 +48,70 @@ def test_round_trip(trained, tmp_path, capsys):
     assert (tmp_path / "longer" / "summary.json").is_file()
 
 
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny Llama as `transformers` saves it, with a tokenizer whose bos and eos are 256 and 257."""
+    folder = tmp_path / "source"
+    shape = ModelConfig(vocab_size=320, n_layers=1, width=16, n_heads=2, n_kv_heads=1, head_dim=8, mlp_width=32)
+    save_pretrained(Transformer(shape, attention="sdpa"), shape, folder)
+    write_tokenizer(folder / "tokenizer.json", ["<s>", "</s>"])
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+@pytest.fixture
+def extended(llama, trained, tiny):
+    """The run that trained this Llama for a step."""
+    tiny[:] = [text for text in tiny if not text.startswith("model.")]
+    return trained(f"init_from={llama}")
+
+
+def ids_of(folder):
+    config = json.loads((folder / "config.json").read_text())
+    return [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+
+
+def test_a_llama_keeps_its_tokenizer(llama, extended, trained, tmp_path, capsys):
+    export_command.main([str(extended), str(tmp_path / "out")])
+    assert capsys.readouterr().err == ""
+    assert ids_of(tmp_path / "out") == [256, 257, None]  # with no pad of its own, rows are filled with eos
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (llama / name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
+
+    # And again from there: what was written is what the next run reads.
+    trained(f"init_from={tmp_path / 'out'}", f"run_dir={tmp_path / 'again'}")
+    export_command.main([str(tmp_path / "again"), str(tmp_path / "twice")])
+    assert ids_of(tmp_path / "twice") == [256, 257, None]
+    assert (tmp_path / "twice" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(("specials", "says"), [([], "is no longer there"), (["</s>"], "has changed since the run")])
+def test_a_tokenizer_that_is_another_by_now_is_not_written(extended, llama, tmp_path, capsys, specials, says):
+    if specials:
+        write_tokenizer(llama / "tokenizer.json", specials)
+    else:
+        (llama / "tokenizer.json").unlink()
+    export_command.main([str(extended), str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"tokenizer.json was not written, as {llama / 'tokenizer.json'} {says}" in line
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert ids_of(tmp_path / "out") == [256, 257, None]
+
+
+def test_a_checkpoint_that_says_nothing_of_its_tokens(extended, tmp_path, capsys):
+    path = extended / "checkpoints" / "step-000001.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["PackedDataModule"]["token_ids"], checkpoint["PackedDataModule"]["tokenizer_file"]
+    torch.save(checkpoint, path)
+    export_command.main([str(extended), str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the checkpoint names no file of its tokenizer" in line
+    assert ids_of(tmp_path / "out") == [None, None, None]
+
+
 def test_dtype(trained, tmp_path):
     export_command.main([str(trained()), str(tmp_path / "llama"), "--dtype", "bf16"])
     assert LlamaForCausalLM.from_pretrained(tmp_path / "llama").dtype == torch.bfloat16
@@ -57,4 +124,24 @@ def test_mistakes(tmp_path, capsys, name, says):
         export_command.main([str(tmp_path / name), str(tmp_path / "llama")])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 1 and says in line
+    assert not (tmp_path / "llama").exists()
+
+
+class Other(LightningModule):
+    """A module of somebody else's; its hyper-parameters may have the names of ours."""
+
+    def __init__(self, **hyper_parameters):
+        super().__init__()
+        self.save_hyperparameters(hyper_parameters)
+
+
+@pytest.mark.parametrize("hyper_parameters", [{}, {"model": "resnet18"}])
+def test_the_checkpoint_of_another_module(tmp_path, capsys, hyper_parameters):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_model_summary=False)
+    trainer.strategy.connect(Other(**hyper_parameters))
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(SystemExit) as stop:
+        export_command.main([str(tmp_path / "other.ckpt"), str(tmp_path / "llama")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 1 and "other.ckpt does not describe its model" in line
     assert not (tmp_path / "llama").exists()

@@ -3,8 +3,9 @@ from itertools import islice
 import pytest
 import torch
 
-from flash_train.data import IGNORE, PackedDataModule, RecallCorpus, TextCorpus
+from flash_train.data import IGNORE, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus
 from tests.data.conftest import random_texts
+from tests.data.test_tokenizer import write_tokenizer
 
 
 class FakeTrainer:
@@ -107,6 +108,34 @@ def test_resuming_on_other_data_warns(make_data):
         make_data(seed=8).load_state_dict(state)
     with pytest.warns(UserWarning, match="resuming on other data: corpus_hash was"):
         make_data(random_texts(200, 150, seed=1)).load_state_dict(state)
+    with pytest.warns(UserWarning, match="seq_len was 64 and is 32, seed was 7 and is 8") as warned:
+        make_data(seq_len=32, seed=8).load_state_dict(state)
+    assert len(warned) == 1
+
+
+def test_resuming_on_a_corpus_of_another_kind_warns(make_data):
+    text, recall = make_data(), PackedDataModule(RecallCorpus(n_pairs=8), seq_len=64, batch_size=3, seed=7)
+    recall_to_text = "corpus_hash was recall-8-64-64 and is [0-9a-f]+, tokenizer was None and is bytes-259, packing was"
+    with pytest.warns(UserWarning, match=f"resuming on other data: {recall_to_text}"):
+        text.load_state_dict({**recall.state_dict(), "consumed_batches": 4})
+    with pytest.warns(UserWarning, match="resuming on other data: corpus_hash was .* and is recall-8-64-64"):
+        recall.load_state_dict({**text.state_dict(), "consumed_batches": 5})
+    assert (text.consumed_batches, recall.consumed_batches) == (4, 5)
+
+
+def test_checkpoints_say_how_to_read_their_tokens(make_data, tmp_path):
+    state = make_data().state_dict()
+    assert state["token_ids"] == {"bos": 256, "eos": 257, "pad": 258} and state["tokenizer_file"] is None
+    file = write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])
+    tokenizer = JsonTokenizer(file, errors="replace")
+    state = PackedDataModule(make_data().corpus, tokenizer, seq_len=64, batch_size=3, cache_dir=tmp_path).state_dict()
+    assert state["token_ids"] == {"bos": None, "eos": 256, "pad": 256} and state["tokenizer_file"] == str(file)
+    torch.save(state, tmp_path / "state")
+    assert torch.load(tmp_path / "state", weights_only=True) == state
+    assert (
+        not {"token_ids", "tokenizer_file"}
+        & PackedDataModule(RecallCorpus(), seq_len=65, batch_size=1).state_dict().keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,6 +146,7 @@ def test_resuming_on_other_data_warns(make_data):
         ({"seed": -1}, "seed=-1: allowed is 0 or more"),
         ({"val_batches": 0}, "data.val_batches=0: allowed is 1 or more"),
         ({"num_workers": -1}, "data.num_workers=-1: allowed is 0 or more"),
+        ({"val_fraction": 1.0}, "data.val_fraction=1.0: allowed is a number between 0 and 1"),
         ({"packing": "tight"}, "data.packing='tight': allowed are best_fit, concat"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from flash_train.model import generate
 from tests.model.common import tiny_model
@@ -47,6 +48,17 @@ def test_leaves_the_model_as_it_was_and_samples_without_dropout():
     assert model.training and all(p.grad is None for p in model.parameters())
     assert first == generate(model, [1, 2, 3], max_new_tokens=5, temperature=0)
     assert generate(model, [1], max_new_tokens=0) == []
+
+
+def test_a_compiled_model_runs_eagerly_and_is_compiled_afterwards():
+    model, compilations = tiny_model(), CompileCounter()
+    expected = generate(model, [1, 2], max_new_tokens=5, temperature=0)
+    for block in model.blocks:
+        block.compile(backend=compilations, dynamic=False)
+    assert generate(model, [1, 2], max_new_tokens=5, temperature=0) == expected
+    assert compilations.frame_count == 0
+    model(torch.tensor([[1, 2]]))
+    assert compilations.frame_count > 0
 
 
 def test_refuses_an_empty_prompt_and_a_negative_temperature():

@@ -1,6 +1,7 @@
 """The Llama layout, both ways, against transformers."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -152,6 +153,24 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         save_pretrained(tiny_model(width=64, seed=1), model.config, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    """Otherwise a crash right after may leave a file that has its name but nothing in it."""
+    synced, moved = set(), []
+
+    def fsync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def replace(temporary, file):
+        assert os.stat(temporary).st_ino in synced
+        moved.append(file.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    model = tiny_model(width=64)
+    save_pretrained(model, model.config, tmp_path)
+    assert moved == ["model.safetensors", "config.json"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Checkpoints by optimizer step, written whole or not at all."""
 
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,24 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
     if found := checkpoints_by_age(folder):
         return found[-1]
     raise FileNotFoundError(f"no checkpoint in {folder}: expected files named like step-000100.ckpt")
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a run of `CausalLMModule` saved, its tensors mapped from the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is something else, or the checkpoint of another module.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this program") from error
+    if not isinstance(checkpoint, dict) or "global_step" not in checkpoint:
+        raise ValueError(f"{path} is not a checkpoint of this program")
+    if not isinstance(checkpoint.get("hyper_parameters", {}).get("model"), dict):
+        raise ValueError(f"{path} does not describe its model: it was not written by CausalLMModule; give one that was")
+    return checkpoint
 
 
 class StepCheckpoint(StepCallback, Checkpoint):

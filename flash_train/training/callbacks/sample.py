@@ -46,6 +46,7 @@ class ClosingSample(Callback):
         if self.generate is not None and summary["status"] == "finished":
             training = pl_module.training
             pl_module.eval()
+            # On this rank alone: the module itself, without DDP's wrapper, speaks to no other rank.
             with trainer.precision_plugin.forward_context():
                 text = self.generate(pl_module)
             pl_module.train(training)
