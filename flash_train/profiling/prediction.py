@@ -134,7 +134,8 @@ class _Walk:
         product("out", "mixed", "attention", self.stream)
         if self.step.memory == "selective" and not saves:
             self.keep_attention(layer)
-        ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined", "pairs", "dropped pairs")
+        ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined")
+        ends("pairs", "dropped pairs", "scaled q and k")
         ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
         self.add(f"{layer}.middle", f"{layer}.mixed")
         self.norm(f"{layer}.norm2")
@@ -195,6 +196,9 @@ class _Walk:
             hold(f"{layer}.dropped pairs", "attention", dropout)
             mask = max(self.step.documents) ** 2
             self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
+        if self.by_formula:  # weights, which of them are kept, and what is left of them; scaled q and k: all in fp32
+            hold(f"{layer}.pairs", "attention", 3 * 4 * self.pairs()[0])
+            hold(f"{layer}.scaled q and k", "attention", (2 if e == 4 else 3) * 4 * self.heads)
         self.ledger.pass_by(f"{layer}.chunk", "attention workspace", self.chunk())
         grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
         if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
@@ -206,6 +210,11 @@ class _Walk:
             hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
         if not self.packed_kernel and self.step.attention != "chunked":  # a document at a time, kept, then joined
             hold(f"{layer}.joined", "attention", e * self.heads)
+
+    @property
+    def by_formula(self) -> bool:
+        """Whether PyTorch's attention holds the whole matrices: its kernel for CPUs has no dropout."""
+        return self.step.attention == "sdpa" and not self.step.fused and self.model.attention_dropout > 0
 
     @property
     def packed_kernel(self) -> bool:
@@ -223,15 +232,17 @@ class _Walk:
         return self.model.n_heads * sum(squares), self.model.n_heads * max(squares)
 
     def chunk(self) -> int:
-        """Bytes of what chunked attention holds of a chunk: logits and weights before and after a change, in fp32."""
+        """Bytes of what chunked attention holds of a chunk: logits and weights before and after a change, in fp32; with
+        dropout which of them are kept, and what is left."""
         if self.step.attention != "chunked":
             return 0
         longest = max(self.step.documents)
-        return 3 * 4 * self.step.batch_size * self.model.n_heads * min(QUERY_CHUNK, longest) * min(KEY_CHUNK, longest)
+        each = 3 * 4 + (4 + 1 if self.model.attention_dropout else 0)
+        return each * self.step.batch_size * self.model.n_heads * min(QUERY_CHUNK, longest) * min(KEY_CHUNK, longest)
 
     def keep_attention(self, layer: int) -> None:
         """`memory=selective` keeps the results of a fused attention's operator."""
-        if self.step.attention not in ("standard", "chunked"):
+        if self.step.attention not in ("standard", "chunked") and not self.by_formula:
             for name in ("out", "lse"):
                 self.rename(f"{layer}.{name}", f"{layer}.kept {name}")
 
@@ -369,6 +380,8 @@ class _Walk:
         if self.step.attention == "standard":
             _, document = self.pairs()
             ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * document * (2 if m.attention_dropout else 1))
+        if self.by_formula:
+            ledger.pass_by(f"{layer}.d pairs", "attention workspace", 4 * self.pairs()[1])
         ledger.hold(f"{layer}.d q", "attention", e * self.heads)
         for name in ("k", "v"):
             ledger.hold(f"{layer}.d {name}", "attention", kv)
@@ -379,7 +392,9 @@ class _Walk:
         if self.step.sums_dq:  # in tiles of 64 or 128 columns
             rows += self.heads * (64 if m.head_dim <= 64 else 128) // m.head_dim
         ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows + self.chunk())
-        ledger.drop(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs")))
+        ledger.drop(
+            *(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs", "scaled q and k"))
+        )
         ledger.drop(f"{layer}.rows", f"{layer}.d mixed", f"{layer}.masked 1")
         for name in ("q", "k") if m.qk_norm else ():
             ledger.hold(f"{layer}.d raw {name}", "attention", ledger.size_of(f"{layer}.d {name}"))

@@ -19,6 +19,7 @@ OTHER = ModelConfig(
     vocab_size=4096, n_layers=2, width=256, n_heads=4, n_kv_heads=4, head_dim=32, mlp_width=384, qk_norm=True,
     residual_dropout=0.1, tied_embeddings=True,
 )  # fmt: skip
+DROPS = replace(MODEL, attention_dropout=0.1)
 
 
 def measured(step: Step):
@@ -79,11 +80,17 @@ STEPS += [
     replace(STEPS[0], attention="chunked", seq_len=1500),
     replace(STEPS[0], model=OTHER, seq_len=1500),
     replace(STEPS[2], model=OTHER, seq_len=1500),
+    replace(STEPS[0], model=DROPS, seq_len=1024),
+    replace(STEPS[0], model=DROPS, seq_len=1024, precision="bf16-mixed"),
+    replace(STEPS[1], model=DROPS, seq_len=1024),
+    replace(STEPS[2], model=DROPS, seq_len=1024),
+    replace(STEPS[0], model=DROPS, seq_len=1024, attention="standard"),
+    replace(STEPS[0], model=DROPS, seq_len=1500, attention="chunked"),
 ]
 
 
 def label(step: Step) -> str:
-    model = "other" if step.model is OTHER else "model"
+    model = {id(OTHER): "other", id(DROPS): "drops"}.get(id(step.model), "model")
     return f"{model}-{step.seq_len}-{step.memory}-{step.attention}-{step.precision}-{step.accumulate}"
 
 
