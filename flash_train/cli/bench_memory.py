@@ -27,7 +27,6 @@ from omegaconf import DictConfig
 
 from flash_train.attention.traffic import flash_traffic, standard_traffic
 from flash_train.cli import hardware
-from flash_train.cli.allocator import grow_segments
 from flash_train.cli.benchmark import (
     SAME,
     Records,
@@ -40,6 +39,7 @@ from flash_train.cli.benchmark import (
 )
 from flash_train.cli.build import build
 from flash_train.cli.compose import compose_config
+from flash_train.cli.environment import grow_segments
 from flash_train.cli.errors import UnavailableError, is_out_of_memory, one_line_errors
 from flash_train.cli.memory_cases import (
     KINDS,

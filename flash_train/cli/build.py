@@ -14,7 +14,7 @@ from flash_train.attention import resolve_backend
 from flash_train.attention.backends import OWN
 from flash_train.cli.errors import UnavailableError, UsageError, blame
 from flash_train.cli.loggers import build_logger
-from flash_train.cli.paths import CHECKPOINTS, holds_run
+from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, holds_run, run_dir_of
 from flash_train.cli.schema import DataSchema
 from flash_train.data import (
     ByteTokenizer,
@@ -85,7 +85,8 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     if checkpoint:
         check_checkpoint(checkpoint, module, None if config.validate_only else config.max_steps)
     # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.
-    logger = build_logger(config.logger, run_dir, plain(config))
+    # A validation logs nothing: at W&B it would go on in the run whose checkpoint it measures.
+    logger = None if config.validate_only else build_logger(config.logger, run_dir, plain(config))
     trainer.logger = logger
     return Run(trainer, module, data, logger, checkpoint, (backend, reason))
 
@@ -109,17 +110,30 @@ def device_of(accelerator: str) -> torch.device:
 
 
 def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
-    """What `resume` points at; without it, refuse a directory whose run would be overwritten."""
-    if config.resume is None:
-        if holds_run(run_dir) and not config.validate_only:
-            raise UsageError(
-                f"run_dir={run_dir}: holds a run; allowed: resume=last to go on with it, or another folder"
-            )
-        return None
-    if config.resume == "last":
+    """What `resume` points at; a directory whose run would be overwritten is refused."""
+    checkpoint = resumed(config.resume, run_dir) if config.resume is not None else None
+    if not config.validate_only and not goes_on(checkpoint, run_dir) and holds_run(run_dir):
+        ways = "resume=last to go on with it, or another folder"
+        if not holds_checkpoint(run_dir):
+            ways = "another folder, or this one emptied, as it has no checkpoint to go on from"
+        raise UsageError(f"run_dir={run_dir}: holds a run; allowed: {ways}")
+    return checkpoint
+
+
+def goes_on(checkpoint: Path | None, run_dir: Path) -> bool:
+    """Whether a run from this checkpoint goes on with the one in `run_dir`: not with one of another run directory."""
+    if checkpoint is None:
+        return False
+    own = run_dir_of(checkpoint)
+    return own is None or own.resolve() == run_dir.resolve()
+
+
+def resumed(resume: str, run_dir: Path) -> Path:
+    """The checkpoint that `resume` names."""
+    if resume == "last":
         with blame(f"resume=last: run_dir={run_dir}"):
             return newest_checkpoint(run_dir / CHECKPOINTS)
-    path = Path(config.resume)
+    path = Path(resume)
     if path.is_dir():
         raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
     if not path.is_file():

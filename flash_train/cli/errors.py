@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import NoReturn
 
 #: in the words of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
 OUT_OF_MEMORY = re.compile(
-    r"out of (\w+ )?memory|can(no|')t allocate memory|cannot allocate memory|ALLOC_FAILED|bad_alloc|MemoryError",
+    r"out of (\w+ )?memory|can(no|')t allocate memory|ALLOC_FAILED|bad_alloc|MemoryError",
     re.IGNORECASE,
 )
 NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must …", "seq_len=3: …"
@@ -59,9 +60,15 @@ def blame(key: str, kind: type[UsageError] = UsageError) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a `UsageError` as one line on stderr and exit with its status; HYDRA_FULL_ERROR=1 lets it through."""
+    """Print a `UsageError` as one line on stderr and exit with its status; HYDRA_FULL_ERROR=1 lets it through.
+
+    Ctrl-C before anything runs that knows how to stop is a line, too, and 128 + SIGINT.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        print("flash-train: stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except UsageError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

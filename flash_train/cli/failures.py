@@ -1,6 +1,9 @@
 """What can go wrong while a run is under way and is no bug: told in one line, like a mistake in the configuration."""
 
+import os
 import pickle
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,29 +17,32 @@ from flash_train.cli.build import Run
 from flash_train.cli.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from flash_train.cli.loggers import log_artifact
 from flash_train.cli.predict import alternatives, capacity, flash_runs, in_words
-from flash_train.profiling import write_text
 from flash_train.profiling.prediction import Prediction, predict
+from flash_train.profiling.records import write_bytes, write_text
 from flash_train.profiling.step import Step
 from flash_train.training import NonFiniteLossError
 from flash_train.training.callbacks import SnapshotOnError
 
 REPORT, SNAPSHOT = "out_of_memory.md", "out_of_memory.pickle"
+FIRST_RANK_SECONDS = 10.0  # for its pictures and W&B
 
 
 @dataclass
 class UnderWay:
-    """What is known of the run by now: the step that it takes and on what, where its files are, what watches it, and
-    its logger."""
+    """What is known of the run by now: the step that it takes and on what, where its files are, what watches it, its
+    logger, and which of its processes this is."""
 
     step: Step | None = None
     device: torch.device | None = None
     run_dir: Path | None = None
     watch: SnapshotOnError = field(default_factory=SnapshotOnError)
     logger: Logger | None = None
+    rank: int = 0
 
     def begin(self, step: Step, parts: Run, run_dir: Path) -> None:
         """The run is built: what goes wrong from here on has a step, and is watched."""
         self.step, self.device, self.run_dir, self.logger = step, parts.device, run_dir, parts.logger
+        self.rank = parts.trainer.global_rank
         parts.trainer.callbacks.insert(0, self.watch)  # type: ignore[attr-defined]
 
 
@@ -46,11 +52,16 @@ def known_failures(config: DictConfig) -> Iterator[UnderWay]:
 
     Where the run has said what its step is, exhausted memory leaves a table of that step in `out_of_memory.md`, on CUDA
     with the allocator's snapshot for PyTorch's viewer, and the error says which setting takes less.
+
+    Every rank finds a diverging loss: the first one tells, the others exit with the same status.
     """
-    under_way = UnderWay()
+    under_way, parent = UnderWay(), os.getppid()
     try:
         yield under_way
     except NonFiniteLossError as error:
+        if under_way.rank > 0:
+            _outlast(parent)
+            sys.exit(UsageError.status)
         raise UsageError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -63,6 +74,16 @@ def known_failures(config: DictConfig) -> Iterator[UnderWay]:
             hint += f" ({', '.join(_leave_behind(under_way, error))} in {under_way.run_dir})"
         where = f"seq_len={config.seq_len} batch_size={config.batch_size} memory={config.memory.mode}"
         raise OutOfMemoryError(f"out of {kind} at {where}: {hint}") from error
+
+
+def _outlast(parent: int) -> None:
+    """Wait a while for the end of the process that started this one.
+
+    It is the first rank, which has yet to write its record and tell: Lightning kills it once another rank has failed.
+    """
+    end = time.monotonic() + FIRST_RANK_SECONDS
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _way_out(step: Step, device: torch.device | None) -> str:
@@ -84,7 +105,7 @@ def _leave_behind(under_way: UnderWay, error: BaseException) -> list[str]:
     write_text(under_way.run_dir / REPORT, _table(predict(under_way.step), error))
     if under_way.watch.snapshot is not None:
         names.append(SNAPSHOT)
-        (under_way.run_dir / SNAPSHOT).write_bytes(pickle.dumps(under_way.watch.snapshot))
+        write_bytes(under_way.run_dir / SNAPSHOT, pickle.dumps(under_way.watch.snapshot))
     log_artifact(under_way.logger, "out-of-memory", [under_way.run_dir / name for name in names])
     return names
 

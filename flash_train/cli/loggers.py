@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
@@ -18,6 +18,7 @@ from flash_train.profiling import write_text
 
 Mode = Literal["online", "offline"]
 
+NO_SERVER = ("offline", "dryrun", "disabled")  # W&B's modes in which there is no run to go on with
 CONNECT_SECONDS = 3.0
 PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
@@ -30,8 +31,6 @@ def build_logger(settings: DictConfig, run_dir: Path, config: Mapping[str, Any])
     """
     if settings.name == "none":
         return None
-    if settings.name == "csv":
-        return CSVLogger(save_dir=run_dir, name="csv", version="")
     return WandbLogger(experiment=_wandb_run(settings, run_dir, config))
 
 
@@ -41,6 +40,7 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
     import wandb
 
     mode = wandb_mode(settings.mode, os.environ)
+    offline = (mode or os.environ["WANDB_MODE"]) in NO_SERVER
     with blame("logger=wandb"):
         try:
             run = wandb.init(
@@ -51,7 +51,7 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
                 id=_wandb_id(run_dir),
                 config=dict(config),
                 mode=mode,
-                resume="allow" if mode == "online" else None,
+                resume=None if offline else "allow",
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as error:

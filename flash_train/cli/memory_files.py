@@ -15,6 +15,7 @@ from flash_train.profiling import device_name, versions
 from flash_train.profiling.memory_plot import plot_memory
 from flash_train.profiling.memory_report import report, summary, write_report
 from flash_train.profiling.prediction import predict
+from flash_train.profiling.records import write_bytes
 from flash_train.training.callbacks import RecordedStep
 
 
@@ -26,7 +27,7 @@ def write_memory(config: DictConfig, parts: Run, recorded: RecordedStep, folder:
         recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
     )
     found = {"settings": settings(config, parts), **found, "device": device_name(device), "versions": versions()}
-    lengths = [step.seq_len * 2**i // 8 for i in range(7)]
+    lengths = sorted({max(2, step.seq_len * 2**i // 8) for i in range(7)})
     curves = {
         mode: (lengths, [predict(replace(step, memory=mode, seq_len=n, lengths=None)).peak_bytes for n in lengths])
         for mode in MEMORY_MODES
@@ -40,7 +41,7 @@ def write_memory(config: DictConfig, parts: Run, recorded: RecordedStep, folder:
     written = [*write_report(folder, found, f"Memory of a training step: {title}", picture), picture]
     if recorded.snapshot is not None:
         written.append(folder / "snapshot.pickle")
-        written[-1].write_bytes(pickle.dumps(recorded.snapshot))
+        write_bytes(written[-1], pickle.dumps(recorded.snapshot))
     log_artifact(parts.logger, "memory", written)
     print(f"{summary(found)}\n{folder}: {', '.join(path.name for path in written)}")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import flash_train
 
 CHECKPOINTS = "checkpoints"
+RECORD = ("metrics.csv", "summary.json")  # as `RunRecord` calls them
 
 
 def conf_dir() -> Path:
@@ -30,6 +31,11 @@ def unusable(run_dir: Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
-def holds_run(run_dir: Path) -> bool:
-    """Whether a run has saved a checkpoint there."""
+def holds_checkpoint(run_dir: Path) -> bool:
+    """Whether a run has saved a checkpoint there, with which it can go on."""
     return any((run_dir / CHECKPOINTS).glob("*.ckpt"))
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run has left a checkpoint or its record there, which another would overwrite."""
+    return holds_checkpoint(run_dir) or any((run_dir / name).is_file() for name in RECORD)

@@ -55,13 +55,13 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         attention=attention,
         fused=on_cuda,
         hopper=capability == (9, 0) and not config.trainer.deterministic,
-        lengths=(config.seq_len,) * config.batch_size if config.data.packing == "concat" else None,
+        whole_rows=config.data.packing == "concat",
         workspace=THREADS * WORKSPACES[0 if capability >= (9, 0) else 1] if on_cuda else 0,
     )
 
 
 def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
-    """Say what a step will take, and on CUDA refuse one that takes more than there is, unless `force=true`.
+    """Say what a step will take, and refuse one that takes more than there is, unless `force=true`.
 
     Of a run over several devices, or a compiled one, nothing is known beforehand; of one whose memory its documents
     decide, the most that it can take, which refuses nothing.
@@ -78,14 +78,16 @@ def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
     if limit is not None and prediction.peak_bytes > limit and not config.force and not at_most:
         raise OutOfMemoryError(
             f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
-            f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)} on the device; "
+            f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)}; "
             f"{advice(step, limit, flash_runs(step, device))}, "
             "or force=true to try all the same"
         )
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that a run can have of a CUDA device; None elsewhere, where the system's other programs decide."""
+    """Bytes that a run can have: of a CUDA device what is free, on a CPU what the machine or container has."""
+    if device.type == "cpu":
+        return capacity(device)
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -97,11 +99,10 @@ def tell(prediction: Prediction, limit: int | None, at_most: bool) -> None:
     """One line: the predicted peak and its largest parts."""
     parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
     largest = ", ".join(f"{kind} {in_words(size)}" for size, kind in parts[:4])
-    of = "" if limit is None else f" of {in_words(limit)}"
+    there = "" if limit is None else f"; there are {in_words(limit)}"
     most = "at most " if at_most else ""
-    print(
-        f"memory: {most}{in_words(prediction.peak_bytes)}{of} predicted at the peak of a step ({largest})", flush=True
-    )
+    peak = in_words(prediction.peak_bytes)
+    print(f"memory: {most}{peak} of tensors predicted at the peak of a step ({largest}){there}", flush=True)
 
 
 def capacity(device: torch.device) -> int:
@@ -129,12 +130,14 @@ def advice(step: Step, limit: int, flash: bool) -> str:
 
 
 def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
-    """Settings that take less, in the order of what they cost; with `flash` where another attention was asked for."""
-    if flash and step.attention not in OWN:
-        better = replace(step, attention="flash")
-        yield "attention=flash", better
+    """Settings that take less, in the order of what they cost; with `flash`, or else PyTorch's, where another
+    attention was asked for."""
+    best = "flash" if flash else "sdpa"
+    if step.attention not in (*OWN, best):
+        better = replace(step, attention=best)
+        yield f"attention={best}", better
         for words, other in alternatives(better, flash):
-            yield f"attention=flash {words}", other
+            yield f"attention={best} {words}", other
         return
     for mode in MEMORY_MODES[MEMORY_MODES.index(step.memory) + 1 :]:  # in the order of what they keep
         yield f"memory={mode}", replace(step, memory=mode)
@@ -153,4 +156,4 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
 
 def in_words(size: int) -> str:
     """Bytes, as GiB or MiB."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

@@ -1,6 +1,5 @@
 """`flash-train-memory`: where the memory of a training step goes, measured beside what its configuration predicts."""
 
-import os
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from flash_train.cli.allocator import grow_segments
 from flash_train.cli.compose import compose_config
+from flash_train.cli.environment import grow_segments, quieten_profiler
 from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.interrupt import going_on_later
 from flash_train.cli.overrides import CommandLine, read
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from flash_train.training.callbacks.memory_snapshot import RecordedStep
 
 # The first step makes the optimizer's state, the second meets the gradients of the first; the last is recorded.
-DEFAULTS = {"max_steps": "3", "trainer.progress_bar": "false", "trainer.checkpoints": "false"}
+RECORDED = 3
+DEFAULTS = {"max_steps": str(RECORDED), "trainer.progress_bar": "false", "trainer.checkpoints": "false"}
 HELP = """Where the memory of a training step goes: weights, gradients, optimizer state, activations by kind, loss.
 
   python scripts/profile_memory.py seq_len=16384 model=1b3 memory=selective
@@ -44,9 +44,7 @@ def main() -> None:
         print(HELP)
         return
     grow_segments()
-    # Read when PyTorch is imported: its profiler would say when it starts and stops, and what it did not see begin.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quieten_profiler()
     with one_line_errors():
         line = read(arguments)
         refuse(line)
@@ -96,7 +94,13 @@ def compose(line: CommandLine) -> DictConfig:
         if line.given(key) is None:
             line = line.with_override(key, value)
     line = read(prepare(line.arguments()))
-    return compose_config(line.overrides, line.config_dir)
+    config = compose_config(line.overrides, line.config_dir)
+    if config.max_steps < RECORDED:
+        raise UsageError(
+            f"max_steps={config.max_steps}: the last step is recorded, and the first ones, without optimizer state and "
+            f"gradients of a step before, are not like it; allowed: {RECORDED} or more"
+        )
+    return config
 
 
 def profile_memory(config: DictConfig) -> None:
@@ -104,7 +108,7 @@ def profile_memory(config: DictConfig) -> None:
     from flash_train.cli.build import build
     from flash_train.cli.failures import known_failures
     from flash_train.cli.memory_files import write_memory
-    from flash_train.cli.predict import step_of
+    from flash_train.cli.predict import check_memory, step_before_run, step_of
     from flash_train.cli.report import announce, finish
     from flash_train.cli.train import quieten
     from flash_train.training.callbacks import MemorySnapshot
@@ -113,6 +117,7 @@ def profile_memory(config: DictConfig) -> None:
     run_dir = Path(config.run_dir)
     recorded: list[RecordedStep] = []
     with known_failures(config) as under_way:
+        check_memory(config, *step_before_run(config))
         parts = build(config, run_dir)
         announce(parts.attention, parts.data.info)
         only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))

@@ -8,9 +8,9 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from flash_train.cli.loggers import sync_hint
-from flash_train.cli.paths import CHECKPOINTS, holds_run
+from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint
 
-FILES = ("config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png")
+FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.png", "throughput.png", "memory.png")
 
 
 @rank_zero_only
@@ -47,7 +47,8 @@ def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
     print(f"{run_dir}: {', '.join(there)}")
     if trainer.state.fn == "validate":
         print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
-    elif holds_run(run_dir):
-        print(f"go on with the same options and run_dir={run_dir} resume=last")
+    elif holds_checkpoint(run_dir):
+        more = " and a larger max_steps" if trainer.global_step >= trainer.max_steps else ""
+        print(f"go on with the same options{more}, run_dir={run_dir} resume=last")
     if hint := sync_hint(logger, run_dir):
         print(hint)

@@ -1,5 +1,6 @@
 """`flash-train`: compose → build → run."""
 
+import gc
 import logging
 import sys
 import warnings
@@ -12,8 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
-from flash_train.cli.allocator import grow_segments
 from flash_train.cli.compose import CONFIG_NAME, compose_config, jobs
+from flash_train.cli.environment import grow_segments, quieten_profiler
 from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.overrides import CommandLine, read
 from flash_train.cli.paths import conf_dir, run_dir_of, unusable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script. Mistakes end here, in one line, before anything is imported that takes long."""
     grow_segments()
+    quieten_profiler()
     register_schema()
     with one_line_errors():
         sys.argv[1:] = prepare(sys.argv[1:])
@@ -87,6 +89,7 @@ def run(config: DictConfig) -> None:
         except UsageError:
             discard_if_empty(run_dir)
             raise
+    release()
 
 
 def train(config: DictConfig, run_dir: Path) -> None:
@@ -105,15 +108,14 @@ def train(config: DictConfig, run_dir: Path) -> None:
             check_memory(config, step, device)
         parts = build(config, run_dir)
         announce(parts.attention, parts.data.info)
-        if not config.validate_only:
-            under_way.begin(step, parts, run_dir)
-        if parts.trainer.is_global_zero:
-            write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-        if every := config.callbacks.memory_snapshot.every:
-            record_memory(config, parts, run_dir, every)
         if config.validate_only:
             parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
         else:
+            under_way.begin(step, parts, run_dir)
+            if parts.trainer.is_global_zero:
+                write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+            if every := config.callbacks.memory_snapshot.every:
+                record_memory(config, parts, run_dir, every)
             parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint)
     say_where(parts.trainer, parts.logger, run_dir)
     finish(parts.logger)
@@ -145,6 +147,17 @@ def discard_if_empty(run_dir: Path) -> None:
     """Leave nothing behind of a run that never began."""
     if run_dir.is_dir() and not any(run_dir.iterdir()):
         run_dir.rmdir()
+
+
+def release() -> None:
+    """Free the memory of a run that has ended, for the next one of `-m`: trainer, module and optimizer refer to one
+    another, and nothing but the collector frees them.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def quieten() -> None:

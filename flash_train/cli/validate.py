@@ -81,7 +81,7 @@ RULES = {
     "trainer.keep_checkpoints": at_least(1),
     "callbacks.memory_snapshot.every": at_least(1),
     "memory.mode": one_of("none", "selective", "checkpoint"),
-    "logger.name": one_of("wandb", "csv", "none"),
+    "logger.name": one_of("wandb", "none"),
     "logger.mode": one_of("auto", "online", "offline"),
 }
 
@@ -111,5 +111,7 @@ def _together(config: DictConfig) -> None:
         raise UsageError("data.name: data=hub needs one: data.name=OWNER/DATASET, or a local folder")
     if config.model.name == "pretrained" and config.init_from is None:
         raise UsageError("model=pretrained: needs init_from=FOLDER, the model whose shape it takes")
+    if config.validate_only and config.resume is None and config.init_from is None:
+        raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
     if config.trainer.accelerator == "cpu" and config.precision == "fp16-mixed":
         raise UnavailableError("precision=fp16-mixed: needs a GPU; allowed on a CPU: fp32, bf16-mixed, bf16-true")

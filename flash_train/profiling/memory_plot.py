@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from flash_train.profiling.ledger import Moment
 from flash_train.profiling.memory import GIB
@@ -89,8 +89,9 @@ def _lengths(
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}"))
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    panel.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: ""))
+    panel.yaxis.set_minor_locator(NullLocator())
     panel.set(xlabel="tokens in a row", ylabel=f"peak ({name})")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

@@ -221,7 +221,7 @@ class _Walk:
         """Whether one kernel takes all documents: ours does; PyTorch's if they are equal, or packed on CUDA."""
         if self.step.attention != "sdpa":
             return self.step.attention in OWN and self.step.fused
-        if len(set(self.step.lengths or ())) == 1:
+        if self.step.whole_rows or len(set(self.step.lengths or ())) == 1:
             return True
         m = self.model
         return self.step.fused and self.e == 2 and not m.attention_dropout and m.head_dim % 8 == 0

@@ -1,4 +1,4 @@
-"""Files of a run, each always whole: text and JSON replaced in one move, and a CSV table of metrics by step."""
+"""Files of a run, each always whole: bytes, text and JSON replaced in one move, and a CSV table of metrics by step."""
 
 import csv
 import io
@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file that is either the old one or the new one, whenever it is read."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` in UTF-8, in one move, its line ends as they are."""
+    write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

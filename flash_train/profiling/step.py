@@ -25,6 +25,7 @@ class Step:
         hopper: the device has compute capability 9.0, for which there are kernels of its own.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
         lengths: of the documents, where they are known; None: at most one document a row.
+        whole_rows: every row is one document, as `data.packing=concat` makes them.
 
     Raises:
         ValueError: a precision, memory mode or attention that is not known.
@@ -41,6 +42,7 @@ class Step:
     hopper: bool = False
     workspace: int = 0
     lengths: tuple[int, ...] | None = None
+    whole_rows: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("precision", WIDTHS), ("memory", MEMORY_MODES), ("attention", BACKENDS)):

@@ -1,5 +1,8 @@
 """What can go wrong under way ends in one line, and tells scripts by its status what it was."""
 
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,11 +85,14 @@ def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monke
     monkeypatch.setenv("WANDB_MODE", "offline")
     logged = []
     monkeypatch.setattr(failures, "log_artifact", lambda logger, _, files: logged.append((type(logger), len(files))))
+    moved, move = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(Path(new).name) or move(old, new))
     code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1", "logger=wandb")
     wandb.finish()  # which the end of the process does for a command
     assert code == OutOfMemoryError.status and "out_of_memory.md, out_of_memory.pickle" in errors[-1]
     assert logged == [(WandbLogger, 2)]
     assert seen == [(0, True)] and (tmp_path / "run" / "out_of_memory.pickle").is_file()
+    assert {"out_of_memory.md", "out_of_memory.pickle"} <= set(moved)  # whole or not at all
 
 
 def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
@@ -96,6 +102,25 @@ def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
         watch = SnapshotOnError()
         watch.on_exception(None, SimpleNamespace(device=torch.device(device)), error)
         assert watch.snapshot == expected
+
+
+def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(failures, "_outlast", waited.append)
+    with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config) as under_way:
+        under_way.rank = 1
+        raise NonFiniteLossError("the training loss is nan at step 3")
+    assert stop.value.code == 1 and waited == [os.getppid()]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_rank_is_waited_for_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 0.2)
+    begin = time.monotonic()
+    failures._outlast(os.getppid() + 1)  # it has ended, and another process has taken its place
+    assert time.monotonic() - begin < 0.1
+    failures._outlast(os.getppid())
+    assert 0.2 <= time.monotonic() - begin < 2
 
 
 def test_the_allocator_of_this_machine(config):

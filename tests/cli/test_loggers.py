@@ -1,10 +1,13 @@
 """W&B needs no account and no network, and never asks."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
+import wandb
 
-from flash_train.cli.loggers import has_login, reachable, wandb_mode
+from flash_train.cli.compose import compose_config
+from flash_train.cli.loggers import build_logger, has_login, reachable, wandb_mode
 
 HOST = "api.wandb.ai"
 
@@ -49,3 +52,29 @@ def test_what_was_asked_for_is_done():
     assert wandb_mode("online", {}) == "online"
     assert wandb_mode("offline", {"WANDB_API_KEY": "x"}) == "offline"
     assert wandb_mode("auto", {"WANDB_MODE": "disabled"}) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variable", "mode", "resume"),
+    [
+        ("online", "", "online", "allow"),
+        ("auto", "online", None, "allow"),
+        ("auto", "shared", None, "allow"),
+        ("offline", "online", "offline", None),
+        ("auto", "offline", None, None),
+        ("auto", "disabled", None, None),
+        ("auto", "", "offline", None),  # as there is no login
+    ],
+)
+def test_a_run_at_the_server_goes_on(wanted, variable, mode, resume, tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    monkeypatch.setenv("WANDB_MODE", variable)
+    calls = []
+    monkeypatch.setattr(
+        wandb, "init", lambda **options: calls.append(options) or SimpleNamespace(define_metric=lambda *_, **__: None)
+    )
+    settings = compose_config(["logger=wandb", f"logger.mode={wanted}"]).logger
+    for _ in range(2):
+        build_logger(settings, tmp_path / "run", {})
+    assert [(call["mode"], call["resume"]) for call in calls] == [(mode, resume)] * 2
+    assert calls[0]["id"] == calls[1]["id"] == (tmp_path / "run" / "wandb" / "run_id").read_text().strip()

@@ -1,5 +1,6 @@
 """A mistake ends in one line on stderr that names the key, what was given and what is allowed; exit code 1."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from flash_train.cli import train as command
-from flash_train.cli.errors import UsageError
+from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.model import ModelConfig, Transformer, save_pretrained
 from flash_train.training import OptimizerConfig
 
@@ -56,6 +57,8 @@ AT_ONCE = [
     (["hardware=cpu", "precision=fp16-mixed"], ["precision=fp16-mixed", "fp32, bf16-mixed, bf16-true"]),
     (["model=pretrained"], ["model=pretrained", "init_from"]),
     (["resume=last"], ["resume=last", "run_dir"]),
+    (["validate_only=true"], ["validate_only=true", "resume=CHECKPOINT or init_from=FOLDER"]),
+    (["logger=csv"], ["logger=csv", "no such choice", "none, wandb"]),
     (["seq_len"], ["seq_len", "key=value"]),
     (["seq_len=~/x"], ["seq_len", "~/x", "quote"]),
     (["-m", "seq_len=64,abc"], ["seq_len=abc", "an integer"]),
@@ -127,6 +130,9 @@ WHEN_BUILT = [
     (["resume={tmp}/done/step-000005.ckpt"], ["max_steps=3", "step 5"]),
     (["run_dir={tmp}/blank.txt/run"], ["run_dir={tmp}/blank.txt/run", "is a file"]),
     (["run_dir={tmp}/full"], ["run_dir={tmp}/full", "resume=last"]),
+    (["run_dir={tmp}/begun"], ["run_dir={tmp}/begun: holds a run", "another folder", "no checkpoint"]),
+    (["run_dir={tmp}/failed"], ["run_dir={tmp}/failed: holds a run", "another folder", "no checkpoint"]),
+    (["run_dir={tmp}/begun", "resume={tmp}/full/checkpoints/step-000005.ckpt"], ["run_dir={tmp}/begun: holds a run"]),
 ]
 
 
@@ -137,6 +143,9 @@ def test_when_built(flash_train, tiny, tmp_path, arguments, says):
     (tmp_path / "blank.txt").touch()
     checkpoint(tmp_path / "done" / "step-000005.ckpt")
     checkpoint(tmp_path / "full" / "checkpoints" / "step-000005.ckpt")
+    for name in ("begun/metrics.csv", "failed/summary.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     llama = ModelConfig(vocab_size=320, n_layers=1, width=8, n_heads=1, n_kv_heads=1, head_dim=8, mlp_width=8)
     save_pretrained(Transformer(llama, attention="sdpa"), llama, tmp_path / "llama")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
@@ -176,6 +185,24 @@ def test_a_loss_that_is_not_finite_names_the_step(flash_train, tiny):
     assert len(lines) == 1 and "step" in lines[0] and "optimizer.lr" in lines[0], lines
 
 
+def test_a_loss_that_is_not_finite_is_told_once(tiny, tmp_path):
+    """By the first of two ranks, which both find it."""
+    overrides = ["optimizer.lr=1e30", "optimizer.gradient_clip=0", "trainer.progress_bar=false"]
+    overrides += ["trainer.devices=2", "trainer.strategy=ddp"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *tiny, *overrides],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(20000 + os.getpid() % 10000)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("flash-train: ")] == [done.stderr.strip()]
+    assert "the training loss is nan at step" in done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
 def test_of_a_process_of_its_own(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), "seq_len=abc"],
@@ -188,3 +215,9 @@ def test_of_a_process_of_its_own(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "flash-train: seq_len=abc: needs an integer\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_control_c_before_anything_runs_is_a_line(capsys):
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        raise KeyboardInterrupt
+    assert stop.value.code == 130 and capsys.readouterr().err == "flash-train: stopped\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import flash_train
-from flash_train.cli.paths import conf_dir, holds_run, run_dir_of, unusable
+from flash_train.cli.paths import conf_dir, holds_checkpoint, holds_run, run_dir_of, unusable
 
 
 def test_conf_of_the_checkout():
@@ -38,9 +38,17 @@ def test_unusable(tmp_path):
     assert "is a file" in unusable(tmp_path / "file" / "run")
 
 
-def test_holds_run(tmp_path):
-    assert not holds_run(tmp_path)
+def test_holds_checkpoint(tmp_path):
+    assert not holds_checkpoint(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert not holds_run(tmp_path)
+    assert not holds_checkpoint(tmp_path) and not holds_run(tmp_path)
     (tmp_path / "checkpoints" / "step-000001.ckpt").touch()
-    assert holds_run(tmp_path)
+    assert holds_checkpoint(tmp_path) and holds_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "summary.json"])
+def test_holds_run(tmp_path, name):
+    (tmp_path / "log.txt").touch()
+    assert not holds_run(tmp_path)
+    (tmp_path / name).touch()
+    assert holds_run(tmp_path) and not holds_checkpoint(tmp_path)

@@ -1,14 +1,18 @@
 import json
+import os
+import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from flash_train.cli import memory_files, profile_memory
 from flash_train.cli import predict as command
-from flash_train.cli import profile_memory
 from flash_train.cli.errors import UsageError
 from flash_train.model import ModelConfig
 from flash_train.profiling.prediction import predict
@@ -38,6 +42,19 @@ def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
     assert not list(folder.rglob("*.ckpt"))
 
 
+def test_a_snapshot_is_written_in_one_move(monkeypatch, tiny, tmp_path):
+    moved, move, write = [], os.replace, memory_files.write_memory
+
+    def with_snapshot(config, parts, recorded, folder):
+        write(config, parts, replace(recorded, snapshot={"segments": []}), folder)
+
+    monkeypatch.setattr(memory_files, "write_memory", with_snapshot)
+    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(Path(new).name) or move(old, new))
+    run(monkeypatch, *tiny)
+    assert "snapshot.pickle" in moved
+    assert pickle.loads((tmp_path / "run" / "snapshot.pickle").read_bytes()) == {"segments": []}
+
+
 def test_a_training_run_records_steps_on_demand(tiny, tmp_path):
     arguments = [*tiny, "callbacks.memory_snapshot.every=2", "accumulate=2", "attention=standard"]
     subprocess.run([sys.executable, "-c", "from flash_train.cli.train import main; main()", *arguments], check=True)
@@ -62,6 +79,25 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tiny):
     assert "max_steps=few: needs an integer" in capsys.readouterr().err
 
 
+def test_rows_of_a_few_tokens_are_profiled(monkeypatch, tiny, tmp_path):
+    run(monkeypatch, *tiny, "seq_len=3")
+    assert (tmp_path / "run" / "memory.png").is_file()
+
+
+def test_the_first_steps_are_not_like_the_others(monkeypatch, capsys, tiny):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *tiny, "max_steps=2")
+    assert "max_steps=2: the last step is recorded" in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_fit_is_refused_too(monkeypatch, capsys, tiny, tmp_path):
+    monkeypatch.setattr(command, "available", lambda device: 2**14)
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, *tiny)
+    assert stop.value.code == 4 and "there are 0 MiB" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "memory.json").exists()
+
+
 def config(**values):
     base = {
         "seq_len": 16384, "batch_size": 1, "accumulate": 1, "precision": "bf16-mixed", "memory": {"mode": "none"},
@@ -80,6 +116,19 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
     assert "predicted at the peak of a step" in capsys.readouterr().out
     command.check_memory(config(force=True), step, device)
     command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), step, device)
+
+
+def test_a_cpu_has_what_its_machine_has():
+    device = torch.device("cpu")
+    assert command.available(device) == command.capacity(device)
+
+
+def test_where_flash_does_not_run_pytorchs_own_is_offered():
+    step = Step(MODEL, 16384, attention="standard", fused=False)
+    limit = predict(Step(MODEL, 16384, attention="sdpa", fused=False)).peak_bytes
+    assert command.advice(step, limit, flash=False) == "attention=sdpa would fit"
+    offered = [words for words, _ in command.alternatives(Step(MODEL, 512, attention="sdpa"), flash=False)]
+    assert not any("attention" in words for words in offered)
 
 
 def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):

@@ -1,12 +1,14 @@
 """Whole runs through the console script: their files, resuming, a signal, and the kernels under the interpreter."""
 
 import csv
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from flash_train.cli import train as command
+from flash_train.cli.build import build_module
 
 ROOT = Path(__file__).parents[2]
 FILES = {"config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png", "checkpoints"}
@@ -115,16 +118,49 @@ def test_wandb_goes_on_under_one_id(in_process, tiny, tmp_path):
     assert len(folders) == 2 or len(list(folders[0].glob("*.wandb"))) == 1
 
 
-def test_validate_only(in_process, tiny, tmp_path):
+def test_validate_only_measures_and_leaves_the_run_as_it_is(in_process, tiny, tmp_path):
+    run_dir, options = tmp_path / "run", [text for text in tiny if not text.startswith("run_dir")]
+    in_process(*tiny, "logger=wandb")
+    trained = summary_of(run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    checkpoint = run_dir / "checkpoints" / "step-000003.ckpt"
+    out = in_process(*options, "logger=wandb", "validate_only=true", f"resume={checkpoint}")
+    after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    found = json.loads(after.pop(run_dir / "validation.json"))
+    assert after == before
+    assert found["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-6)
+    assert (found["checkpoint"], found["steps"], found["data"]) == (str(checkpoint), 3, trained["data"])
+    assert f"val/loss {found['val_loss']:.4f}" in out and "validation.json" in out
+
+
+def test_validate_only_in_a_directory_of_its_own(in_process, tiny, tmp_path):
     in_process(*tiny)
-    trained = summary_of(tmp_path / "run")
-    out = in_process(*tiny, f"run_dir={tmp_path / 'check'}", "validate_only=true",
-                     f"resume={tmp_path / 'run' / 'checkpoints' / 'step-000003.ckpt'}")  # fmt: skip
-    checked = summary_of(tmp_path / "check")
-    assert checked["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-6)
-    assert checked["steps"] == 3
-    assert not (tmp_path / "check" / "checkpoints").exists()
-    assert f"val/loss {checked['val_loss']:.4f}" in out
+    in_process(*tiny, f"run_dir={tmp_path / 'check'}", "validate_only=true",
+               f"resume={tmp_path / 'run' / 'checkpoints' / 'step-000003.ckpt'}")  # fmt: skip
+    assert [path.name for path in (tmp_path / "check").iterdir()] == ["validation.json"]
+    in_process(*tiny, f"run_dir={tmp_path / 'check'}")  # which holds no run
+    assert summary_of(tmp_path / "check")["steps"] == 3
+
+
+def test_a_run_is_freed_before_the_next(in_process, tiny, monkeypatch):
+    """Trainer, module and optimizer refer to one another: without the collector, all models would stay."""
+    built, alive = [], []
+
+    def count(*arguments):
+        alive.append(sum(module() is not None for module in built))
+        module = build_module(*arguments)
+        built.append(weakref.ref(module))
+        return module
+
+    monkeypatch.setattr("flash_train.cli.build.build_module", count)
+    enabled = gc.isenabled()
+    gc.disable()  # as if it had not come to collect by itself
+    try:
+        in_process("-m", *tiny, "seed=0,1,2", "max_steps=1")
+    finally:
+        if enabled:
+            gc.enable()
+    assert alive == [0, 0, 0]
 
 
 def test_several_runs(in_process, tiny, tmp_path):

@@ -6,19 +6,21 @@ import os
 import pytest
 
 from flash_train.profiling import MetricsTable, plot_run, read_column, write_json, write_text
+from flash_train.profiling.records import write_bytes
 
 
-def test_write_text_replaces_in_one_move(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("write", "old", "new"), [(write_text, "old\n", "new\n"), (write_bytes, b"old\n", b"new\n")])
+def test_a_file_is_replaced_in_one_move(tmp_path, monkeypatch, write, old, new):
     path = tmp_path / "new" / "a.txt"
-    write_text(path, "old")
+    write(path, old)
 
     def fail(*arguments):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
         patch.setattr(os, "replace", fail)
-        write_text(path, "new")
-    assert path.read_text() == "old"
+        write(path, new)
+    assert path.read_bytes() == b"old\n"
     assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
 
 

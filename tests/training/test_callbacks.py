@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+import wandb
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import (
@@ -248,17 +250,34 @@ def test_running_run_says_so(tmp_path):
     assert seen == ["running", 2]
 
 
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_folder_of_wandb_is_one_of_the_run(mode, tmp_path):
+    """What W&B names when it is disabled is a temporary folder, and none of the run's."""
+    logger = WandbLogger(experiment=wandb.init(mode=mode, dir=tmp_path, settings=wandb.Settings(silent=True)))
+    trainer = plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path), max_steps=1, logger=logger)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    logger.experiment.finish()
+    folder = json.loads((tmp_path / "summary.json").read_text())["wandb_dir"]
+    assert folder is None if mode == "disabled" else Path(folder).parent == tmp_path / "wandb"
+
+
 def test_validate_only(tmp_path):
     tiny_trainer(tmp_path, max_steps=2).fit(tiny_module(), datamodule=TinyData())
-    trained = json.loads((tmp_path / "summary.json").read_text())
-    tiny_trainer(tmp_path / "val").validate(
-        tiny_module(), datamodule=TinyData(), ckpt_path=newest_checkpoint(tmp_path / "checkpoints"), verbose=False
-    )
-    summary = json.loads((tmp_path / "val" / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert (summary["steps"], summary["seq_len"]) == (2, 32)
-    assert summary["val_loss"] == trained["val_loss"]
-    assert not (tmp_path / "val" / "metrics.csv").exists()
+    before = (tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()
+    checkpoint = newest_checkpoint(tmp_path / "checkpoints")
+    tiny_trainer(tmp_path).validate(tiny_module(), datamodule=TinyData(), ckpt_path=checkpoint, verbose=False)
+    found = json.loads((tmp_path / "validation.json").read_text())
+    assert (found["checkpoint"], found["steps"], found["seq_len"]) == (str(checkpoint), 2, 32)
+    assert found["val_loss"] == json.loads(before[0])["val_loss"]
+    assert ((tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()) == before
+
+
+def test_a_validation_that_fails_is_no_failed_run(tmp_path):
+    module = tiny_module()
+    module.validation_step = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        tiny_trainer(tmp_path).validate(module, datamodule=TinyData())
+    assert not (tmp_path / "summary.json").exists()
 
 
 # -- StopAfter, SaveOnSignal
@@ -292,6 +311,21 @@ def test_signal_ends_fit_with_a_checkpoint(number, tmp_path):
     assert (summary["status"], summary["steps"]) == ("interrupted", 3)
     assert not read_metrics(tmp_path)[-1]["val/loss"]  # no time is spent on validation
     assert signal.getsignal(number) == before
+
+
+def test_after_a_signal_all_is_as_before(tmp_path):
+    """The module can be validated, and trained again by the same trainer."""
+    module, stop = tiny_module(), Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), stop, max_steps=100)
+    trainer.fit(module, datamodule=TinyData())
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    assert trainer.global_step == 3
+    (found,) = plain_trainer(tmp_path).validate(module, datamodule=TinyData(), verbose=False)
+    assert found["val/loss"] > 0
+    trainer.should_stop, trainer.fit_loop.epoch_loop.max_steps = False, 6
+    trainer.fit(module, datamodule=TinyData())
+    assert trainer.global_step == 6
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
 def test_signal_cuts_validation_short(tmp_path):

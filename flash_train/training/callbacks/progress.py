@@ -112,7 +112,8 @@ class RichProgress(StepCallback, ProgressBar):
         if self.enabled and pl_module.validation and not trainer.sanity_checking:
             words = {name.removeprefix("val/").replace("_", " "): x for name, x in pl_module.validation.items()}
             values = ", ".join(f"{name} {value:.4f}" for name, value in words.items())
-            self._line(f"validation at step {trainer.global_step}: {values}")
+            step = pl_module.loaded_step if trainer.state.fn == "validate" else trainer.global_step
+            self._line(f"validation at step {step}: {values}" if step is not None else f"validation: {values}")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._stop()

@@ -1,4 +1,4 @@
-"""The run directory's own record: metrics.csv, summary.json and the plots."""
+"""The run directory's own record: metrics.csv, summary.json, the plots; of a validation alone, validation.json."""
 
 import os
 import statistics
@@ -22,6 +22,7 @@ class RunRecord(StepCallback):
     `metrics.csv` gains a row per measurement of `Throughput` (which must be among the trainer's callbacks, before
     this one) and per validation; a resumed run goes on in it, rows past the checkpoint dropped. `summary.json` says
     `running`, then `finished`, `interrupted` (a signal) or `failed` (with the error); the plots are drawn at the end.
+    `Trainer.validate` leaves all of these as they are, and writes `validation.json`.
 
     Args:
         run_dir: made if it doesn't exist.
@@ -55,10 +56,10 @@ class RunRecord(StepCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        if self.table is not None and pl_module.validation:
-            self.table.write(trainer.global_step, pl_module.validation)
         if trainer.state.fn == "validate":
-            self._summarise(trainer, pl_module, "finished")
+            self._validated(trainer, pl_module)
+        elif self.table is not None and pl_module.validation:
+            self.table.write(trainer.global_step, pl_module.validation)
 
     # -- summary.json and plots
 
@@ -77,41 +78,45 @@ class RunRecord(StepCallback):
     def _close(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
         # A run that fails before it trains must not replace the record of an earlier one.
         began = self.table is not None or not (self.run_dir / "summary.json").exists()
-        if trainer.is_global_zero and began:
+        if trainer.is_global_zero and began and trainer.state.fn == "fit":
             self._summarise(trainer, pl_module, status, **entries)
             if self.table is not None:
                 model, seq_len = self.summary["model"], self.summary["seq_len"]
                 plot_run(self.table, self.run_dir, title=f"{model}, {seq_len:,} tokens" if seq_len else str(model))
 
     def _summarise(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
-        model = pl_module.model
         result = pl_module.last_step
-        validating = trainer.state.fn == "validate"
         self.summary = {
             "status": status,
             **entries,
-            "seq_len": pl_module.seq_len,
-            "model": pl_module.model_name,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "attention": pl_module.attention,
-            "device": device_name(pl_module.device),
-            "precision": trainer.precision,
-            "steps": pl_module.loaded_step if validating else trainer.global_step,
+            **_what_ran(trainer, pl_module),
+            "steps": trainer.global_step,
             "max_steps": trainer.max_steps,
             "train_loss": result.loss.item() if result else None,
-            "val_loss": pl_module.validation.get("val/loss"),
-            **{name.removeprefix("val/"): value for name, value in pl_module.validation.items() if name != "val/loss"},
+            **_validation(pl_module),
             **self._step_times(),
             "tokens_per_second": self._median("throughput/tokens_per_second"),
             "mfu": self._median("throughput/mfu"),
-            "peak_memory_gib": peak_memory(memory_use(pl_module.device)),
-            "peak_memory_of": "device" if pl_module.device.type == "cuda" else "process",
+            **_peak_memory(pl_module),
             "run_dir": str(self.run_dir.resolve()),
-            "wandb_dir": _wandb_dir(trainer),
+            "wandb_dir": self._wandb_dir(trainer),
             "versions": versions(),
             **self.extra,
         }
         write_json(self.run_dir / "summary.json", self.summary)
+
+    def _validated(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write what a validation by itself has measured, and of which checkpoint."""
+        found = {
+            "checkpoint": str(Path(trainer.ckpt_path).resolve()) if trainer.ckpt_path else None,
+            "steps": pl_module.loaded_step,
+            **_what_ran(trainer, pl_module),
+            **_validation(pl_module),
+            **_peak_memory(pl_module),
+            "versions": versions(),
+            **self.extra,
+        }
+        write_json(self.run_dir / "validation.json", found)
 
     def _step_times(self) -> dict[str, float]:
         """Seconds per optimizer step, whole and by its parts, as far as they were measured."""
@@ -119,13 +124,39 @@ class RunRecord(StepCallback):
         medians = {name.removeprefix("time/"): self._median(name) for name in names if name.startswith("time/")}
         return {name: seconds for name, seconds in medians.items() if seconds is not None}
 
+    def _wandb_dir(self, trainer: Trainer) -> str | None:
+        """Folder of W&B's files of this run, where it keeps them in `run_dir`."""
+        loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        folder = Path(loggers[0].experiment.dir).parent if loggers else None
+        inside = folder is not None and folder.resolve().is_relative_to(self.run_dir.resolve())
+        return str(folder) if inside else None
+
     def _median(self, name: str) -> float | None:
         """Over the table's rows but the first, which holds compilation and warm-up, where there are more."""
         values = self.table.column(name)[1] if self.table is not None else []
         return statistics.median(values[1:] or values) if values else None
 
 
-def _wandb_dir(trainer: Trainer) -> str | None:
-    """Folder of W&B's files of this run, where it logs."""
-    loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-    return str(Path(loggers[0].experiment.dir).parent) if loggers else None
+def _what_ran(trainer: Trainer, pl_module: Any) -> dict[str, Any]:
+    model = pl_module.model
+    return {
+        "seq_len": pl_module.seq_len,
+        "model": pl_module.model_name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attention": pl_module.attention,
+        "device": device_name(pl_module.device),
+        "precision": trainer.precision,
+    }
+
+
+def _validation(pl_module: Any) -> dict[str, float | None]:
+    """What the newest validation found; `val_loss` is None before any."""
+    others = {name.removeprefix("val/"): value for name, value in pl_module.validation.items() if name != "val/loss"}
+    return {"val_loss": pl_module.validation.get("val/loss"), **others}
+
+
+def _peak_memory(pl_module: Any) -> dict[str, Any]:
+    return {
+        "peak_memory_gib": peak_memory(memory_use(pl_module.device)),
+        "peak_memory_of": "device" if pl_module.device.type == "cuda" else "process",
+    }

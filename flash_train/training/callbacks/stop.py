@@ -40,8 +40,8 @@ class SaveOnSignal(StepCallback):
     """On SIGTERM, or a first Ctrl-C, finishes the optimizer step, saves a checkpoint and ends `fit` normally.
 
     `StepCheckpoint` saves, as it does whenever the trainer is about to stop; any validation is cut short. A second
-    Ctrl-C interrupts at once. `received` tells the signal's name afterwards. Lightning's own handler, which ends the
-    process without a checkpoint, is set aside while training runs.
+    Ctrl-C interrupts at once. `received` tells the signal's name afterwards, until the next `fit`. Lightning's own
+    handler, which ends the process without a checkpoint, is set aside while training runs.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,7 @@ class SaveOnSignal(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._module = pl_module
+        self.received, pl_module.skip_validation = None, False  # an earlier fit's signal is none of this one's
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -71,12 +72,13 @@ class SaveOnSignal(StepCallback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._restore()
+        self._restore(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._restore()
+        self._restore(pl_module)
 
-    def _restore(self) -> None:
+    def _restore(self, pl_module: Any) -> None:
+        pl_module.skip_validation = False
         while self._previous:
             number, handler = self._previous.popitem()
             signal.signal(number, handler)

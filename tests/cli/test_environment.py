@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from flash_train.cli.allocator import VARIABLES, grow_segments
+from flash_train.cli.environment import VARIABLES, grow_segments, quieten_profiler
 
 
 def test_segments_grow_unless_the_environment_says_how_it_shall_be(monkeypatch):
@@ -27,3 +27,9 @@ def test_elsewhere_they_cannot(system, release, monkeypatch):
     environ = {}
     grow_segments(environ)
     assert not environ
+
+
+def test_the_profiler_is_quiet_unless_it_was_told_otherwise():
+    environ = {"KINETO_LOG_LEVEL": "0"}
+    quieten_profiler(environ)
+    assert environ == {"KINETO_LOG_LEVEL": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}

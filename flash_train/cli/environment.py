@@ -1,4 +1,4 @@
-"""How PyTorch's CUDA allocator takes its memory."""
+"""What PyTorch reads from the environment: to be set before it is imported."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what PyTorch re
 
 
 def grow_segments(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have it take segments that grow, unless the environment says how it shall be; before anything is allocated.
+    """Have the CUDA allocator take segments that grow, unless the environment says how it shall be.
 
     Segments of fixed sizes leave gaps that the tensors of a long row do not fit into: a step of 456,640 tokens ran out
     of 139 GiB with 32 of them reserved and idle. Only on Linux can segments grow; the first fails in Windows' subsystem
@@ -18,3 +18,10 @@ def grow_segments(environ: MutableMapping[str, str] = os.environ) -> None:
     windows = "microsoft" in platform.release().lower()
     if sys.platform == "linux" and not windows and not any(name in environ for name in VARIABLES):
         environ[VARIABLES[0]] = "expandable_segments:True"
+
+
+def quieten_profiler(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have PyTorch's profiler, which records a step's memory on a CPU, not say when it starts and stops, and what it
+    did not see begin."""
+    environ.setdefault("KINETO_LOG_LEVEL", "99")
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
