@@ -141,7 +141,8 @@ def ablation_summary(records: Records) -> str:
 
 def ablation_details(records: Records) -> str:
     picture = "![Time, memory and loss against length, by attention](results/ablation.png)"
-    return f"{ablation.describe_all(ablation_rows(records))}\n{picture}\n"
+    common = ablation.in_words(records[0]["versions"])
+    return f"{ablation.describe_all(ablation_rows(records), common)}\n{picture}\n"
 
 
 def ablation_rows(records: Records) -> list[ablation.Row]:
@@ -174,7 +175,7 @@ def draw_find_max(source: Path, picture: Path) -> None:
 
 def draw_ablation(source: Path, picture: Path) -> None:
     records = records_of(source)
-    title = f"Ablation on {records[0]['device']}, {records[0]['steps']} steps"
+    title = ablation.title(records[0]["device"], records[0]["steps"])
     memory_of, metadata = records[0]["peak_memory_of"], {"Source": fingerprint(source)}
     plot_ablation(ablation_rows(records), picture, title=title, memory_of=memory_of, metadata=metadata)
 

@@ -20,16 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from flash_train.cli.errors import OUT_OF_MEMORY, OutOfMemoryError, UnavailableError, UsageError
 from flash_train.cli.overrides import quote
-from flash_train.profiling import device_name, versions, write_json
 
 Status = Literal["ok", "oom", "failed", "unavailable"]
 
 RECORD, LOG = "cell.json", "log.txt"
 STATUSES: dict[int, Status] = {OutOfMemoryError.status: "oom", UnavailableError.status: "unavailable"}
+ALL_ENDED: dict[str, type[UsageError]] = {"oom": OutOfMemoryError, "unavailable": UnavailableError}
 COMMAND = (sys.executable, "-m", "flash_train.cli.cells")
 SAME = ("flash-train", "torch", "triton", "commit")  # of `versions`, what must be equal beside the device
 STOP_SECONDS = 10.0  # for a child that is told to stop; it is killed then
@@ -90,8 +88,36 @@ def known_result(cell: Cell) -> Result | None:
     )
 
 
+def count(statuses: Sequence[str]) -> str:
+    """How many cells ended in each way, in words."""
+    return ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+
+
+def require_one(statuses: Sequence[str], what: str, where: str) -> None:
+    """See to it that a command of which nothing came does not end as if all were well; the error gives the exit status.
+
+    Where some ran out of memory and all others can't run here, everything asked for has its answer: that ends well.
+
+    Args:
+        what: a word for what ended so.
+        where: the file that says why.
+
+    Raises:
+        UsageError: none ended ok, and some failed.
+        UnavailableError: none could run here.
+        OutOfMemoryError: all ran out of memory.
+    """
+    kinds = set(statuses)
+    if not statuses or "ok" in kinds or kinds == set(ALL_ENDED):
+        return
+    kind = UsageError if "failed" in kinds else ALL_ENDED[next(iter(kinds))]
+    raise kind(f"no {what} ended ok ({count(statuses)}); {where} says why")
+
+
 def keep(cell: Cell, result: Result) -> None:
     """Write `cell.json`, in one move."""
+    from flash_train.profiling import write_json  # and with it PyTorch, for which mistakes need not wait
+
     record = {"overrides": cell.overrides, "versions": _versions(), "result": dataclasses.asdict(result)}
     write_json(cell.folder / RECORD, record)
 
@@ -248,6 +274,10 @@ def _differing_versions(before: Mapping[str, str | None]) -> list[str]:
 @cache
 def _versions() -> dict[str, str | None]:
     """What a result depends on beside the command: the device, versions and the commit, as this process began."""
+    import torch
+
+    from flash_train.profiling import device_name, versions
+
     found = versions()
     return {"device": found["gpu"] or device_name(torch.device("cpu")), **{key: found[key] for key in SAME}}
 

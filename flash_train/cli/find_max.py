@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from flash_train.cli.build import device_of
-from flash_train.cli.cells import Cell, Result, known_result, run_cell
+from flash_train.cli.cells import Cell, Result, known_result, require_one, run_cell
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError, UsageError
 from flash_train.cli.loggers import log_table
@@ -30,21 +32,34 @@ TRIAL = (
     ),
     "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
 )
+NOTHING = Longest(0, None, ())
 FILES = ("find_max.json", "find_max.md", "find_max.png")
 SHORT = 512  # tokens in a row while only the shape of the model is asked for
+LIMIT, ATTENTION = 1 << 20, ("flash", "standard")
+LIMIT_OFF_CUDA, ATTENTION_OFF_CUDA = 1 << 14, ("sdpa", "standard")  # a step of a million tokens takes hours there
 
 
 class EndedOtherwise(Exception):
     """A trial neither ran nor ran out of memory."""
 
+    def __init__(self, result: Result, words: str) -> None:
+        super().__init__(words)
+        self.result = result
+
 
 @dataclass(frozen=True)
 class Search:
-    """What `find_max` was asked for: no longer row than `limit` is tried."""
+    """What `find_max` was asked for: no longer row than `limit` is tried; None leaves a choice to the device."""
 
-    limit: int = 1 << 20
+    limit: int | None = None
     memory: tuple[str, ...] = MEMORY_MODES
-    attention: tuple[str, ...] = ("flash", "standard")
+    attention: tuple[str, ...] | None = None
+
+    def on(self, device: torch.device) -> tuple[int, tuple[str, ...]]:
+        """The limit, in whole units, and the attentions."""
+        cuda = device.type == "cuda"
+        limit = self.limit or (LIMIT if cuda else LIMIT_OFF_CUDA)
+        return limit // UNIT * UNIT, self.attention or (ATTENTION if cuda else ATTENTION_OFF_CUDA)
 
 
 def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
@@ -88,6 +103,8 @@ def _checked(key: str, value: object) -> object:
     allowed = MEMORY_MODES if key.endswith("memory") else BACKENDS
     if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
         raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
+    if len(set(value)) < len(value):
+        raise UsageError(f"{key}={value}: a value stands there twice; allowed: each once")
     return tuple(map(str, value))
 
 
@@ -95,50 +112,62 @@ def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
     """Search for every backend and mode, a trial in a process of its own, and write `find_max.json`, `.md` and `.png`.
 
     Started again with the same arguments and run_dir, trials that have ended are not run again.
+
+    Raises:
+        UsageError: no row was found, for any backend and mode; the files are written all the same.
     """
     config = compose_config((*line.overrides, f"seq_len={SHORT}"), line.config_dir)
-    device = device_name(device_of(config.trainer.accelerator))
+    device = device_of(config.trainer.accelerator)
+    limit, attentions = asked.on(device)
     rows: list[Row] = []
-    for attention, memory in ((a, m) for a in asked.attention for m in asked.memory):
-        rows.append(_search(line, asked, run_dir, attention, memory))
+    for attention, memory in ((a, m) for a in attentions for m in asked.memory):
+        rows.append(_search(line, limit, run_dir, attention, memory))
         print(f"attention={attention} memory={memory}: {in_words(rows[-1])}", flush=True)
-        _write(rows, run_dir, device)
+        _write(rows, run_dir, device_name(device))
     print(f"{run_dir}: {', '.join(FILES)}, trials/")
     if config.logger.name == "wandb":
         records = [to_record(row, TOLERANCE) for row in rows]
         columns = [name for name in records[0] if name != "trials"]
         table = [[record[name] for name in columns] for record in records]
         log_table(config.logger, run_dir, "find_max", columns, table, [run_dir / name for name in FILES])
+    require_one([row.status for row in rows], "search", str(run_dir / "find_max.md"))
 
 
-def _search(line: CommandLine, asked: Search, run_dir: Path, attention: str, memory: str) -> Row:
+def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory: str) -> Row:
     overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL)
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
     try:
         step, device = step_before_run(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir))
     except UnavailableError as error:
-        return Row(attention, memory, Longest(0, None, ()), 0, None, True, str(error))
-    guess = predicted_longest(step, capacity(device), asked.limit)
+        return Row(attention, memory, NOTHING, None, None, False, limit, "unavailable", str(error))
+    guess = predicted_longest(step, capacity(device), limit)
     results: dict[int, Result] = {}
 
     def fits(length: int) -> bool:
         cell = Cell(run_dir / "trials" / f"{attention}-{memory}-{length}", (*overrides, f"seq_len={length}"))
-        result = results[length] = known_result(cell) or run_cell(cell)
+        if (result := known_result(cell)) is None:
+            print(f"  {cell.name}: trying", flush=True)
+            result = run_cell(cell)
+        results[length] = result
         told = {"ok": "fits", "oom": "does not fit"}.get(result.status)
         print(f"  {cell.name}: {told or f'{result.status}, {result.reason}'}, {result.seconds:.0f} s", flush=True)
         if told is None:
-            raise EndedOtherwise(f"the trial at {length:,} tokens {result.status}: {result.reason}")
+            raise EndedOtherwise(result, f"the trial at {length:,} tokens: {result.reason}")
         return result.status == "ok"
 
     # What is predicted to be the longest is likely too long, for not all of a device can be had: it is tried second.
-    first = guess if guess >= asked.limit // UNIT * UNIT else int(guess / (1 + TOLERANCE))
+    first = guess if guess >= limit else int(guess / (1 + TOLERANCE))
     try:
-        found = search(fits, first, asked.limit, TRIALS, TOLERANCE)
+        found = search(fits, first, limit, TRIALS, TOLERANCE)
     except EndedOtherwise as error:
-        return Row(attention, memory, Longest(0, None, ()), guess, None, False, str(error))
-    peak = results[found.seq_len].summary.get("peak_memory_gib") if found.seq_len else None
-    return Row(attention, memory, found, guess, peak, found.within(TOLERANCE, asked.limit // UNIT * UNIT))
+        return Row(attention, memory, NOTHING, guess, None, False, limit, error.result.status, str(error))
+    if not found.seq_len:
+        reason = results[min(results)].reason
+        return Row(attention, memory, found, guess, None, False, limit, "oom", reason)
+    peak = results[found.seq_len].summary.get("peak_memory_gib")
+    exact = found.seq_len < limit and found.within(TOLERANCE, limit)
+    return Row(attention, memory, found, guess, peak, exact, limit)
 
 
 def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
@@ -152,10 +181,10 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
 
 
 def in_words(row: Row) -> str:
-    if not row.found.seq_len:
-        return row.reason or "nothing that was tried fitted"
+    if row.status != "ok":
+        return f"{row.told()}: {row.reason}"
     count = len(row.found.trials)
-    return f"{row.found.seq_len:,} tokens, {count} {'trial' if count == 1 else 'trials'}"
+    return f"{row.told(' tokens')}, {count} {'trial' if count == 1 else 'trials'}"
 
 
 def _write(rows: Sequence[Row], run_dir: Path, device: str) -> None:

@@ -33,8 +33,11 @@ takes the options of train.py (--help there lists them), runs three steps, recor
   python scripts/profile_memory.py find_max=true model=1b3
 
 looks for the longest row that trains here, for each find_max.memory=[none,selective,checkpoint] and
-find_max.attention=[flash,standard], to 2 %, in at most 4 trials each, none longer than find_max.limit=1048576; writes
-find_max.json, find_max.md and find_max.png. Started again with the same run_dir, trials that ended are not run again.
+find_max.attention=[flash,standard], to 2 %, in at most 4 trials each, none longer than find_max.limit=1048576 (off CUDA
+find_max.attention=[sdpa,standard] and find_max.limit=16384); where the limit ended the search, the answer says so.
+Writes find_max.json, find_max.md and find_max.png. Started again with the same run_dir, trials that ended are not run
+again. The exit status is 1 where nothing was found and some trials failed, 3 where nothing can run here, 4 where
+nothing fitted.
 """
 
 

@@ -1,7 +1,8 @@
 """The axes of an ablation → its cells, every one of them composed and validated before anything runs."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -57,6 +58,11 @@ class Planned:
     config: DictConfig
     unavailable: str | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, by which cells' times are told from one another beforehand."""
+        return self.config.seq_len * self.config.batch_size
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -84,6 +90,7 @@ def plan(line: CommandLine) -> Sweep:
     common = replace(line, overrides=(*config.train, *own))
     common = with_pretrained_shape(common)
     if line.given("hardware") in (None, "auto"):
+        _check_values(common, axes)  # for to look at the hardware imports PyTorch, and takes seconds
         choice, why = hardware.choose(hardware.detect())
         common = common.with_override("hardware", choice)
         print(f"hardware: {choice} ({why})", flush=True)
@@ -100,10 +107,16 @@ def _split(line: CommandLine) -> tuple[list[str], list[str]]:
         key = override.key_or_group
         if key in REFUSED:
             raise UsageError(f"{key}: the cells of a sweep begin anew; to go on with a sweep give its run_dir again")
+        if key == PREFIX.rstrip("."):
+            raise UsageError(f"{text}: each axis is given by itself; allowed: {_in_words(AXES)}, {PREFIX}jobs=N")
         if key.startswith(PREFIX):
             _check_axis(text, key.removeprefix(PREFIX), override.is_sweep_override(), override.value())
         (sweep if key.startswith(PREFIX) or key == "run_dir" else own).append(text)
     return sweep, own
+
+
+def _in_words(names: Iterable[str]) -> str:
+    return ", ".join(f"{PREFIX}{name}=[…]" for name in names)
 
 
 def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None:
@@ -122,7 +135,9 @@ def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None
     kinds = (int, float) if axis.kind is float else (str, int) if axis.kind is str else axis.kind
     of_kind = isinstance(values, list) and all(isinstance(x, kinds) and not isinstance(x, bool) for x in values)
     if not of_kind:
-        raise UsageError(f"{text}: allowed: a list of {axis.words}, as in {PREFIX}{name}=[…,…]")
+        alone = isinstance(values, kinds) and not isinstance(values, bool)
+        example = text.partition("=")[2] if alone else "…,…"
+        raise UsageError(f"{text}: allowed: a list of {axis.words}, as in {PREFIX}{name}=[{example}]")
     if not values:
         raise UsageError(f"{text}: the list is empty; allowed: one value or more")
     if len(set(values)) < len(values):
@@ -152,6 +167,15 @@ def _keys_of_experiment(line: CommandLine) -> set[str]:
     tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     choices = [choice for choice in tree.pop("defaults", []) if isinstance(choice, dict)]
     return {*dotted_names(tree), *(key.removeprefix("override ").strip("/") for choice in choices for key in choice)}
+
+
+def _check_values(line: CommandLine, axes: Mapping[Axis, Sequence[Any]]) -> None:
+    """Compose and check each value of each axis, with the first of the others."""
+    first = {axis: values[0] for axis, values in axes.items()}
+    for combination in dict.fromkeys(tuple((first | {a: x}).items()) for a, values in axes.items() for x in values):
+        config = compose_config((*line.overrides, *(f"{axis.key}={x}" for axis, x in combination)), line.config_dir)
+        with suppress(UnavailableError):
+            validate(config)
 
 
 def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path) -> Iterator[Planned]:

@@ -11,6 +11,12 @@ from flash_train.profiling.markdown import markdown_table
 
 BASELINE = "standard"  # the attention that ratios refer to
 COMPARED = ("memory", "attention")  # cells that differ in these alone compute the same
+FEW = 3  # logged steps; with fewer, a time is that of a single one, which says too little to call a cell the best
+TIMES = """Times are in milliseconds per optimizer step: the median of a cell's steps 2 to N, or that of its only one.
+Each column's median is its own, so the parts need not add up. Attention's time lies within forward and backward. What a
+step takes beside forward, backward, optimizer and data wait lies between them: logging and callbacks. The loss is that
+of the last step.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,7 @@ class Row:
     Args:
         measured: by the names of `COLUMNS`; None or absent where it isn't known.
         losses: of training, by optimizer step.
+        ran: the attention that ran, where it is known.
     """
 
     axes: Mapping[str, Any]
@@ -27,10 +34,31 @@ class Row:
     reason: str | None = None
     measured: Mapping[str, float | None] = field(default_factory=dict)
     losses: Mapping[int, float] = field(default_factory=dict)
+    ran: str | None = None
+
+    def shown(self, axis: str) -> str:
+        """The place on an axis, as tables have it; of `attention=auto` also what ran."""
+        value = str(self.axes[axis])
+        return f"{value}: {self.ran}" if axis == "attention" and value == "auto" and self.ran else value
 
     def without(self, *names: str) -> tuple[Any, ...]:
         """The place on all axes but these."""
         return tuple(value for name, value in self.axes.items() if name not in names)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the losses of a group of comparable cells lie apart: `largest` is the largest (max - min) / |max| of all
+    steps. `words` tell the group from others; `masks`: its backends drew dropout masks of their own."""
+
+    words: str
+    largest: float
+    masks: bool = False
+
+    @property
+    def told(self) -> str:
+        why = ", for dropout masks differ between backends" if self.masks else ""
+        return f"largest relative difference {self.largest:.1e}{why}"
 
 
 @dataclass(frozen=True)
@@ -64,8 +92,11 @@ COLUMNS = (
 )
 
 
+ENDS = ("status", "reason", "ran")  # beside axes and measurements: how a cell ended, and with which attention
+
+
 def to_csv(rows: Sequence[Row]) -> str:
-    """A line per cell: axes, status and reason, measurements with all their digits."""
+    """A line per cell: axes, status, reason, the attention that ran, measurements with all their digits."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header(rows))
@@ -91,10 +122,10 @@ def from_csv(text: str, losses: str = "") -> list[Row]:
     names = [column.name for column in COLUMNS]
     rows = []
     for line in csv.DictReader(io.StringIO(text)):
-        axes = {name: _parsed(value) for name, value in line.items() if name not in ("status", "reason", *names)}
+        axes = {name: _parsed(value) for name, value in line.items() if name not in (*ENDS, *names)}
         measured = {name: float(line[name]) for name in names if line.get(name)}
         curve = curves.get(tuple(axes.values()), {})
-        rows.append(Row(axes, line["status"], line["reason"] or None, measured, curve))
+        rows.append(Row(axes, line["status"], line["reason"] or None, measured, curve, line.get("ran") or None))
     return rows
 
 
@@ -106,45 +137,66 @@ def _parsed(text: str) -> Any:
 
 
 def header(rows: Sequence[Row]) -> list[str]:
-    return [*(rows[0].axes if rows else ()), "status", "reason", *(column.name for column in COLUMNS)]
+    return [*(rows[0].axes if rows else ()), *ENDS, *(column.name for column in COLUMNS)]
 
 
 def values(row: Row) -> list[Any]:
     """In the order of `header`."""
-    return [*row.axes.values(), row.status, row.reason, *(row.measured.get(column.name) for column in COLUMNS)]
+    return [*row.axes.values(), row.status, row.reason, row.ran, *(row.measured.get(column.name) for column in COLUMNS)]
 
 
-def to_markdown(rows: Sequence[Row], title: str) -> str:
-    return f"# {title}\n\n{describe_all(rows)}"
+def title(device: str, steps: int) -> str:
+    """What ran on what."""
+    return f"Ablation on {device}, {steps} {'step' if steps == 1 else 'steps'}"
 
 
-def describe_all(rows: Sequence[Row]) -> str:
-    """The cells that ran, the best of each group bold, with ratios to standard attention; then those that did not."""
+def in_words(versions: Mapping[str, str | None]) -> list[str]:
+    """The commit, and the versions of what computes, as far as they are known."""
+    commit, _, dirty = (versions.get("commit") or "").partition("-")
+    known = {"commit": commit[:12] + ("-" + dirty if dirty else "")}
+    known |= {label: versions.get(name) or "" for name, label in (("torch", "torch"), ("triton", "Triton"))}
+    return [f"{label} {version}" for label, version in known.items() if version]
+
+
+def to_markdown(rows: Sequence[Row], title: str, common: Sequence[str] = ()) -> str:
+    return f"# {title}\n\n{describe_all(rows, common)}"
+
+
+def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
+    """The cells that ran, the best of each group bold, with ratios to standard attention; then those that did not.
+
+    Args:
+        common: what every cell has beside its axes, in words.
+    """
     axes = varying(rows)
     ran, others = [row for row in rows if row.status == "ok"], [row for row in rows if row.status != "ok"]
     columns = [column for column in COLUMNS if any(row.measured.get(column.name) is not None for row in ran)]
     compared = _baselines(ran)
     labels = [label for column in columns for label in _labels(column, bool(compared))]
     lines = [
-        [*(str(row.axes[name]) for name in axes), *_figures(row, ran, columns, compared)]
+        [*(row.shown(name) for name in axes), *_figures(row, ran, columns, compared)]
         for group in groups(ran)
         for row in group
     ]
-    fixed = ", ".join(f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes) if rows else ""
-    text = f"Every cell has {fixed}.\n\n" if fixed else ""
+    fixed = [f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes] if rows else []
+    text = f"Every cell has {', '.join([*fixed, *common])}.\n\n" if fixed or common else ""
     if lines:
-        marks = "Times in milliseconds per optimizer step. **Bold**: the best of the cells that differ in "
-        marks += f"{' and '.join(COMPARED)} only"
+        marks = f"**Bold**: the best of the cells that differ in {' and '.join(COMPARED)} only"
+        if all(_few(row) for row in ran):
+            marks = f"Nothing is marked as the best: that takes {FEW} steps"
         marks += f"; ×: in parts of {BASELINE} attention's.\n\n" if compared else ".\n\n"
-        text += marks + markdown_table([*axes, *labels], lines, left=len(axes))
+        text += f"{TIMES}\n{marks}{markdown_table([*axes, *labels], lines, left=len(axes))}"
     if others:
         cells = [[*(str(row.axes[name]) for name in axes), row.status, _cell(row.reason)] for row in others]
         text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], cells, left=len(axes) + 2)
-    if spreads := loss_differences(rows):
-        text += "\nLargest relative difference between the training losses of cells that differ in "
-        text += f"{' and '.join(COMPARED)} only:\n\n"
-        text += "".join(f"- {words}: {spread:.1e}\n" for words, spread in spreads)
+    if differences := loss_differences(rows):
+        text += f"\nTraining losses of cells that differ in {' and '.join(COMPARED)} only:\n\n"
+        text += "".join(f"- {each.words}{': ' if each.words else ''}{each.told}\n" for each in differences)
     return text
+
+
+def _few(row: Row) -> bool:
+    return len(row.losses) < FEW
 
 
 def by_length(rows: Sequence[Row]) -> str:
@@ -188,17 +240,19 @@ def describe(group: Sequence[Row], rows: Sequence[Row]) -> str:
     return ", ".join(f"{name}={group[0].axes[name]}" for name in varying(rows) if name not in COMPARED)
 
 
-def loss_differences(rows: Sequence[Row]) -> list[tuple[str, float]]:
-    """For each group of two cells or more that ran: its words, and the largest (max - min) / |max| of all steps."""
+def loss_differences(rows: Sequence[Row]) -> list[Difference]:
+    """One for each group of two cells or more that ran."""
     found = []
     for group in groups(rows):
-        curves = [row.losses for row in group if row.status == "ok" and row.losses]
+        ran = [row for row in group if row.status == "ok" and row.losses]
+        curves = [row.losses for row in ran]
         if len(curves) < 2:
             continue
         steps = set.intersection(*(set(curve) for curve in curves))
         at_each = [[curve[step] for curve in curves] for step in steps]
         spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=0.0)
-        found.append((describe(group, rows), spread))
+        several = len({row.ran or row.axes.get("attention") for row in ran}) > 1
+        found.append(Difference(describe(group, rows), spread, several and bool(ran[0].axes.get("dropout"))))
     return found
 
 
@@ -215,12 +269,19 @@ def _figures(
     row: Row, ran: Sequence[Row], columns: Sequence[Column], compared: Mapping[tuple[Any, ...], Row]
 ) -> list[str]:
     group = [other for other in ran if other.without(*COMPARED) == row.without(*COMPARED)]
+    few = any(_few(other) for other in group)
     figures = []
     for column in columns:
         value = row.measured.get(column.name)
         figure = "–" if value is None else column.shown(value)
         known = [x for other in group if (x := other.measured.get(column.name)) is not None]
-        if value is not None and column.best and len(known) > 1 and figure == column.shown(column.best(known)):
+        if (
+            value is not None
+            and column.best
+            and not few
+            and len(known) > 1
+            and figure == column.shown(column.best(known))
+        ):
             figure = f"**{figure}**"
         figures.append(figure)
         if column.ratio and compared:

@@ -1,8 +1,10 @@
-"""An ablation drawn: time, memory and loss against length, with fitted exponents; and losses over each other."""
+"""An ablation drawn: time, memory and loss against length, with fitted exponents, or of one length as bars; and losses
+over each other."""
 
 import math
 import os
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -25,6 +27,7 @@ OTHER = ("#56B4E9", "P")
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))  # what else the cells differ in
 TICKS = 9  # labels of lengths that have room on an axis
 CURVES_ABREAST = 3
+STATUSES = {"oom": "out of memory"}  # those that are not words of English
 
 Name = tuple[str, ...]  # of a series: its attention, then its places on the other axes
 Series = dict[Name, list[Row]]
@@ -47,20 +50,35 @@ def plot_ablation(
     memory_of: str = "",
     metadata: dict[str, str] | None = None,
 ) -> bool:
-    """Write a PNG of step time, peak memory and training loss against length; False where no cell ran."""
+    """Write a PNG of step time, peak memory and training loss; False where no cell ran.
+
+    Against length with fitted exponents, of one length a bar for each cell. A whole process's memory (`memory_of`) is
+    not fitted: it is its libraries' more than the model's.
+    """
     series = _series(rows)
     if not any(row.status == "ok" for row in rows):
         return False
-    height = 4.6 + 0.19 * len(series)
-    figure = Figure(figsize=(14, height), layout="constrained")
-    time, memory, loss = figure.subplots(1, 3)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    _panel(time, series, "step_seconds", "seconds per optimizer step", fitted=True)
-    whose = f" of the {memory_of}" if memory_of else ""
-    _panel(memory, series, "peak_memory_gib", f"peak memory{whose} (GiB)", fitted=True)
     validated = any(row.measured.get("val_loss") is not None for row in rows)
     part, name = ("validation", "val_loss") if validated else ("last training", "train_loss")
-    _panel(loss, series, name, f"{part} loss (nats per token)", fitted=False)
+    whose = f" of the {memory_of}" if memory_of else ""
+    panels = (
+        ("step_seconds", "seconds per optimizer step", True),
+        ("peak_memory_gib", f"peak memory{whose} (GiB)", memory_of != "process"),
+        (name, f"{part} loss (nats per token)", False),
+    )
+    lengths = {row.axes["seq_len"] for row in rows}
+    height = 1.2 + 0.32 * len(series) if len(lengths) == 1 else 4.6 + 0.19 * len(series)
+    figure = Figure(figsize=(14, height), layout="constrained")
+    if len(lengths) == 1:
+        title = ", ".join(filter(None, (title, f"seq_len={lengths.pop()}")))
+        shared = figure.subplots(1, 3, sharey=True)
+        for panel, (column, heading, _) in zip(shared, panels, strict=True):
+            _bars(panel, series, column, heading)
+        shared[0].invert_yaxis()
+    else:
+        for panel, (column, heading, fitted) in zip(figure.subplots(1, 3), panels, strict=True):
+            _panel(panel, series, column, heading, fitted)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     save_figure(figure, path, metadata=metadata)
     return True
 
@@ -85,7 +103,7 @@ def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str
             wide = 1.2 + min(1.8, 5 / len(ran)) * (len(ran) - 1 - i)
             steps = sorted(row.losses)
             (drawn,) = panel.plot(steps, [row.losses[step] for step in steps], linewidth=wide, **style)
-            entries.setdefault(", ".join(name), drawn)
+            entries.setdefault(_label(name, [row]), drawn)
         _plain(panel)
         panel.set_title(describe(group, rows), fontsize=9, loc="left")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -120,6 +138,12 @@ def _name(row: Row, axes: Sequence[str]) -> Name:
     return str(row.axes["attention"]), *(f"{name} {row.axes[name]}" for name in axes if name != "attention")
 
 
+def _label(name: Name, rows: Sequence[Row]) -> str:
+    """A series in words; of `attention=auto` also what ran."""
+    shown = next((row.shown("attention") for row in rows if row.ran), name[0])
+    return ", ".join((shown, *name[1:]))
+
+
 def _styles(names: Iterable[Name]) -> dict[Name, dict[str, Any]]:
     """Color and mark by attention and line by all else; where attention is the same, color and mark by all else."""
     known = list(dict.fromkeys(names))
@@ -144,7 +168,7 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
         values += points.values()
         power = fit_exponent(list(points), list(points.values())) if fitted else None
         without = sorted(row.axes["seq_len"] for row in rows if row.status == "oom")
-        label = _legend(", ".join(series_name), bool(points), power, without, _status(rows))
+        label = _legend(_label(series_name, rows), bool(points), power, without, _status(rows))
         style = styles[series_name]
         panel.plot(list(points), list(points.values()), label=label, markersize=5, linewidth=1.5, **style)
         if without:  # in the room above all points, one series below the other
@@ -158,6 +182,24 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
     panel.set_xlabel("seq_len (tokens)")
     panel.set_title(heading, fontsize=10, loc="left")
     panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, handlelength=4)
+
+
+def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
+    """A bar with its figure for each series of one cell; of a cell that did not run, how it ended."""
+    styles = _styles(series)
+    values = [row.measured.get(name) if row.status == "ok" else None for (row,) in series.values()]
+    colors = [styles[series_name]["color"] for series_name in series]
+    panel.barh(range(len(values)), [value or 0.0 for value in values], color=colors, height=0.7)
+    for place, ((row,), value) in enumerate(zip(series.values(), values, strict=True)):
+        told = STATUSES.get(row.status, row.status) if row.status != "ok" else "–" if value is None else f"{value:.4g}"
+        panel.text(value or 0.0, place, f" {told}", va="center", fontsize=9)
+    panel.set_yticks(range(len(values)), list(starmap(_label, series.items())), fontsize=9)
+    panel.set_xlim(0, 1.25 * max([value for value in values if value] or [1.0]))
+    panel.xaxis.set_major_locator(MaxNLocator(5))
+    panel.set_title(heading, fontsize=10, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.25, axis="x")
+    panel.set_axisbelow(True)
 
 
 def _status(rows: Sequence[Row]) -> str:

@@ -71,15 +71,40 @@ def _whole(length: float, limit: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one attention backend and memory mode; bytes of the longest that fitted, where it was measured."""
+    """The result of one attention backend and memory mode.
+
+    Args:
+        found: no row at all where `status` is not ok.
+        predicted: the longest that was predicted to fit, no longer than `limit`; None where nothing is predicted.
+        peak_gib: of the longest that fitted, where it was measured.
+        exact: whether a row longer by the search's tolerance was found not to fit.
+        limit: tokens; no longer row was asked for.
+        status: ok, oom (nothing that was tried fitted), failed or unavailable.
+        reason: why it is not ok.
+    """
 
     attention: str
     memory: str
     found: Longest
-    predicted: int
+    predicted: int | None
     peak_gib: float | None
     exact: bool
+    limit: int
+    status: str = "ok"
     reason: str | None = None
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the limit ended the search: what is longer may fit, too."""
+        return self.status == "ok" and self.found.seq_len >= self.limit
+
+    def told(self, unit: str = "") -> str:
+        """The answer in a few words, with a unit after its number."""
+        if self.status != "ok":
+            return {"oom": "nothing fitted"}.get(self.status, self.status)
+        return (
+            ("" if self.exact else "≥ ") + f"{self.found.seq_len:,}{unit}" + (" (the limit)" if self.at_limit else "")
+        )
 
 
 def markdown(rows: Sequence[Row], title: str) -> str:
@@ -87,15 +112,27 @@ def markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row per backend and memory mode."""
+    """A row per backend and memory mode; below it what a limit is, and why a row has no answer."""
     lines = []
     for row in rows:
-        sign = "" if row.exact else "≥ "
-        longest = f"{sign}{row.found.seq_len:,}" if row.found.seq_len else (row.reason or "none that was tried")
         peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
-        lines.append((row.attention, row.memory, longest, peak, f"{row.predicted:,}", str(len(row.found.trials))))
-    header = ("attention", "memory", "longest row", "peak (GiB)", "predicted", "trials")
-    return markdown_table(header, lines, left=2)
+        predicted = "–"
+        if row.predicted is not None:
+            predicted = ("≥ " if row.predicted >= row.limit else "") + f"{row.predicted:,}"
+        lines.append((row.attention, row.memory, row.told(), peak, predicted, str(len(row.found.trials))))
+    header = ("attention", "memory", "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
+    text = markdown_table(header, lines, left=2)
+    if any(row.at_limit for row in rows):
+        text += "\n(the limit): no longer row was tried; find_max.limit=… allows it.\n"
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.reason:
+            reasons.setdefault((row.attention, row.told(), row.reason), []).append(row.memory)
+    notes = [
+        f"- attention={attention}, memory={', '.join(modes)}: {words}: {reason}\n"
+        for (attention, words, reason), modes in reasons.items()
+    ]
+    return text + ("\n" + "".join(notes) if notes else "")
 
 
 def to_record(row: Row, tolerance: float) -> dict[str, Any]:
@@ -108,6 +145,8 @@ def to_record(row: Row, tolerance: float) -> dict[str, Any]:
         "predicted_seq_len": row.predicted,
         "peak_memory_gib": row.peak_gib,
         "exact_to": tolerance if row.exact else None,
+        "limit": row.limit,
+        "status": row.status,
         "reason": row.reason,
         "trials": [{"seq_len": length, "fits": fit} for length, fit in row.found.trials],
     }
@@ -122,6 +161,8 @@ def from_record(record: Mapping[str, Any]) -> Row:
         record["predicted_seq_len"],
         record["peak_memory_gib"],
         record["exact_to"] is not None,
+        record["limit"],
+        record["status"],
         record["reason"],
     )
 
@@ -136,13 +177,10 @@ def plot_longest(
     lengths = [row.found.seq_len for row in rows]
     panel.barh(places, lengths, color=[MODES[row.memory][0] for row in rows], height=0.7)
     for place, row in zip(places, rows, strict=True):
-        panel.text(
-            row.found.seq_len, place, f" {row.found.seq_len:,}" if row.found.seq_len else " none",
-            va="center", fontsize=9,
-        )  # fmt: skip
+        panel.text(row.found.seq_len, place, f" {row.told()}", va="center", fontsize=9)
     panel.set_yticks(list(places), [f"{row.attention}, memory={row.memory}" for row in rows])
     panel.invert_yaxis()
-    panel.set_xlim(0, 1.2 * max([*lengths, UNIT]))
+    panel.set_xlim(0, 1.3 * max([*lengths, UNIT]))
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     panel.set_xlabel("longest row that trains (tokens)")

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from flash_train.cli import ablate, loggers
+from flash_train.cli import ablate, ablation_tables, loggers
 from flash_train.cli import predict as predict_command
-from flash_train.cli.cells import Result, known_result
+from flash_train.cli.cells import Result, keep, known_result
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
 from flash_train.cli.loggers import log_table
@@ -41,7 +42,9 @@ MISTAKES = [
     (["sweep.seq_len=[a,b]"], ["sweep.seq_len=[a,b]", "a list of integers"]),
     (["sweep.seq_len=[64,1.5]"], ["sweep.seq_len=[64,1.5]", "a list of integers"]),
     (["sweep.seq_len=[true]"], ["a list of integers"]),
-    (["sweep.seq_len=512"], ["sweep.seq_len=512", "a list of integers"]),
+    (["sweep.seq_len=512"], ["sweep.seq_len=512", "a list of integers", "sweep.seq_len=[512]"]),
+    (["sweep.memory=checkpoint"], ["a list of memory modes", "sweep.memory=[checkpoint]"]),
+    (["sweep=[1]"], ["sweep=[1]", "sweep.seq_len=[…]", "sweep.attention=[…]", "sweep.jobs=N"]),
     (["sweep.seq_len=64,128"], ["sweep.seq_len=64,128", "sweep.seq_len=[64,128]"]),
     (["sweep.seq_len=[64,64]"], ["twice"]),
     (["sweep.seq_len=[64,1]"], ["seq_len=1", "2 or more"]),
@@ -129,11 +132,76 @@ def test_wandb_fails_after_everything_is_told(tmp_path, monkeypatch, capsys):
     sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa,standard]")
     for cell in (each.cell for each in sweep.cells):
         write_text(cell.folder / "metrics.csv", "step,train/loss\n1,2.0\n")
-    ok = Result("ok", summary={"peak_memory_of": "process", "device": "CPU", "steps": 1})
+    ok = Result("ok", summary={"peak_memory_of": "process", "device": "CPU", "steps": 1, "versions": {}})
     with pytest.raises(UsageError, match="no server"):
-        ablate.report(sweep, {each.cell: ok for each in sweep.cells})
+        ablation_tables.report(sweep, {each.cell: ok for each in sweep.cells})
     out = capsys.readouterr().out
     assert "largest relative difference 0.0e+00" in out and "ablation.csv" in out and "2 ok" in out
+    assert "wandb/" not in out
+
+    monkeypatch.setattr(loggers, "log_table", lambda *arguments: None)
+    ablation_tables.report(sweep, {each.cell: ok for each in sweep.cells})
+    assert f"{tmp_path}: ablation.csv" in (out := capsys.readouterr().out) and ", cells/, wandb/\n" in out
+
+
+def test_cells_that_a_table_leaves_out_are_counted(tmp_path, capsys):
+    sweep = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[sdpa,standard]", "logger=none")
+    for each in sweep.cells:
+        keep(each.cell, Result("ok"))
+    fewer = replace(sweep, cells=sweep.cells[:1])
+    (tmp_path / "ablation.png").write_bytes(b"of another sweep")
+    ablation_tables.report(fewer, {fewer.cells[0].cell: Result("failed", "a bug")})
+    assert f"left out: 1 finished cell in {tmp_path / 'cells'}" in (out := capsys.readouterr().out)
+    assert "ablation.png" not in out and not (tmp_path / "ablation.png").exists()
+    ablation_tables.report(sweep, {each.cell: Result("failed", "a bug") for each in sweep.cells})
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_time_that_remains_goes_by_tokens(tmp_path, monkeypatch, capsys):
+    """A cell of 64 tokens took 10 s: those of 64 and of 1,024 that are left take 170."""
+    now = iter([0.0, 10.0, 20.0, 180.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(ablate, "known_before", lambda planned: None)
+    ends = ((cell, Result("failed", "a bug")) for cell in iter(lambda: waiting.pop(0), None))
+    monkeypatch.setattr(ablate, "run_cells", lambda cells, environs: ends)
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64,1024]", "sweep.attention=[sdpa,standard]", "batch_size=2")
+    sweep = replace(sweep, cells=sweep.cells[:3])
+    waiting = [each.cell for each in sweep.cells] + [None]
+    ablate.run(sweep)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("about 0:02:50 left") and second.endswith("about 0:02:40 left") and "left" not in third
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["ok", "failed"], 0),
+        (["failed", "failed"], 1),
+        (["failed", "unavailable", "oom"], 1),
+        (["unavailable", "unavailable"], 3),
+        (["oom"], 4),
+        (["oom", "unavailable"], 0),
+    ],
+)
+def test_the_exit_status_says_that_nothing_came_of_it(command, monkeypatch, tmp_path, statuses, code):
+    def run(sweep):
+        return {each.cell: Result(status, "why") for each, status in zip(sweep.cells, statuses, strict=True)}
+
+    monkeypatch.setattr(ablate, "run", run)
+    monkeypatch.setattr(ablation_tables, "report", lambda sweep, results: None)
+    axis = f"sweep.seq_len={list(range(64, 64 + len(statuses)))}".replace(" ", "")
+    ended, lines = command("hardware=cpu", f"run_dir={tmp_path}", axis, "attention=sdpa")
+    assert ended == code and len(lines) == bool(code)
+    assert not lines or "ablation.md says why" in lines[0]
+
+
+def test_mistakes_and_help_do_not_wait_for_pytorch(tmp_path):
+    code = "import sys\nfrom flash_train.cli import ablate\ntry:\n    ablate.main()\nfinally:\n"
+    code += "    assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    for argument in ("--help", "sweep.attention=[sdpa,fast]", "sweep.seq_len=[64,1]"):
+        command = [sys.executable, "-c", code, argument]
+        ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+        assert b"AssertionError" not in ended.stderr and ended.returncode == (argument != "--help"), ended.stderr
 
 
 def test_what_an_experiment_gives_is_no_axis(tmp_path):
@@ -189,6 +257,14 @@ def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, 
     step, _ = predict_command.step_before_run(cell.config)
     monkeypatch.setattr(predict_command, "capacity", lambda device: part * predict(step).peak_bytes)
     assert (ablate.known_before(cell) is not None) == known
+
+
+def test_a_backend_that_is_not_there_takes_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
+    flash, sdpa = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[flash,sdpa]").cells
+    found = ablate.known_before(flash)
+    assert found.status == "unavailable" and "no NVIDIA GPU" in found.reason
+    assert ablate.known_before(sdpa) is None
 
 
 def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):
@@ -249,7 +325,7 @@ def test_stopped_and_gone_on_with(tiny, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, err
-    assert "1/3  seq_len=32,attention=sdpa  ok" in out and f"run_dir={run_dir}" in err
+    assert "2/3  seq_len=32,attention=sdpa  ok" in out and f"run_dir={run_dir}" in err
     assert (first / "cell.json").is_file() and not (second / "cell.json").exists()
     written = (first / "cell.json").stat().st_mtime_ns
 
@@ -288,8 +364,9 @@ def test_out_of_memory_is_recorded(tiny, corpus, tmp_path):
     (corpus / "long.txt").write_text("the quick brown fox " * (LONG // 16), encoding="utf-8")
     tiny = [text for text in tiny if not text.startswith("seq_len")]
     arguments = [*tiny, "batch_size=1", "data.packing=concat", "sweep.attention=[standard]", f"sweep.seq_len=[{LONG}]"]
-    out, err = start(*arguments, cwd=tmp_path).communicate(timeout=120)
-    assert "1/1" in out and "1 oom" in out, err
+    process = start(*arguments, cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert "1/1" in out and "1 oom" in out and process.returncode == 4, err
     row = rows_of(tmp_path / "run")["standard"]
     assert row["status"] == "oom" and f"out of memory at seq_len={LONG}" in row["reason"]
     assert "out of memory" in (tmp_path / "run" / "ablation.md").read_text(encoding="utf-8")

@@ -1,10 +1,11 @@
 import json
 
 import pytest
+import torch
 
 from flash_train.cli import find_max as command
 from flash_train.cli.cells import Result, keep
-from flash_train.cli.errors import UsageError
+from flash_train.cli.errors import OutOfMemoryError, UnavailableError, UsageError
 from flash_train.cli.overrides import read
 from flash_train.model import ModelConfig
 from flash_train.profiling.longest import UNIT
@@ -21,8 +22,17 @@ def split(*arguments):
 def test_what_is_asked_for():
     line, asked = split("model=1b3", "find_max=true", "find_max.limit=4096", "find_max.memory=[checkpoint]")
     assert line.overrides == ("model=1b3",)
-    assert asked == command.Search(4096, ("checkpoint",), ("flash", "standard"))
+    assert asked == command.Search(4096, ("checkpoint",), None)
     assert split("model=1b3")[1] is None and split("find_max=false", "seq_len=512")[1] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cuda", (1 << 20, ("flash", "standard"))), ("cpu", (16384, ("sdpa", "standard")))],
+)
+def test_the_device_chooses_what_is_not_given(device, expected):
+    assert command.Search().on(torch.device(device)) == expected
+    assert command.Search(1000, attention=("chunked",)).on(torch.device(device)) == (960, ("chunked",))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +42,7 @@ def test_what_is_asked_for():
         (["find_max.limit=10"], "find_max.limit=10: allowed: an integer, 64 or more"),
         (["find_max.memory=checkpoint"], "allowed: a list of none, selective, checkpoint"),
         (["find_max.attention=[flush]"], "allowed: a list of flash, triton, hopper, sdpa, standard, chunked"),
+        (["find_max.memory=[none,none]"], "a value stands there twice; allowed: each once"),
         (["find_max.most=4"], "find_max.most: no such key"),
         (["find_max=true", "seq_len=512"], "seq_len=512: find_max=true chooses it"),
     ],
@@ -80,7 +91,10 @@ def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
     assert record["seq_len"] <= 1300 < record["too_long"]
     assert record["peak_memory_gib"] == record["seq_len"] / 1000
     assert {"find_max.md", "find_max.png"} <= {path.name for path in (tmp_path / "search").iterdir()}
-    assert "attention=sdpa memory=none" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "  sdpa-none-960: trying" and lines[1].startswith("  sdpa-none-960: fits")
+    assert lines[2] == "  sdpa-none-1024: trying" and lines.count(lines[0]) == 1 and lines.count(lines[2]) == 2
+    assert any(line.startswith("attention=sdpa memory=none") for line in lines)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1 << 20, [98_368, 100_352]), (50_000, [49_984])])
@@ -97,6 +111,10 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     command.find_max(line, command.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
     assert trials == expected
+    (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
+    at_limit = limit == 50_000
+    assert record["limit"] == limit // UNIT * UNIT and record["exact_to"] == (None if at_limit else command.TOLERANCE)
+    assert ("| ≥ 49,984 (the limit) |" in (tmp_path / "search" / "find_max.md").read_text()) == at_limit
 
 
 def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypatch, capsys):
@@ -112,9 +130,11 @@ def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypat
     asked = command.Search(512, ("none",), ("sdpa", "standard"))
     command.find_max(line.with_override("logger", "none"), asked, tmp_path / "search")
     failed, found = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
-    assert failed["seq_len"] == 0 and "512 tokens failed: an illegal address" in failed["reason"]
+    assert "attention=standard memory=none: ≥ 512 tokens (the limit), 1 trial" in (told := capsys.readouterr().out)
+    assert failed["seq_len"] == 0 and failed["status"] == "failed"
+    assert failed["reason"] == "the trial at 512 tokens: an illegal address"
     assert found["seq_len"] == 512 and packings == [[], ["data.packing=concat"]]
-    assert "sdpa-none-512: failed, an illegal address" in capsys.readouterr().out
+    assert "sdpa-none-512: failed, an illegal address" in told
 
 
 def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
@@ -125,8 +145,22 @@ def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
     assert list((tmp_path / "search" / "wandb").glob("offline-run-*"))
 
 
+@pytest.mark.parametrize(
+    ("ended", "error"), [("failed", UsageError), ("unavailable", UnavailableError), ("oom", OutOfMemoryError)]
+)
+def test_a_search_that_found_nothing_does_not_end_well(ended, error, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "run_cell", lambda cell: Result(ended, "a reason"))
+    line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "run_dir"))])
+    with pytest.raises(UsageError, match=rf"no search ended ok \(2 {ended}\); .*find_max.md says why") as stop:
+        command.find_max(line, command.Search(512, ("none", "selective"), ("sdpa",)), tmp_path / "search")
+    assert type(stop.value) is error
+    assert "a reason" in (tmp_path / "search" / "find_max.md").read_text()
+
+
 def test_a_backend_that_is_not_there_is_told(tiny, tmp_path):
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
-    command.find_max(line, command.Search(512, ("none",), ("flash",)), tmp_path / "search")
+    with pytest.raises(UnavailableError):
+        command.find_max(line, command.Search(512, ("none",), ("flash",)), tmp_path / "search")
     (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
     assert record["seq_len"] == 0 and "no NVIDIA GPU" in record["reason"]
+    assert record["status"] == "unavailable" and record["predicted_seq_len"] is None

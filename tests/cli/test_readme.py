@@ -154,6 +154,7 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
             None,
             {"step_seconds": seconds, "peak_memory_gib": 3.0},
             {1: 4.0, 2: 2.0 * seconds},
+            name,
         )
         for n, name, seconds in ((1024, "flash", 0.5), (1024, "standard", 1.5), (4096, "flash", 2.0))
     ]
@@ -178,8 +179,8 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     short, page = (root / "README.md").read_text(), (root / "docs" / "ablation.md").read_text()
     assert "| seq_len | flash: ms · GiB | standard: ms · GiB |" in short
     assert "| 1,024 | 500.0 · 3.0 | 1,500 · 3.0 |\n| 4,096 | 2,000 · 3.0 | oom |\n" in short
-    assert "seq_len=1024: 6.7e-01" in page
-    assert "Every cell has dropout=0.1." in page and "0.33" in page and "a \\| in it" in page
+    assert "seq_len=1024: largest relative difference 6.7e-01, for dropout masks differ between backends" in page
+    assert "Every cell has dropout=0.1, commit abc." in page and "0.33" in page and "a \\| in it" in page
     picture = root / "docs" / "results" / "ablation.png"
     assert "results/ablation.png" in page and picture.is_file()
 
@@ -209,8 +210,8 @@ def test_ablations_are_joined_in_the_order_of_their_axes():
 
 def test_searches_become_a_record_and_pages(tmp_path):
     rows = [
-        LongestRow("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True),
-        LongestRow("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, "out of memory"),
+        LongestRow("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True, 2**20),
+        LongestRow("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, 2**20, "oom", "no room"),
     ]
     runs = [tmp_path / row.attention for row in rows]
     for run, row in zip(runs, rows, strict=True):

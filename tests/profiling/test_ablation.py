@@ -5,22 +5,32 @@ import io
 
 import pytest
 
-from flash_train.profiling.ablation import Row, from_csv, loss_differences, losses_to_csv, to_csv, to_markdown
+from flash_train.profiling.ablation import (
+    Difference,
+    Row,
+    from_csv,
+    in_words,
+    loss_differences,
+    losses_to_csv,
+    title,
+    to_csv,
+    to_markdown,
+)
 
 AXES = {"model": "nano", "dropout": 0.0, "seq_len": 64, "memory": "none", "attention": "sdpa"}
 
 
-def row(status="ok", reason=None, losses=(), *, step=None, tokens=None, peak=None, **axes):
+def row(status="ok", reason=None, losses=(3.0, 3.0, 3.0), *, step=None, tokens=None, peak=None, ran=None, **axes):
     measured = {"step_seconds": step, "tokens_per_second": tokens, "peak_memory_gib": peak}
-    return Row({**AXES, **axes}, status, reason, measured, dict(enumerate(losses, 1)))
+    return Row({**AXES, **axes}, status, reason, measured, dict(enumerate(losses, 1)), ran)
 
 
 ROWS = [
-    row(attention="standard", step=0.4, tokens=100.0, peak=2.0, losses=[4.0, 2.0]),
-    row(attention="flash", step=0.1, tokens=400.0, peak=3.0, losses=[4.0, 2.002]),
-    row(attention="standard", seq_len=128, step=2.0, tokens=50.0, peak=8.0, losses=[4.0, 1.0]),
-    row(attention="flash", seq_len=128, step=4.0, tokens=25.0, peak=4.0, losses=[4.0, 1.0]),
-    row("oom", "out of | memory\nhere", attention="standard", seq_len=256),
+    row(attention="standard", step=0.4, tokens=100.0, peak=2.0, losses=[4.0, 3.0, 2.0]),
+    row(attention="flash", step=0.1, tokens=400.0, peak=3.0, losses=[4.0, 3.0, 2.002]),
+    row(attention="standard", seq_len=128, step=2.0, tokens=50.0, peak=8.0, losses=[4.0, 3.0, 1.0]),
+    row(attention="flash", seq_len=128, step=4.0, tokens=25.0, peak=4.0, losses=[4.0, 3.0, 1.0]),
+    row("oom", "out of | memory\nhere", (), attention="standard", seq_len=256),
 ]
 
 
@@ -65,10 +75,45 @@ def test_a_ratio_is_to_standard_at_the_same_memory():
 
 
 def test_losses_are_compared_where_only_attention_and_memory_differ():
-    assert loss_differences(ROWS) == [("seq_len=64", pytest.approx(1e-3, rel=2e-3)), ("seq_len=128", 0.0)]
+    near = pytest.approx(1e-3, rel=2e-3)
+    assert loss_differences(ROWS) == [Difference("seq_len=64", near), Difference("seq_len=128", 0.0)]
     dropped = [row(losses=[2.0]), row(losses=[1.0], dropout=0.1), row("failed", losses=[9.0], memory="checkpoint")]
     assert loss_differences(dropped) == []
-    assert "seq_len=64: 1.0e-03" in to_markdown(ROWS, "title")
+    assert "- seq_len=64: largest relative difference 1.0e-03\n" in to_markdown(ROWS, "title")
+
+
+def test_dropout_explains_a_difference_between_backends():
+    sdpa, flash = row(losses=[2.0], dropout=0.1), row(losses=[1.0], dropout=0.1, attention="flash")
+    (found,) = loss_differences([sdpa, flash])
+    assert found.told == "largest relative difference 5.0e-01, for dropout masks differ between backends"
+    for other in (
+        row(losses=[1.0], dropout=0.1, memory="checkpoint"),
+        row(losses=[1.0], dropout=0.1, attention="auto", ran="sdpa"),
+    ):
+        assert not loss_differences([sdpa, other])[0].masks
+
+
+def test_what_auto_ran_is_shown():
+    rows = [row(step=0.1, attention="auto", ran="sdpa"), row("failed", "a bug", attention="auto", seq_len=128)]
+    assert [line.split(" | ")[1] for line in lines_of(to_markdown(rows, "title"))[2:]][::3] == ["auto: sdpa", "auto"]
+    assert [read.ran for read in from_csv(to_csv(rows))] == ["sdpa", None]
+
+
+def test_a_table_says_what_its_times_are_and_what_its_cells_have():
+    text = to_markdown(ROWS, "title", ["data=stdlib", "torch 2.0"])
+    assert "Every cell has model=nano, dropout=0.0, memory=none, data=stdlib, torch 2.0.\n" in text
+    for words in ("median of a cell's steps 2 to N", "within forward and backward", "logging and callbacks"):
+        assert words in text
+    assert in_words({"commit": "0123456789abcdef-dirty", "torch": "2.8.0", "triton": None}) == [
+        *("commit 0123456789ab-dirty", "torch 2.8.0"),
+    ]
+    assert title("a card", 1) == "Ablation on a card, 1 step" and title("a card", 2).endswith("2 steps")
+
+
+def test_of_few_steps_nothing_is_the_best():
+    few = [row(step=step, losses=[3.0, 3.0], attention=name) for name, step in (("sdpa", 0.1), ("flash", 0.2))]
+    text = to_markdown(few, "title")
+    assert "**" not in text and "that takes 3 steps" in text
 
 
 def test_csv_has_a_line_for_every_cell_with_all_digits():
@@ -95,5 +140,5 @@ def test_all_that_look_best_are_bold():
 
 def test_nothing_ran():
     text = to_markdown([row("failed", "a bug")], "title")
-    assert "Times in milliseconds" not in text and "| 64 | sdpa | failed | a bug |" in text
-    assert to_csv([]).startswith("status,reason,step_seconds")
+    assert "Times are" not in text and "| 64 | sdpa | failed | a bug |" in text
+    assert to_csv([]).startswith("status,reason,ran,step_seconds")

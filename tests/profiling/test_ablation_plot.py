@@ -1,10 +1,12 @@
 """An ablation's pictures: the fitted exponent, and that they are drawn from one cell as well as from many."""
 
 import math
+from dataclasses import replace
 
 import matplotlib.image
 import pytest
 
+from flash_train.profiling import ablation_plot
 from flash_train.profiling.ablation import Row
 from flash_train.profiling.ablation_plot import _apart, fit_exponent, plot_ablation, plot_losses
 
@@ -38,6 +40,8 @@ def test_no_exponent_below_two_lengths(lengths, values):
 CASES = {
     "one": [row(64)],
     "backends": [row(64, name) for name in ("standard", "sdpa", "flash", "chunked", "auto", "reference")],
+    "two": [row(64), row(64, "auto")],
+    "twenty": [row(64, name, f"mode {i}") for name in ("standard", "sdpa", "flash", "chunked") for i in range(5)],
     "many": [row(64 * 2**i, name, m) for i in range(20) for name in ("sdpa", "flash") for m in ("none", "selective")],
     "out of memory": [row(64), row(128), row(256, status="oom"), row(64, "flash", status="unavailable")],
 }
@@ -49,8 +53,36 @@ def test_pictures(tmp_path, rows):
     assert plot_losses(rows, tmp_path / "b.png", title="title")
     for name in ("a.png", "b.png"):
         height, width, _ = matplotlib.image.imread(tmp_path / name).shape
-        assert width > 600 and height > 300
+        assert width > 600 and height > 200
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that would be written."""
+    kept = []
+    monkeypatch.setattr(ablation_plot, "save_figure", lambda figure, *_, **__: kept.append(figure))
+    return kept
+
+
+def test_one_length_is_a_bar_for_each_cell(figures):
+    rows = [row(64), row(64, "standard", status="oom"), row(64, "flash", status="unavailable"), row(64, "auto")]
+    rows[-1] = replace(rows[-1], ran="flash")
+    plot_ablation(rows, "a.png", title="title")
+    (figure,) = figures
+    time, memory, loss = figure.axes
+    assert [len(panel.patches) for panel in figure.axes] == [4, 4, 4]
+    assert [text.get_text() for text in memory.texts] == [" 0.0625", " out of memory", " unavailable", " 0.0625"]
+    assert [text.get_text() for text in loss.texts][0] == " 3"
+    assert [label.get_text() for label in time.get_yticklabels()] == ["sdpa", "standard", "flash", "auto: flash"]
+    assert figure.get_suptitle() == "title, seq_len=64"
+
+
+@pytest.mark.parametrize(("memory_of", "fitted"), [("process", False), ("device", True)])
+def test_no_exponent_of_a_whole_process(figures, memory_of, fitted):
+    plot_ablation([row(64), row(128)], "a.png", memory_of=memory_of)
+    time, memory, _ = (panel.get_legend().get_texts()[0].get_text() for panel in figures[0].axes)
+    assert "propto" in time and ("propto" in memory) == fitted
 
 
 def test_nothing_is_drawn_where_nothing_ran(tmp_path):

@@ -39,12 +39,34 @@ def test_nothing_fits():
 
 
 def test_tables_and_pictures(tmp_path):
+    limit, nothing = 1 << 20, Longest(0, None, ())
     rows = [
-        Row("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True),
-        Row("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, "out of memory"),
-        Row("flash", "checkpoint", Longest(262144, None, ((262144, True),)), 300000, 70.0, False),
+        Row("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True, limit),
+        Row("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, limit, "oom", "out of memory at 64"),
+        Row("flash", "checkpoint", Longest(262144, None, ((262144, True),)), 300000, 70.0, False, limit),
+        Row("sdpa", "none", Longest(limit, None, ((limit, True),)), limit, 70.0, False, limit),
+        *(Row("hopper", m, nothing, None, None, False, limit, "unavailable", "no GPU") for m in ("none", "selective")),
+        Row("triton", "none", nothing, 640, None, False, limit, "failed", "the trial at 640 tokens: a bug"),
     ]
     text = markdown(rows, "title")
-    assert "| 65,536 | 139.2 |" in text and "| out of memory | – |" in text and "≥ 262,144" in text
+    assert text.splitlines()[2:-6] == [
+        "| attention | memory | longest row (tokens) | peak (GiB) | predicted (tokens) | trials |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| flash | none | 65,536 | 139.2 | 66,000 | 2 |",
+        "| standard | none | nothing fitted | – | 9,000 | 1 |",
+        "| flash | checkpoint | ≥ 262,144 | 70.0 | 300,000 | 1 |",
+        "| sdpa | none | ≥ 1,048,576 (the limit) | 70.0 | ≥ 1,048,576 | 1 |",
+        "| hopper | none | unavailable | – | – | 0 |",
+        "| hopper | selective | unavailable | – | – | 0 |",
+        "| triton | none | failed | – | 640 | 0 |",
+    ]
+    assert text.splitlines()[-5:] == [
+        "(the limit): no longer row was tried; find_max.limit=… allows it.",
+        "",
+        "- attention=standard, memory=none: nothing fitted: out of memory at 64",
+        "- attention=hopper, memory=none, selective: unavailable: no GPU",
+        "- attention=triton, memory=none: failed: the trial at 640 tokens: a bug",
+    ]
+    assert "(the limit)" not in markdown(rows[:3], "title")
     assert plot_longest(rows, tmp_path / "one.png", "title").stat().st_size > 5000
     plot_longest(rows[:1], tmp_path / "two.png", "title")
