@@ -85,7 +85,7 @@ def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that a run can have: of a CUDA device what is free, on a CPU what the machine or container has."""
+    """Bytes that a run can have: of a CUDA device what is free, on a CPU what the machine has; else None."""
     if device.type == "cpu":
         return capacity(device)
     if device.type != "cuda":

@@ -111,7 +111,7 @@ def profile_memory(config: DictConfig) -> None:
     from flash_train.cli.build import build
     from flash_train.cli.failures import known_failures
     from flash_train.cli.memory_files import write_memory
-    from flash_train.cli.predict import check_memory, step_before_run, step_of
+    from flash_train.cli.predict import check_memory, step_before_run
     from flash_train.cli.report import announce, finish
     from flash_train.cli.train import quieten
     from flash_train.training.callbacks import MemorySnapshot
@@ -120,11 +120,11 @@ def profile_memory(config: DictConfig) -> None:
     run_dir = Path(config.run_dir)
     recorded: list[RecordedStep] = []
     with known_failures(config) as under_way:
-        check_memory(config, *step_before_run(config))
+        step, device = step_before_run(config)
+        check_memory(config, step, device)
         parts = build(config, run_dir)
         announce(parts.attention, parts.data.info)
         only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
-        step = step_of(config, parts.module.model.config, parts.attention[0], parts.device)
         under_way.begin(step, parts, run_dir)
         parts.trainer.fit(parts.module, datamodule=parts.data)
     if not recorded:
