@@ -29,6 +29,7 @@ from triton.errors import TritonError
 from flash_train.attention.functional import _operands
 from flash_train.attention.kernels import arguments, launch, launch_decode
 from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.hopper import tiles as hopper_tiles
 from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, decode_tile, tiles_for, variant_of
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
 from flash_train.attention.spec import AttentionSpec
@@ -185,18 +186,18 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
     q, k, lse = variant.tensors()
     call, counter = variant.call(q, k), torch.zeros(1, dtype=torch.int32)
     yield "forward", None, hopper.forward_launch(q, k, k, q, lse, counter, call)
-    long = hopper.forward_tile(block_d(variant.head_dim), hopper.LONG_ROWS, call)
-    if long != hopper.forward_tile(block_d(variant.head_dim), LENGTH, call):
+    long = hopper_tiles.forward_tile(block_d(variant.head_dim), hopper_tiles.LONG_ROWS, call)
+    if long != hopper_tiles.forward_tile(block_d(variant.head_dim), LENGTH, call):
         yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
-    if variant.head_dim in hopper.BACKWARD:
-        sums = hopper.make_sums(q, call)
-        yield "prepare", None, hopper.prepare_launch(q, q, lse, lse, sums, call)
+    sums = hopper.make_sums(q, call)
+    yield "prepare", None, hopper.prepare_launch(q, q, lse, lse, sums, call)
+    if block_d(variant.head_dim) in hopper_tiles.BACKWARD:
         yield "backward", None, hopper.backward_launch(q, k, k, q, sums, k, k, call)
         yield "finish", None, hopper.finish_launch(sums, q, call)
-        dslope = None if call.alibi_slopes is None else lse
-        alone = hopper.make_sums(q, call, with_dq=False)
-        yield "dkdv", None, hopper.backward_launch(q, k, k, q, alone, k, k, call)
-        yield "dq", None, hopper.dq_launch(q, k, k, q, alone, q, dslope, call)
+    dslope = None if call.alibi_slopes is None else lse
+    alone = hopper.make_sums(q, call, with_dq=False)
+    yield "dkdv", None, hopper.backward_launch(q, k, k, q, alone, k, k, call)
+    yield "dq", None, hopper.dq_launch(q, k, k, q, alone, q, dslope, call)
 
 
 def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:

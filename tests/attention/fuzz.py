@@ -60,11 +60,11 @@ def judge(subject: Subject, number: int) -> str:
     with contextlib.ExitStack() as stack:
         if subject.backend == "hopper":  # calls of any length by the tiles of long ones, too
             from flash_train.attention.kernels import planned
-            from flash_train.attention.kernels.hopper import launch
+            from flash_train.attention.kernels.hopper import tiles
 
             planned._plans.clear()  # which are made with the tiles of before
-            long = 0 if number // PER_VARIANT[subject.device] % 2 else launch.LONG_ROWS
-            stack.enter_context(mock.patch.object(launch, "LONG_ROWS", long))
+            long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_ROWS
+            stack.enter_context(mock.patch.object(tiles, "LONG_ROWS", long))
         if subject.backend == "hopper" and subject.device == "cpu":
             from tests.attention.emulated import hopper_on_cpu
 

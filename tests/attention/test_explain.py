@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flash_train.attention import AttentionSpec, Causal, RngState, attention, explain
+from flash_train.attention import AttentionSpec, BlockSparse, Causal, RngState, attention, explain
 
 x = torch.zeros(1, 32, 2, 64)
 
@@ -41,14 +41,15 @@ def test_which_kernels():
         ):
             return explain(*tensors, **options)
 
-    wide = torch.zeros(1, 32, 2, 256, dtype=torch.bfloat16)
-    narrow = wide[..., :64]
+    narrow = torch.zeros(1, 32, 2, 64, dtype=torch.bfloat16)
+    per_head = AttentionSpec(BlockSparse(torch.ones(2, 1, 1, dtype=torch.bool)))
     spec = AttentionSpec(Causal(), dropout=0.1)
     assert on_hopper(narrow, narrow, narrow, spec, rng=RngState(1)) == (
         "flash: forward by Hopper's kernels, backward by Hopper's kernels"
     )
-    assert on_hopper(wide, wide, wide) == (
-        "flash: forward by Hopper's kernels, backward by the portable ones (head_dim 256 is more than 128)"
+    assert on_hopper(narrow, narrow[:, :, :1], narrow[:, :, :1], per_head) == (
+        "flash: forward by Hopper's kernels, backward by the portable ones "
+        "(heads that share keys have block patterns of their own)"
     )
     assert "forward by the portable ones (dtype torch.float32 is neither" in on_hopper(x, x, x)
     assert on_hopper(narrow, narrow, narrow, asked="triton").startswith("triton: forward by the portable ones (they w")

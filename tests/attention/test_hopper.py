@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_func
-from flash_train.attention.kernels.hopper import launch
+from flash_train.attention.kernels.hopper import launch, tiles
 from flash_train.attention.masks import Full, Window
 from tests.attention.cases import BY_NAME, CASES
 from tests.attention.contract import Case, build, run
@@ -58,28 +58,31 @@ WIDE = [
     ),
     Case("blocks-of-256-64", same(600), head_dim=64, heads=4, terms=(Blocks((256, 128), 0.5),)),
     Case("causal-256", same(150), head_dim=256, dropout=0.1),
+    Case("softcap-256", ((90, 150),), head_dim=200, heads=4, kv_heads=2, band=Full(), softcap=3.0, slopes="heads"),
+    Case("packed-256", ((70, 130), (0, 0), (129, 129)), head_dim=256, packed=True, tail=(9, 9), strided=True),
 ]
 
 
 OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
 
 
-ALONE = [*OURS[:3], "hopper_backward_dq"]  #: where dQ has a kernel of its own
+def kernels_of(case, repeatable=False):
+    """Those that a call runs: dQ has a kernel of its own for wide heads, and where it must."""
+    if case.head_dim > 128:
+        return [*OURS[:2], "hopper_backward_wide", "hopper_backward_dq"]
+    return [*OURS[:3], "hopper_backward_dq"] if repeatable or (case.slopes and case.learns) else OURS
 
 
-def check(case, kernels=OURS, seed=0, **options):
+def check(case, seed=0, repeatable=False, **options):
     with hopper_on_cpu(seed, **options) as ran:
         errors = run(case, "hopper", "cpu")
     assert all(e.ok for e in errors), errors
-    assert ran == kernels * (case.layout.rows(0) > 0)
-
-
-PORTABLE = ["hopper_forward", "attention_backward_rows", "attention_backward_dkdv", "attention_backward_dq"]
+    assert ran == kernels_of(case, repeatable) * (case.layout.rows(0) > 0)
 
 
 @pytest.mark.parametrize("case", ONE_TILE, ids=str)
 def test_contract(case):
-    check(replace(case, dtype=torch.bfloat16), ALONE if case.slopes and case.learns else OURS)
+    check(replace(case, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["gqa", "packed-cross", "softcap", "alibi-fixed", "dropout", "tree"])
@@ -91,13 +94,12 @@ def test_contract_in_fp16(name):
 def test_more_than_a_tile(case, monkeypatch):
     """Also with one head at a time in the cache, so that groups of heads follow one another."""
     case = replace(case, dtype=torch.bfloat16)
-    kernels = PORTABLE if case.head_dim > 128 else OURS
-    check(case, kernels)
+    check(case)
     monkeypatch.setattr(launch, "CACHE_BYTES", 1)
-    check(case, kernels, seed=1, programs=5)
+    check(case, seed=1, programs=5)
 
 
-@pytest.mark.parametrize("case", [*WIDE[:-1], BY_NAME["gqa"], BY_NAME["everything"]], ids=str)
+@pytest.mark.parametrize("case", [*WIDE, BY_NAME["gqa"], BY_NAME["everything"]], ids=str)
 def test_repeatable_gradients(case):
     """As ``torch.use_deterministic_algorithms`` wants them: dQ in a kernel of its own."""
     if case.name == "everything":
@@ -105,7 +107,7 @@ def test_repeatable_gradients(case):
         case = replace(case, lengths=same(150, 150))
     torch.use_deterministic_algorithms(True)
     try:
-        check(replace(case, dtype=torch.bfloat16), ALONE)
+        check(replace(case, dtype=torch.bfloat16), repeatable=True)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -113,7 +115,7 @@ def test_repeatable_gradients(case):
 @pytest.mark.parametrize("tile", [(3, 128, 2, 3), (3, 64, 1, 2), (2, 64, 2, 4, False)], ids=str)
 def test_other_tiles(tile, monkeypatch):
     """Three consumers, and consumers that take no turns."""
-    monkeypatch.setitem(launch.FORWARD, 64, launch.ForwardTile(*tile))
+    monkeypatch.setitem(tiles.FORWARD, 64, tiles.ForwardTile(*tile))
     check(replace(WIDE[0], dtype=torch.bfloat16))
     check(replace(WIDE[3], dtype=torch.bfloat16), seed=1)
 
@@ -121,7 +123,7 @@ def test_other_tiles(tile, monkeypatch):
 @pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
 def test_long_calls(case, monkeypatch):
     """By the tiles that narrow heads get where there are many rows."""
-    monkeypatch.setattr(launch, "LONG_ROWS", 0)
+    monkeypatch.setattr(tiles, "LONG_ROWS", 0)
     check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
 
 

@@ -86,7 +86,7 @@ def test_gradients_again(head_dim):
         assert (dq - first[0]).abs().max() <= 2**-8 * first[0].abs().max()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_repeatable_gradients(head_dim):
     leaves, spec, rng = tensors(1500, head_dim), AttentionSpec(Causal(), dropout=0.1), RngState(1)
     out = attention(*leaves, spec, rng=rng, backend="hopper")

@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_train.attention.kernels.device.mask import count_edges, edge_block, query_visits, visible
+from flash_train.attention.kernels.device.mask import query_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
 from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
-from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row
+from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row, query_tile, step_needs_mask
 
 BLOCK_N = gl.constexpr(128)
 DS_STAGES = gl.constexpr(2)
@@ -84,10 +84,10 @@ def hopper_backward(
                 cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
                 GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
             )),
-            (_load, (
+            (load_walk, (
                 q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
                 cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
-                GROUP, BLOCK_M, STAGES,
+                GROUP, BLOCK_M, BLOCK_N, STAGES,
             )),
             (_write, (
                 dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
@@ -100,11 +100,12 @@ def hopper_backward(
 
 
 @gluon.jit
-def _load(
+def load_walk(
     q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
     cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """A task's keys and values, and every step's queries with their log-sum-exp, and dout with delta."""
     PACKED: gl.constexpr = cu_q is not None
     seq, kv_head, start_n, live = find_task(
         gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
@@ -119,7 +120,7 @@ def _load(
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         first = padded_row(seq, cu_q, seqlen_q)
         for i in range(0, GROUP * (visits.stop - visits.first)):
-            head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+            head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
             where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
             row = [head * padded + first + start_m]
             stage = i % STAGES
@@ -148,7 +149,7 @@ def _write(
             visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
             first = padded_row(seq, cu_q, seqlen_q)
             for i in range(0, GROUP * (visits.stop - visits.first)):
-                head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
                 for w in gl.static_range(2):
                     row = first + start_m + (64 * w if BLOCK_M == 128 else 0)
                     column = 0 if BLOCK_M == 128 else w * dq_columns(BLOCK_M, HEAD_DIM)
@@ -203,7 +204,7 @@ def _consume(
                 k_own, _transposed(q_ring, 0, BLOCK_M, HEAD_DIM, STAGES), zero, use_acc=False, is_async=True
             )
             for i in range(0, steps):
-                head, start_m = _place(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
                 head = head.to(gl.int64)
                 # Always 0. Addresses that depend on a step are computed in it: those that do not take registers.
                 none = i >> 30
@@ -225,7 +226,7 @@ def _consume(
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
                 s = logits(product, score, load_slope(score, seq, head), distance, False)
                 p = gl.exp2(s * score.factor - lse_row[None, :])
-                if _needs_mask(visits, i, GROUP) | partial:
+                if step_needs_mask(visits, i, GROUP) | partial:
                     p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
                 kept = p.to(dtype)
                 if dropout.state is not None:
@@ -312,29 +313,3 @@ def _rows_of(tile, i, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def _transposed(q_ring, i, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
     return q_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
-
-
-@gluon.jit
-def _place(visits, mask, kv_head, i, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Head and first query of step i: the blocks of each head of the group, those that need the mask first."""
-    g, j = _step(visits, i, GROUP)
-    edges = count_edges(visits)
-    block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
-    if mask.tiles is not None:
-        block = gl.load(visits.list + block)
-    return kv_head * GROUP + g, block * BLOCK_M
-
-
-@gluon.jit
-def _needs_mask(visits, i, GROUP: gl.constexpr):
-    _, j = _step(visits, i, GROUP)
-    return j < count_edges(visits)
-
-
-@gluon.jit
-def _step(visits, i, GROUP: gl.constexpr):
-    if GROUP == 1:
-        g, j = i * 0, i
-    else:
-        g, j = i // (visits.stop - visits.first), i % (visits.stop - visits.first)
-    return g, j

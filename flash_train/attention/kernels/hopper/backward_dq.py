@@ -1,6 +1,6 @@
 """dQ by itself, for Hopper: a tile of queries is one program's, so that gradients are bitwise the same at every run.
 
-A loader and two consumers of 64 queries, like the forward: dS of a block enters dQ while those of the next are made.
+A loader and two consumers of 64 queries, like the forward: a block enters dQ while the next logits are computed.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,15 @@ from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep_wide
 from flash_train.attention.kernels.hopper.forward import start_of_block
-from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
+from flash_train.attention.kernels.hopper.ring import (
+    make_barriers,
+    make_ring,
+    once,
+    release,
+    rows_of,
+    wait_empty,
+    wait_full,
+)
 from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row
 
 BLOCK_M = gl.constexpr(128)
@@ -28,7 +36,8 @@ BLOCK_M = gl.constexpr(128)
 def hopper_backward_dq(
     q, k, v, dout, lse2_ptr, delta_ptr, dq, dslope, cu_q, cu_k, mask, score, dropout, grad_scale, keep_rate,
     n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout and dq are descriptors of tiles [64, HEAD_DIM], k and v of [BLOCK_N, HEAD_DIM]; lse2 and delta are those
     of ``rows``. ``dslope``, where it is not None, takes each row's part of the gradient of its ALiBi slope. Grid: a
@@ -36,26 +45,26 @@ def hopper_backward_dq(
     q_tiles = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     do_tiles = gl.allocate_shared_memory(dout.dtype, [2] + dout.block_shape, dout.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
     queries = make_barriers(1, 1)
     k_ring = make_ring(k_tiles, STAGES, 2)
-    v_ring = make_ring(v_tiles, STAGES, 2)
+    v_ring = make_ring(v_tiles, V_STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, score,
                 dropout, grad_scale, keep_rate, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-                BLOCK_N, HEAD_DIM, STAGES, 0,
+                BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 0,
             )),
             (_consume, (
                 dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, score,
                 dropout, grad_scale, keep_rate, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-                BLOCK_N, HEAD_DIM, STAGES, 1,
+                BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 1,
             )),
             (_load, (
                 q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q,
-                seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, STAGES,
+                seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, STAGES, V_STAGES,
             )),
         ],
         [4, 1], [240, 24],
@@ -65,7 +74,7 @@ def hopper_backward_dq(
 @gluon.jit
 def _load(
     q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads,
-    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_q is not None
     seq, head, start_m, live = find_task(
@@ -87,7 +96,8 @@ def _load(
             wait_empty(k_ring, i, STAGES)
             mbarrier.expect(k_ring.full.index(stage), k.block_type.nbytes)
             tma.async_copy_global_to_shared(k, where, k_ring.full.index(stage), k_ring.tiles.index(stage))
-            wait_empty(v_ring, i, STAGES)
+            wait_empty(v_ring, i, V_STAGES)
+            stage = i % V_STAGES
             mbarrier.expect(v_ring.full.index(stage), v.block_type.nbytes)
             tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
 
@@ -96,7 +106,7 @@ def _load(
 def _consume(
     dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, score, dropout,
     grad_scale, keep_rate, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dQ of the W-th 64 queries."""
     PACKED: gl.constexpr = cu_q is not None
@@ -119,60 +129,60 @@ def _consume(
         first_m = start_m + 64 * W
         rows = first_m + gl.arange(0, 64, ROWS)
         offs_m = rows[:, None]
-        own = head64 * padded + padded_row(seq, cu_q, seqlen_q) + rows
-        lse2, delta = gl.load(lse2_ptr + own), gl.load(delta_ptr + own)
+        at_rows = head64 * padded + padded_row(seq, cu_q, seqlen_q) + rows
+        lse2, delta = gl.load(lse2_ptr + at_rows), gl.load(delta_ptr + at_rows)
         q_tile = q_tiles.index(W).reshape([64, HEAD_DIM])
-        do_tile = do_tiles.index(W).reshape([64, HEAD_DIM])
         acc = gl.zeros([64, HEAD_DIM], gl.float32, D)
         slope_part = gl.zeros([64], gl.float32, ROWS)
-        ds = gl.zeros([64, BLOCK_N], gl.float32, S)
         zero = gl.zeros([64, BLOCK_N], gl.float32, S)
 
         mbarrier.wait(queries.index(0), 0)
-        for i in range(0, steps):
-            stage = i % STAGES
-            k_tile = k_ring.tiles.index(stage).reshape([BLOCK_N, HEAD_DIM])
-            v_tile = v_ring.tiles.index(stage).reshape([BLOCK_N, HEAD_DIM])
-            ds16 = gl.convert_layout(ds.to(dtype), A)
-            wait_full(k_ring, i, STAGES)
-            s_next = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            wait_full(v_ring, i, STAGES)
-            dp_next = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            # dS of the block before; of the first, which has none, 0 times its own keys
-            last = gl.maximum(i - 1, 0)
-            k_last = k_ring.tiles.index(last % STAGES).reshape([BLOCK_N, HEAD_DIM])
-            acc_next = warpgroup_mma(ds16, k_last, acc, is_async=True)
-            start_n = start_of_block(visits, mask, seq, i, BLOCK_N)
-            if dropout.state is not None:  # drawn while the matrix unit works
-                even, odd = draw(dropout, key0, key1, seq.index, head64, first_m, start_n, places, BLOCK_N, False)
-                wait_full(k_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
-            product = warpgroup_mma_wait(2, deps=[s_next])
-            offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
-            distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
-            s = logits(product, score, slope, distance, False)
-            p = gl.exp2(s * score.factor - lse2[:, None])
-            if i < count_edges(visits):
-                p = gl.where(visible(mask, seq, head64, once(offs_m), offs_n), p, 0.0)
-            wait_full(v_ring, i, STAGES)  # as above
-            dp = warpgroup_mma_wait(1, deps=[dp_next])
-            release(v_ring, i, STAGES)
-            if dropout.state is not None:
-                dp = keep_wide(dp, even, odd, S, BLOCK_N, False)
-            ds = p * (dp - delta[:, None])
-            if dslope is not None:
-                slope_part -= gl.sum(ds * distance.to(gl.float32), 1)
-            if score.softcap is not None:
-                ds *= capped_slope(product, score, False)
-            wait_full(v_ring, i, STAGES)  # as above
-            acc = warpgroup_mma_wait(0, deps=[acc_next])
-            if i > 0:
-                release(k_ring, i - 1, STAGES)
         if steps > 0:
-            k_tile = k_ring.tiles.index((steps - 1) % STAGES).reshape([BLOCK_N, HEAD_DIM])
-            acc_next = warpgroup_mma(gl.convert_layout(ds.to(dtype), A), k_tile, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            wait_full(k_ring, 0, STAGES)
+            s_next = warpgroup_mma(
+                q_tile, rows_of(k_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            for i in range(0, steps):
+                own = W + (i >> 30)  # always W, of which the compiler keeps no addresses: see the README
+                q_tile = q_tiles.index(own).reshape([64, HEAD_DIM])
+                do_tile = do_tiles.index(own).reshape([64, HEAD_DIM])
+                start_n = start_of_block(visits, mask, seq, i, BLOCK_N)
+                if dropout.state is not None:  # drawn while the matrix unit works
+                    even, odd = draw(dropout, key0, key1, seq.index, head64, first_m, start_n, places, BLOCK_N, False)
+                    wait_full(k_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
+                product = warpgroup_mma_wait(0, deps=[s_next])
+                wait_full(v_ring, i, V_STAGES)
+                dp_next = warpgroup_mma(
+                    do_tile, rows_of(v_ring, i, V_STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
+                distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
+                s = logits(product, score, slope, distance, False)
+                p = gl.exp2(s * score.factor - lse2[:, None])
+                if i < count_edges(visits):
+                    p = gl.where(visible(mask, seq, head64, once(offs_m), offs_n), p, 0.0)
+                wait_full(v_ring, i, V_STAGES)  # as above
+                dp = warpgroup_mma_wait(0, deps=[dp_next])
+                release(v_ring, i, V_STAGES)
+                if dropout.state is not None:
+                    dp = keep_wide(dp, even, odd, S, BLOCK_N, False)
+                ds = p * (dp - delta[:, None])
+                if dslope is not None:
+                    slope_part -= gl.sum(ds * distance.to(gl.float32), 1)
+                if score.softcap is not None:
+                    ds *= capped_slope(product, score, False)
+                ds16 = gl.convert_layout(ds.to(dtype), A)
+                acc_next = warpgroup_mma(ds16, rows_of(k_ring, i, STAGES), acc, is_async=True)
+                # The next logits; after the last block, of what is there, for nothing.
+                mbarrier.wait(k_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
+                s_next = warpgroup_mma(
+                    q_tile, rows_of(k_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                acc = warpgroup_mma_wait(1, deps=[acc_next])
+                release(k_ring, i, STAGES)
+            warpgroup_mma_wait(0, deps=[s_next])
 
-        q_tile.store((acc * grad_scale).to(dtype))
+        q_tiles.index(W).reshape([64, HEAD_DIM]).store((acc * grad_scale).to(dtype))
         fence_async_shared()
         where = at(seq, head, first_m, seq.q_row, seq.len_q, PACKED)
         tma.async_copy_shared_to_global(dq, where, q_tiles.index(W))

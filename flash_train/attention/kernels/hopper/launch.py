@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,38 +23,16 @@ from flash_train.attention.kernels.arguments import (
 )
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
+from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_wide
 from flash_train.attention.kernels.hopper.descriptors import describable, describe, describe_rows, describe_sum
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
+from flash_train.attention.kernels.hopper.tiles import BACKWARD, WIDE, ForwardTile, backward_tile, dq_tile, forward_tile
 from flash_train.attention.kernels.launch import lengths_of, lse_shape, sink_gradient, slope_gradient, slots_of
 from flash_train.attention.kernels.planned import Form, form_of, launch_all
 from flash_train.attention.kernels.tiles import Tile, block_d, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
-
-
-@dataclass(frozen=True)
-class ForwardTile:
-    """Consumers of 64 queries each, keys per step, and stages of the rings of queries and of keys and values."""
-
-    consumers: int
-    block_n: int
-    q_stages: int
-    stages: int
-    pingpong: bool = True
-
-    @property
-    def portable(self) -> Tile:
-        """The same sizes, as the masks' lists of tiles want them."""
-        return Tile(64 * self.consumers, self.block_n, 4, self.stages)
-
-
-#: by columns of a tile
-FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
-LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and many rows: no consumer keeps the processor busy by itself
-LONG_ROWS = 8192
-BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2)}
-NARROW = Tile(64, 128, 4, 2)  #: where dropout, a softcap or terms take registers, too
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -86,12 +64,12 @@ def backward(
     """As ``kernels.launch.backward``, where ``backward_unavailable`` has no reason.
 
     Five products a pair, with dQ summed in any order. Where that must not be (``torch.use_deterministic_algorithms``),
-    and for the gradient of slopes, dQ has a kernel of its own, and two products more.
+    for the gradient of slopes, and where head_dim is more than 128, dQ has a kernel of its own, and two products more.
     """
     dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    alone = needs_slopes or torch.are_deterministic_algorithms_enabled()
+    alone = block_d(q.shape[-1]) not in BACKWARD or needs_slopes or torch.are_deterministic_algorithms_enabled()
     dslope = torch.zeros_like(lse) if needs_slopes else None
     sums = make_sums(q, call, with_dq=not alone)
     with on_device(q):
@@ -165,8 +143,6 @@ def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | N
     reason = unavailable(q, k, v, call)
     if reason is not None:
         return reason
-    if block_d(q.shape[-1]) not in BACKWARD:
-        return f"head_dim {q.shape[-1]} is more than 128"
     if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
         return "heads that share keys have block patterns of their own"
     if q.shape[-2] * PAD * slots_of(q, call.cu_seqlens_q, PAD) >= 2**31:
@@ -218,15 +194,6 @@ def forward_launch(
     }
     tasks = _tasks(q, call.cu_seqlens_q, 64 * tile.consumers)
     return Launch(hopper_forward, (min(tasks, processors(q.device)),), arguments, constants)
-
-
-def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
-    tile = FORWARD[columns]
-    if call.has_terms:  # numbers of their own for every pair
-        return replace(tile, block_n=64)
-    # what draws or biases wants registers, and lists of blocks have no blocks of 192 queries
-    plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
-    return LONG if columns == 64 and rows >= LONG_ROWS and plain else tile
 
 
 @dataclass(frozen=True)
@@ -282,8 +249,9 @@ def backward_launch(
     tile: Tile | None = None,
 ) -> Launch:
     columns = block_d(q.shape[-1])
-    if tile is None:
-        tile = NARROW if call.rng is not None or call.softcap or call.has_terms else BACKWARD[columns]
+    if columns not in BACKWARD:
+        return _wide_launch(q, k, v, dout, sums, dk, dv, call)
+    tile = tile or backward_tile(columns, call)
     group = q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
@@ -308,6 +276,31 @@ def backward_launch(
     return Launch(hopper_backward, (_tasks(k, call.cu_seqlens_k, 128),), arguments, constants)
 
 
+def _wide_launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: Sums, dk: Tensor, dv: Tensor, call: Call
+) -> Launch:
+    columns, group = block_d(q.shape[-1]), q.shape[-2] // k.shape[-2]
+    entries, rows_q, rows_k = lengths_of(q, k, call)
+    arguments = (
+        describe(q, WIDE.block_m, columns), describe(k, WIDE.block_n, columns), describe(v, WIDE.block_n, columns),
+        describe(dout, WIDE.block_m, columns), describe_rows(sums.lse2, WIDE.block_m),
+        describe_rows(sums.delta, WIDE.block_m), describe(dk, WIDE.block_n, columns),
+        describe(dv, WIDE.block_n, columns), call.cu_seqlens_q, call.cu_seqlens_k,
+        mask_rule(call, WIDE, walks_keys=False), score_arguments(call), dropout_arguments(call),
+        call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
+        sums.padded,
+    )  # fmt: skip
+    constants = {
+        "GROUP": group,
+        "BLOCK_M": WIDE.block_m,
+        "HEAD_DIM": columns,
+        "STAGES": WIDE.num_stages,
+        "num_warps": 4,
+        "maxnreg": 168,
+    }
+    return Launch(hopper_backward_wide, (_tasks(k, call.cu_seqlens_k, WIDE.block_n),), arguments, constants)
+
+
 def dq_launch(
     q: Tensor,
     k: Tensor,
@@ -318,14 +311,15 @@ def dq_launch(
     dslope: Tensor | None,
     call: Call,
 ) -> Launch:
-    columns, tile = block_d(q.shape[-1]), Tile(128, 64, 4, 4)
+    columns = block_d(q.shape[-1])
+    tile = dq_tile(columns, call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k,
-        mask_rule(call, tile, walks_keys=True), score_arguments(call), dropout_arguments(call),
+        mask_rule(call, tile.portable, walks_keys=True), score_arguments(call), dropout_arguments(call),
         call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
         sums.padded,
     )  # fmt: skip
@@ -333,11 +327,12 @@ def dq_launch(
         "GROUP": group,
         "BLOCK_N": tile.block_n,
         "HEAD_DIM": columns,
-        "STAGES": tile.num_stages,
+        "STAGES": tile.stages,
+        "V_STAGES": tile.v_stages,
         "num_warps": 4,
         "maxnreg": 168,
     }
-    return Launch(hopper_backward_dq, (_tasks(q, call.cu_seqlens_q, tile.block_m),), arguments, constants)
+    return Launch(hopper_backward_dq, (_tasks(q, call.cu_seqlens_q, tile.portable.block_m),), arguments, constants)
 
 
 def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:

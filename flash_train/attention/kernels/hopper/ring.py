@@ -38,6 +38,13 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def rows_of(ring, i, STAGES: gl.constexpr):
+    """Step i's tile, without the dimensions of one."""
+    tile = ring.tiles.index(i % STAGES)
+    return tile.reshape([tile.shape[-2], tile.shape[-1]])
+
+
+@gluon.jit
 def wait_full(ring, i, STAGES: gl.constexpr):
     """Wait until step i's stage is filled."""
     mbarrier.wait(ring.full.index(i % STAGES), (i // STAGES) & 1)

@@ -112,6 +112,32 @@ def start_of_block(visits, mask, seq, j, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def query_tile(visits, mask, kv_head, i, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Head and first query of a walk's step i: the blocks of each head of the group, those that need the mask first."""
+    g, j = _step(visits, i, GROUP)
+    edges = count_edges(visits)
+    block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
+    if mask.tiles is not None:
+        block = gl.load(visits.list + block)
+    return kv_head * GROUP + g, block * BLOCK_M
+
+
+@gluon.jit
+def step_needs_mask(visits, i, GROUP: gl.constexpr):
+    _, j = _step(visits, i, GROUP)
+    return j < count_edges(visits)
+
+
+@gluon.jit
+def _step(visits, i, GROUP: gl.constexpr):
+    if GROUP == 1:
+        g, j = i * 0, i
+    else:
+        g, j = i // (visits.stop - visits.first), i % (visits.stop - visits.first)
+    return g, j
+
+
+@gluon.jit
 def padded_row(seq, cu_q, seqlen_q):
     """The entry's first row of those of ``rows``."""
     if cu_q is None:

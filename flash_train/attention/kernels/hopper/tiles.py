@@ -1,0 +1,67 @@
+"""Which tiles Hopper's kernels take: tables, and the choice of a call among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flash_train.attention.kernels.arguments import Call
+from flash_train.attention.kernels.tiles import Tile
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Consumers of 64 queries each, keys per step, and stages of the rings of queries and of keys and values."""
+
+    consumers: int
+    block_n: int
+    q_stages: int
+    stages: int
+    pingpong: bool = True
+
+    @property
+    def portable(self) -> Tile:
+        """The same sizes, as the masks' lists of tiles want them."""
+        return Tile(64 * self.consumers, self.block_n, 4, self.stages)
+
+
+@dataclass(frozen=True)
+class DQTile:
+    """Keys per step, and stages of the rings of keys and of values; queries are always 128."""
+
+    block_n: int
+    stages: int
+    v_stages: int
+
+    @property
+    def portable(self) -> Tile:
+        return Tile(128, self.block_n, 4, self.stages)
+
+
+#: by columns of a tile
+FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
+LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and many rows: no consumer keeps the processor busy by itself
+LONG_ROWS = 8192
+BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2)}
+NARROW = Tile(64, 128, 4, 2)  #: where dropout, a softcap or terms take registers, too
+WIDE = Tile(64, 64, 4, 2)  #: for 256 columns, whose dQ always has a kernel of its own
+DQ = {64: DQTile(64, 4, 4), 128: DQTile(64, 4, 4), 256: DQTile(64, 2, 1)}
+NARROW_DQ = DQTile(32, 4, 2)  #: for 256 columns, where a softcap, a bias or terms take registers, too
+
+
+def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
+    tile = FORWARD[columns]
+    if call.has_terms:  # numbers of their own for every pair
+        return replace(tile, block_n=64)
+    # what draws or biases wants registers, and lists of blocks have no blocks of 192 queries
+    plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
+    return LONG if columns == 64 and rows >= LONG_ROWS and plain else tile
+
+
+def backward_tile(columns: int, call: Call) -> Tile:
+    """Of queries and keys, for dK, dV and dQ together."""
+    return NARROW if call.rng is not None or call.softcap or call.has_terms else BACKWARD[columns]
+
+
+def dq_tile(columns: int, call: Call) -> DQTile:
+    biased = call.has_terms or bool(call.softcap) or call.alibi_slopes is not None
+    return NARROW_DQ if columns > 128 and biased else DQ[columns]
