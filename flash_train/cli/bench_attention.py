@@ -36,8 +36,9 @@ def measure_all(
     timer: Callable[[Callable[[], Any]], float],
     names: Sequence[str] = (),
 ) -> Records:
-    """Records of a case's implementations, or of those named, with ratios and what they were measured on."""
-    rows = [row for name in names or implementations(case) for row in measure(name, case, timer)]
+    """Records of a case's implementations, or of those of them that are named, with ratios and the surroundings."""
+    wanted = [name for name in implementations(case) if not names or name in names]
+    rows = [row for name in wanted for row in measure(name, case, timer)]
     add_ratios(rows)
     return [row | {key: environment[key] for key in SAME} for row in rows]
 
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         default=(),
         choices=IMPLEMENTATIONS,
-        help="these; without it, a case's usual ones",
+        help="of those that a case has, only these",
     )
     options = parser.parse_args(arguments)
     wanted = [case for case in cases() if options.only in case.name]

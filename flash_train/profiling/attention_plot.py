@@ -13,7 +13,8 @@ from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, save_fig
 
 #: label, color and mark of an implementation, in the order of the legend; marks differ, too, for prints in gray
 STYLES = {
-    "triton": ("this project", BLUE, "o"),
+    "hopper": ("this project", BLUE, "o"),
+    "triton": ("its portable kernels", "#56B4E9", "o"),
     "fa2": ("FlashAttention-2", ORANGE, "s"),
     "varlen_attn": ("varlen_attn", VERMILION, "v"),
     "cudnn": ("cuDNN", GREEN, "D"),
@@ -62,7 +63,7 @@ def _panel(panel: Axes, rates: dict[str, dict[tuple[str, str], float]], directio
     for name, (label, color, mark) in STYLES.items():
         points = {i: found[name, direction] for i, found in enumerate(rates.values()) if (name, direction) in found}
         if points:
-            size, order = (48, 3) if name == "triton" else (30, 2)
+            size, order = (48, 3) if name == next(iter(STYLES)) else (30, 2)
             panel.scatter(
                 list(points.values()), list(points), label=label, color=color, marker=mark, s=size, zorder=order
             )

@@ -8,6 +8,7 @@ import torch
 from flash_train.cli import bench_attention, benchmark
 from flash_train.cli.bench_attention import main, measure_all
 from flash_train.cli.benchmark import known_records
+from flash_train.profiling import attention_peers
 from flash_train.profiling.attention_cases import Case
 
 CASES = [Case(64, 2, 2, n, True) for n in (256, 512, 1024)]
@@ -92,12 +93,20 @@ def test_records_say_what_they_were_measured_on(monkeypatch):
     assert [records[0][f"ratio_to_{peer}"] for peer in ("fa2", "cudnn", "flex")] == [3.0, 1.5, 0.75]
     for row in records:
         assert HERE.items() <= row.items()
-    rates = iter([3.0, 1.0, 2.0])
-    records = measure_all(CASES[0], HERE, lambda call: next(rates), ["triton", "hopper", "cudnn"])
-    assert [(row["implementation"], row.get("ratio_to_cudnn")) for row in records[:2]] == [
-        ("triton", 1.5),
-        ("hopper", 0.5),
+    rates = iter([3.0, 2.0])
+    records = measure_all(CASES[0], HERE, lambda call: next(rates), ["cudnn", "triton", "varlen_attn"])
+    assert [(row["implementation"], row["ratio_to_cudnn"]) for row in records] == [("triton", 1.5), ("cudnn", 1.0)]
+
+
+def test_hoppers_kernels_are_asked_where_they_run(monkeypatch):
+    monkeypatch.setattr(attention_peers, "device_unavailable", lambda device: None)
+    assert [attention_peers.implementations(case)[:2] for case in CASES] == [("hopper", "triton")] * len(CASES)
+    rows = [
+        {"implementation": name, "direction": "forward", "tflops": rate}
+        for name, rate in (("hopper", 3.0), ("fa2", 2.0))
     ]
+    attention_peers.add_ratios(rows)
+    assert rows[0]["ratio_to_fa2"] == 1.5 and "ratio_to_hopper" not in rows[1]
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):
