@@ -26,7 +26,8 @@ from flash_train.profiling.memory_results import plot_memory_results
 ROOT = Path(__file__).parents[1]
 Records = list[dict[str, Any]]
 DIRECTIONS = ("forward", "backward")
-NAMES = {"triton": "this project", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
+OWN = {"hopper": "this project", "triton": "… portable"}  # the first where it was measured
+NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN"}
 MORE_NAMES = {"flex": "FlexAttention", "varlen_attn": "varlen_attn"}  # where they were measured
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
@@ -48,27 +49,28 @@ def training_table(records: Records) -> str:
 
 
 def attention_table(records: Records) -> str:
-    """A row per case: each implementation's rates, forward · backward, and our ratios to FlashAttention-2.
+    """A row per case: each implementation's rates, forward · backward, and our ratios to cuDNN.
 
     Sparse cases follow in a table of their own, in parts of the time without the pattern.
     """
     sparse = [record for record in records if record.get("density", 1) < 1]
     records = [record for record in records if record not in sparse]
-    names = NAMES | measured(MORE_NAMES, records)
+    names = own_names(records) | NAMES | measured(MORE_NAMES, records)
+    ours = next(iter(names))
     rows = []
     for case, found in by_case(records, "tflops").items():
         pairs = {name: [found.get((name, way)) for way in DIRECTIONS] for name in names}
-        theirs = pairs["fa2"] if any(pairs["fa2"]) else pairs.get("varlen_attn", pairs["fa2"])
-        ratios = [a / b if a and b else None for a, b in zip(pairs["triton"], theirs, strict=True)]
+        theirs = pairs["cudnn"] if any(pairs["cudnn"]) else pairs.get("varlen_attn", pairs["cudnn"])
+        ratios = [a / b if a and b else None for a, b in zip(pairs[ours], theirs, strict=True)]
         rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), joined(ratios, ".2f")))
-    ratio = "ratio to FlashAttention-2" + (" (packed: varlen_attn)" if "varlen_attn" in names else "")
+    ratio = "ratio to cuDNN" + (" (packed: varlen_attn)" if "varlen_attn" in names else "")
     dense = table(("case", *names.values(), ratio), rows)
     return dense + ("\n" + sparse_table(sparse) if sparse else "")
 
 
 def sparse_table(records: Records) -> str:
     """A row per case: the part of the blocks that is attended, and of the dense time that it takes."""
-    names = measured(NAMES | MORE_NAMES, records)
+    names = own_names(records) | measured(NAMES | MORE_NAMES, records)
     density = {record["case"]: record["density"] for record in records}
     rows = [
         (
@@ -80,6 +82,12 @@ def sparse_table(records: Records) -> str:
     ]
     labels = (f"{label}: time / dense" for label in names.values())
     return table(("case", "blocks attended", *labels), rows)
+
+
+def own_names(records: Records) -> dict[str, str]:
+    """Our kernels that have records; where there are none but the portable ones, they are "this project"."""
+    found = measured(OWN, records)
+    return found if len(found) > 1 else dict.fromkeys(found or ["triton"], OWN["hopper"])
 
 
 def measured(names: dict[str, str], records: Records) -> dict[str, str]:
@@ -141,12 +149,28 @@ def ablation_summary(records: Records) -> str:
 
 def ablation_details(records: Records) -> str:
     picture = "![Time, memory and loss against length, by attention](results/ablation.png)"
-    common = ablation.in_words(records[0]["versions"])
-    return f"{ablation.describe_all(ablation_rows(records), common)}\n{picture}\n"
+    common = [f"{most_steps(records)} steps", *records[0]["settings"], *ablation.in_words(records[0]["versions"])]
+    text = ablation.describe_all(ablation_rows(records), common)
+    if shorter := [record for record in records if record["steps"] < most_steps(records) and record["status"] == "ok"]:
+        cells = (f"attention={r['axes']['attention']} seq_len={r['axes']['seq_len']} ({r['steps']})" for r in shorter)
+        text += f"\nOf fewer steps, for the time they take, and so without losses: {', '.join(cells)}.\n"
+    return f"{text}\n{picture}\n"
 
 
 def ablation_rows(records: Records) -> list[ablation.Row]:
-    return [ablation.Row(r["axes"], r["status"], r["reason"], r["measured"], dict(r["losses"])) for r in records]
+    """The cells; those of fewer steps than others without their losses, which lie elsewhere on the curve."""
+    rows, most = [], most_steps(records)
+    for record in records:
+        measured, losses = dict(record["measured"]), dict(record["losses"])
+        if record["steps"] < most:
+            measured |= {"train_loss": None, "val_loss": None}
+            losses = {}
+        rows.append(ablation.Row(record["axes"], record["status"], record["reason"], measured, losses))
+    return rows
+
+
+def most_steps(records: Records) -> int:
+    return max(record["steps"] for record in records)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
@@ -175,7 +199,7 @@ def draw_find_max(source: Path, picture: Path) -> None:
 
 def draw_ablation(source: Path, picture: Path) -> None:
     records = records_of(source)
-    title = ablation.title(records[0]["device"], records[0]["steps"])
+    title = ablation.title(records[0]["device"], most_steps(records))
     memory_of, metadata = records[0]["peak_memory_of"], {"Source": fingerprint(source)}
     plot_ablation(ablation_rows(records), picture, title=title, memory_of=memory_of, metadata=metadata)
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+from omegaconf import DictConfig
+
 from flash_train.cli.cells import RECORD, Cell, Result, count
 from flash_train.cli.sweep import CELLS, Planned, Sweep
 from flash_train.profiling import read_column, write_text
@@ -63,10 +65,13 @@ def title_of(results: dict[Cell, Result]) -> str:
 
 def common_of(sweep: Sweep, results: dict[Cell, Result]) -> list[str]:
     """What every cell has beside its axes: data, seed, batch size; versions, by the first that ran."""
-    config = sweep.cells[0].config
-    settings = [f"data={config.data.corpus}", f"seed={config.seed}", f"batch_size={config.batch_size}"]
     found = [result.summary["versions"] for result in results.values() if result.status == "ok"]
-    return settings + (in_words(found[0]) if found else [])
+    return shared_settings(sweep.cells[0].config) + (in_words(found[0]) if found else [])
+
+
+def shared_settings(config: DictConfig) -> list[str]:
+    """What any cell's configuration says of all, beside axes and versions."""
+    return [f"data={config.data.corpus}", f"seed={config.seed}", f"batch_size={config.batch_size}"]
 
 
 def report(sweep: Sweep, results: dict[Cell, Result]) -> None:

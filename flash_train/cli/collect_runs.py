@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from omegaconf import DictConfig, OmegaConf
+
+from flash_train.cli.ablation_tables import shared_settings
 from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.profiling import read_column, write_json
 from flash_train.profiling.ablation import from_csv
@@ -42,7 +45,7 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:
-    """A record per cell: axes, status, measurements, losses; steps, device and versions are those of one that finished.
+    """A record per cell: axes, status, measurements, losses; the rest is that of one that finished.
 
     Raises:
         UsageError: none has.
@@ -50,11 +53,13 @@ def collect_ablation(run_dir: Path, commit: str | None) -> Records:
     losses = run_dir / LOSSES
     curves = losses.read_text(encoding="utf-8") if losses.is_file() else ""
     rows = from_csv((run_dir / ABLATION).read_text(encoding="utf-8"), curves)
-    summaries = [_summary(path.parent) for path in sorted(run_dir.glob("cells/*/summary.json"))]
-    finished = next((summary for summary in summaries if summary["status"] == "finished"), None)
+    cells = [(path.parent, _summary(path.parent)) for path in sorted(run_dir.glob("cells/*/summary.json"))]
+    finished = next(((cell, summary) for cell, summary in cells if summary["status"] == "finished"), None)
     if finished is None:
         raise UsageError(f"{run_dir}: no cell has finished; allowed: an ablation of which one has")
-    common = {key: finished[key] for key in ("device", "steps", "peak_memory_of", "versions")}
+    cell, summary = finished
+    common = {key: summary[key] for key in ("device", "steps", "peak_memory_of", "versions")}
+    common["settings"] = shared_settings(cast(DictConfig, OmegaConf.load(cell / "config.yaml")))
     if commit:
         common["versions"]["commit"] = commit
     return [

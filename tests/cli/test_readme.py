@@ -51,25 +51,29 @@ def test_attention(results):
     records = [
         {**CASE, "direction": "forward", "tflops": 400.4},
         {**CASE, "direction": "backward", "tflops": 333.3},
-        {**CASE, "implementation": "fa2", "direction": "forward", "tflops": 320.3},
-        {**CASE, "implementation": "fa2", "direction": "backward", "reason": "wrong result"},
+        {**CASE, "implementation": "cudnn", "direction": "forward", "tflops": 320.3},
+        {**CASE, "implementation": "cudnn", "direction": "backward", "reason": "wrong result"},
     ]
     filled = fill(marked("attention"), results("attention", records))
-    assert "| d128-h16-n2048-causal | 400 · 333 | 320 · – | – · – | 1.25 · – |\n" in filled
+    assert "| d128-h16-n2048-causal | 400 · 333 | – · – | 320 · – | 1.25 · – |\n" in filled
+    records.append({**CASE, "implementation": "hopper", "direction": "forward", "tflops": 640.6})
+    filled = fill(marked("attention"), results("attention", records))
+    assert "| case | this project | … portable | FlashAttention-2 | cuDNN | ratio to cuDNN |\n" in filled
+    assert "| d128-h16-n2048-causal | 641 · – | 400 · 333 | – · – | 320 · – | 2.00 · – |\n" in filled
 
 
 def test_more_peers_have_columns_where_they_were_measured(results):
     packed = {"case": "d128-h16-packed65536-causal", "dropout": 0.0}
     records = [
         {**CASE, "direction": "forward", "tflops": 400.0},
-        {**CASE, "implementation": "fa2", "direction": "forward", "tflops": 200.0},
+        {**CASE, "implementation": "cudnn", "direction": "forward", "tflops": 200.0},
         {**CASE, "implementation": "flex", "direction": "forward", "tflops": 300.0},
         {**packed, "implementation": "triton", "direction": "forward", "tflops": 330.0},
         {**packed, "implementation": "varlen_attn", "direction": "forward", "tflops": 300.0},
     ]
     filled = fill(marked("attention"), results("attention", records))
-    assert "| cuDNN | FlexAttention | varlen_attn | ratio to FlashAttention-2 (packed: varlen_attn) |\n" in filled
-    assert "| d128-h16-n2048-causal | 400 · – | 200 · – | – · – | 300 · – | – · – | 2.00 · – |\n" in filled
+    assert "| cuDNN | FlexAttention | varlen_attn | ratio to cuDNN (packed: varlen_attn) |\n" in filled
+    assert "| d128-h16-n2048-causal | 400 · – | – · – | 200 · – | 300 · – | – · – | 2.00 · – |\n" in filled
     assert "| d128-h16-packed65536-causal | 330 · – | – · – | – · – | – · – | 300 · – | 1.10 · – |\n" in filled
 
 
@@ -165,6 +169,7 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     with pytest.raises(SystemExit):
         collect_runs([str(run), "--out", str(tmp_path / "none.json")])
     write_json(run / "cells" / "two" / "summary.json", CELL)
+    write_text(run / "cells" / "two" / "config.yaml", "{seed: 7, batch_size: 2, data: {corpus: text}}")
     out = root / "docs" / "results" / "ablation.json"
     assert collect_runs([str(run), "--out", str(out), "--commit", "abc"]) == 0
     records = json.loads(out.read_text())["records"]
@@ -180,13 +185,22 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     assert "| seq_len | flash: ms · GiB | standard: ms · GiB |" in short
     assert "| 1,024 | 500.0 · 3.0 | 1,500 · 3.0 |\n| 4,096 | 2,000 · 3.0 | oom |\n" in short
     assert "seq_len=1024: largest relative difference 6.7e-01, for dropout masks differ between backends" in page
-    assert "Every cell has dropout=0.1, commit abc." in page and "0.33" in page and "a \\| in it" in page
+    assert (
+        "Every cell has dropout=0.1, 5 steps, data=text, seed=7, batch_size=2, commit abc." in page
+        and "0.33" in page
+        and "a \\| in it" in page
+    )
     picture = root / "docs" / "results" / "ablation.png"
     assert "results/ablation.png" in page and picture.is_file()
 
     picture.unlink()
     assert update(root, check=True) == 1
     assert update(root, check=False) == 0 and picture.is_file()
+    shorter = {**records[1], "axes": {**records[1]["axes"], "attention": "chunked"}, "steps": 2}
+    write_json(out, {"records": [*records, shorter]})
+    assert update(root, check=False) == 0
+    page = (root / "docs" / "ablation.md").read_text()
+    assert "without losses: attention=chunked seq_len=1024 (2)." in page and page.count("largest relative") == 1
     out.unlink()
     assert update(root, check=True) == 1
     assert update(root, check=False) == 0 and update(root, check=True) == 0
