@@ -14,8 +14,8 @@ runs side by side: the step's time and its parts, attention's share, tokens/s, M
   KEY=VALUE           any override of flash-train, for every cell: model=125m max_steps=50 data=text data.path=… seed=1
 
 A cell that runs out of memory, fails, or can't run here is recorded with its reason, and the sweep goes on. One that is
-predicted to take over 5 % more than the GPU has is not run: oom, too, and its reason says so. The exit status is 1
-where no cell ended ok and some failed, 3 where none could run here, 4 where all ran out of memory.
+predicted to take over 5 % more than there is, on one GPU or on a CPU, is not run: oom, too, and its reason says so. The
+exit status is 1 where no cell ended ok and some failed, 3 where none could run here, 4 where all ran out of memory.
 
 Examples
   python scripts/ablate.py                              nano, short rows: minutes on two cores
@@ -80,11 +80,12 @@ def run(sweep: Sweep) -> dict[Cell, Result]:
 
 
 def known_before(planned: Planned) -> Result | None:
-    """What comes of a cell that can't run here, or surely won't fit on the GPU: it takes no process to tell."""
+    """What comes of a cell that can't run here, or surely won't fit on one GPU or CPU: it takes no process to tell."""
     config = planned.config
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
-    from flash_train.cli.predict import BY_DOCUMENT, capacity, in_words, step_before_run  # and with it Lightning
+    from flash_train.cli.predict import capacity, documents_decide, step_before_run  # and with it Lightning
+    from flash_train.profiling.memory import bytes_in_words
     from flash_train.profiling.memory_results import RELATIVE
     from flash_train.profiling.prediction import predict
 
@@ -93,14 +94,14 @@ def known_before(planned: Planned) -> Result | None:
     except UnavailableError as error:
         return Result("unavailable", str(error))
     several = config.trainer.devices * config.trainer.num_nodes > 1
-    if config.trainer.accelerator != "cuda" or config.force or config.compile or several:
+    if device.type not in ("cpu", "cuda") or config.force or config.compile or several:
         return None
-    if step.attention in BY_DOCUMENT and config.data.packing != "concat":
+    if documents_decide(config, step):
         return None
     predicted, limit = predict(step).peak_bytes, capacity(device)
     if predicted <= (1 + RELATIVE) * limit:
         return None
-    words = f"a step would take {in_words(predicted)} and the device has {in_words(limit)}"
+    words = f"a step would take {bytes_in_words(predicted)} and there are {bytes_in_words(limit)}"
     return Result("oom", f"predicted, not run: {words}")
 
 

@@ -13,13 +13,13 @@ from flash_train.profiling.ablation import (
     COLUMNS,
     Row,
     header,
-    in_words,
     loss_differences,
     losses_to_csv,
     title,
     to_csv,
     to_markdown,
     values,
+    versions_in_words,
 )
 from flash_train.profiling.ablation_plot import plot_ablation, plot_losses
 
@@ -66,7 +66,7 @@ def title_of(results: dict[Cell, Result]) -> str:
 def common_of(sweep: Sweep, results: dict[Cell, Result]) -> list[str]:
     """What every cell has beside its axes: data, seed, batch size; versions, by the first that ran."""
     found = [result.summary["versions"] for result in results.values() if result.status == "ok"]
-    return shared_settings(sweep.cells[0].config) + (in_words(found[0]) if found else [])
+    return shared_settings(sweep.cells[0].config) + (versions_in_words(found[0]) if found else [])
 
 
 def shared_settings(config: DictConfig) -> list[str]:

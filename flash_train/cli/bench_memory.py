@@ -53,13 +53,14 @@ from flash_train.cli.memory_cases import (
 )
 from flash_train.cli.memory_files import settings
 from flash_train.cli.overrides import read
-from flash_train.cli.predict import available, in_words, step_before_run
+from flash_train.cli.predict import available, step_before_run
 from flash_train.cli.profile_memory import only_measure
 from flash_train.cli.train import quieten
 from flash_train.cli.validate import validate
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import dram_traffic
 from flash_train.profiling.attention_memory import HEAD_DIM, HEADS, exponents, own_bytes
+from flash_train.profiling.memory import bytes_in_words
 from flash_train.profiling.memory_results import allowed_error, compared, own_sizes
 from flash_train.profiling.prediction import predict
 from flash_train.training.callbacks import MemorySnapshot, RecordedStep
@@ -106,7 +107,7 @@ def measure_step(case: StepCase, given: Sequence[str]) -> dict[str, Any]:
     predicted, limit = predict(step).peak_bytes, available(device)
     record |= {"predicted_bytes": predicted, "available_bytes": limit}
     if limit is not None and predicted > limit:
-        reason = f"{in_words(predicted)} predicted, of {in_words(limit)}"
+        reason = f"{bytes_in_words(predicted)} predicted, of {bytes_in_words(limit)}"
         return record | {"status": "unavailable", "reason": reason}
     before, start = held(device), time.monotonic()
     found = _outcome(config, device)
@@ -180,15 +181,15 @@ def shown(records: Records) -> str:
     if record["status"] != "ok":
         return f"{record['status']} ({record['reason']})"
     if record["kind"] == "attention":
-        return f"{in_words(record['own_bytes'])} beside its inputs"
+        return f"{bytes_in_words(record['own_bytes'])} beside its inputs"
     if record["kind"] == "traffic":
         moved = record["read_bytes"] + record["written_bytes"]
-        return f"{in_words(moved)} moved, {in_words(record['algorithm_bytes'])} by its algorithm"
+        return f"{bytes_in_words(moved)} moved, {bytes_in_words(record['algorithm_bytes'])} by its algorithm"
     measured, predicted = record["measured_bytes"], record["predicted_bytes"]
-    reserved = f", {in_words(record['reserved_bytes'])} reserved" if "reserved_bytes" in record else ""
-    left = f", {in_words(record['left_bytes'])} NOT FREED" if record["left_bytes"] > 0 else ""
-    told = f"{in_words(measured)} measured, {in_words(predicted)} predicted ({predicted / measured - 1:+.2%})"
-    return f"{told}{reserved}{left}, {record['seconds']:.0f} s"
+    reserved = f", {bytes_in_words(record['reserved_bytes'])} reserved" if "reserved_bytes" in record else ""
+    left = f", {bytes_in_words(record['left_bytes'])} NOT FREED" if record["left_bytes"] > 0 else ""
+    told = f"{bytes_in_words(measured)} measured, {bytes_in_words(predicted)} predicted"
+    return f"{told} ({predicted / measured - 1:+.2%}){reserved}{left}, {record['seconds']:.0f} s"
 
 
 def verdict(records: Records) -> tuple[str, bool]:
@@ -249,7 +250,7 @@ def _main(options: argparse.Namespace, every: Sequence[MemoryCase], wanted: Sequ
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     environment = environment_of(options.commit)
     if device.type == "cuda":
-        print(f"matrix products keep {in_words(warm_up(device))}", flush=True)
+        print(f"matrix products keep {bytes_in_words(warm_up(device))}", flush=True)
 
     def measure_case(case: MemoryCase) -> Records:
         if isinstance(case, StepCase):

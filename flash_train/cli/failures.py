@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from flash_train.cli.build import Run
 from flash_train.cli.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from flash_train.cli.loggers import log_artifact
-from flash_train.cli.predict import alternatives, capacity, flash_runs, in_words
+from flash_train.cli.predict import alternatives, capacity, flash_runs
+from flash_train.profiling.memory import bytes_in_words
 from flash_train.profiling.prediction import Prediction, predict
 from flash_train.profiling.records import write_bytes, write_text
 from flash_train.profiling.step import Step
@@ -94,7 +95,7 @@ def _way_out(step: Step, device: torch.device | None) -> str:
         most = min(most, capacity(device))
     for words, other in alternatives(step, flash_runs(step, device)):
         if (size := predict(other).peak_bytes) <= most:
-            return f"{words} takes {in_words(size)} in place of {in_words(own)}"
+            return f"{words} takes {bytes_in_words(size)} in place of {bytes_in_words(own)}"
     return "only a smaller model or a shorter row takes less"
 
 
@@ -119,6 +120,6 @@ def _table(prediction: Prediction, error: BaseException) -> str:
         "| --- |" + " ---: |" * (1 + len(prediction.phases)),
     ]
     columns = [prediction.peak, *prediction.phases.values()]
-    lines += [f"| {kind} | {' | '.join(in_words(m.parts.get(kind, 0)) for m in columns)} |" for kind in kinds]
-    lines += [f"| all | {' | '.join(in_words(m.total) for m in columns)} |", ""]
+    lines += [f"| {kind} | {' | '.join(bytes_in_words(m.parts.get(kind, 0)) for m in columns)} |" for kind in kinds]
+    lines += [f"| all | {' | '.join(bytes_in_words(m.total) for m in columns)} |", ""]
     return "\n".join(lines)

@@ -122,7 +122,7 @@ def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
     rows: list[Row] = []
     for attention, memory in ((a, m) for a in attentions for m in asked.memory):
         rows.append(_search(line, limit, run_dir, attention, memory))
-        print(f"attention={attention} memory={memory}: {in_words(rows[-1])}", flush=True)
+        print(f"attention={attention} memory={memory}: {row_in_words(rows[-1])}", flush=True)
         _write(rows, run_dir, device_name(device))
     print(f"{run_dir}: {', '.join(FILES)}, trials/")
     if config.logger.name == "wandb":
@@ -180,7 +180,7 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
     return low * UNIT
 
 
-def in_words(row: Row) -> str:
+def row_in_words(row: Row) -> str:
     if row.status != "ok":
         return f"{row.told()}: {row.reason}"
     count = len(row.found.trials)

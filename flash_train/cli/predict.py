@@ -14,7 +14,7 @@ from flash_train.cli.build import build_model_config, build_tokenizer, choose_at
 from flash_train.cli.errors import OutOfMemoryError
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
-from flash_train.profiling.memory import GIB
+from flash_train.profiling.memory import bytes_in_words
 from flash_train.profiling.prediction import Prediction, predict
 from flash_train.profiling.step import WIDTHS, Step
 
@@ -73,15 +73,20 @@ def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
         return
     prediction = predict(step)
     limit = available(device)
-    at_most = step.attention in BY_DOCUMENT and config.data.packing != "concat"
+    at_most = documents_decide(config, step)
     tell(prediction, limit, at_most)
     if limit is not None and prediction.peak_bytes > limit and not config.force and not at_most:
         raise OutOfMemoryError(
             f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
-            f"{in_words(prediction.peak_bytes)} and there are {in_words(limit)}; "
+            f"{bytes_in_words(prediction.peak_bytes)} and there are {bytes_in_words(limit)}; "
             f"{advice(step, limit, flash_runs(step, device))}, "
             "or force=true to try all the same"
         )
+
+
+def documents_decide(config: DictConfig, step: Step) -> bool:
+    """Whether the memory of a step depends on the lengths of its documents, which nobody knows beforehand."""
+    return config.data.packing != "concat" and (step.attention in BY_DOCUMENT or step.by_formula)
 
 
 def available(device: torch.device) -> int | None:
@@ -98,10 +103,10 @@ def available(device: torch.device) -> int | None:
 def tell(prediction: Prediction, limit: int | None, at_most: bool) -> None:
     """One line: the predicted peak and its largest parts."""
     parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
-    largest = ", ".join(f"{kind} {in_words(size)}" for size, kind in parts[:4])
-    there = "" if limit is None else f"; there are {in_words(limit)}"
+    largest = ", ".join(f"{kind} {bytes_in_words(size)}" for size, kind in parts[:4])
+    there = "" if limit is None else f"; there are {bytes_in_words(limit)}"
     most = "at most " if at_most else ""
-    peak = in_words(prediction.peak_bytes)
+    peak = bytes_in_words(prediction.peak_bytes)
     print(f"memory: {most}{peak} of tensors predicted at the peak of a step ({largest}){there}", flush=True)
 
 
@@ -152,8 +157,3 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
     seq_len = step.seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:
         yield f"{words} seq_len={seq_len}", replace(least, seq_len=seq_len)
-
-
-def in_words(size: int) -> str:
-    """Bytes, as GiB or MiB."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

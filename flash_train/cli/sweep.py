@@ -108,14 +108,14 @@ def _split(line: CommandLine) -> tuple[list[str], list[str]]:
         if key in REFUSED:
             raise UsageError(f"{key}: the cells of a sweep begin anew; to go on with a sweep give its run_dir again")
         if key == PREFIX.rstrip("."):
-            raise UsageError(f"{text}: each axis is given by itself; allowed: {_in_words(AXES)}, {PREFIX}jobs=N")
+            raise UsageError(f"{text}: each axis is given by itself; allowed: {_axes_in_words(AXES)}, {PREFIX}jobs=N")
         if key.startswith(PREFIX):
             _check_axis(text, key.removeprefix(PREFIX), override.is_sweep_override(), override.value())
         (sweep if key.startswith(PREFIX) or key == "run_dir" else own).append(text)
     return sweep, own
 
 
-def _in_words(names: Iterable[str]) -> str:
+def _axes_in_words(names: Iterable[str]) -> str:
     return ", ".join(f"{PREFIX}{name}=[…]" for name in names)
 
 

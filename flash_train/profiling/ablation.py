@@ -150,7 +150,7 @@ def title(device: str, steps: int) -> str:
     return f"Ablation on {device}, {steps} {'step' if steps == 1 else 'steps'}"
 
 
-def in_words(versions: Mapping[str, str | None]) -> list[str]:
+def versions_in_words(versions: Mapping[str, str | None]) -> list[str]:
     """The commit, and the versions of what computes, as far as they are known."""
     commit, _, dirty = (versions.get("commit") or "").partition("-")
     known = {"commit": commit[:12] + ("-" + dirty if dirty else "")}

@@ -47,6 +47,11 @@ class Ledger:
         self.hold(name, kind, size)
         self.drop(name)
 
+    def rename(self, old: str, new: str) -> None:
+        """Hold under another name; what is not held is passed over."""
+        if old in self.held:
+            self.held[new] = self.held.pop(old)
+
     def size_of(self, name: str) -> int:
         return self.held[name][1] if name in self.held else 0
 

@@ -1,4 +1,4 @@
-"""Memory in use: the device's where it reports it, else the process's own."""
+"""Memory in use: the device's where it reports it, else the process's own; and bytes in words."""
 
 import sys
 from collections.abc import Mapping
@@ -7,6 +7,11 @@ from pathlib import Path
 import torch
 
 GIB = 2**30
+
+
+def bytes_in_words(size: int) -> str:
+    """As GiB or MiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def memory_use(device: torch.device) -> dict[str, float | None]:

@@ -10,9 +10,8 @@ is nothing in it but shapes, sizes of dtypes, and this order of events; no numbe
 import math
 from dataclasses import dataclass
 
-from flash_train.attention.backends import OWN
-from flash_train.attention.chunked import KEY_CHUNK, QUERY_CHUNK
 from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
+from flash_train.profiling.attention_prediction import SAVED, AttentionWalk
 from flash_train.profiling.ledger import Ledger, Moment
 from flash_train.profiling.step import WIDTHS, Step
 
@@ -53,13 +52,12 @@ class _Walk:
     def __init__(self, step: Step) -> None:
         m = step.model
         self.step, self.model, self.ledger = step, m, Ledger()
+        self.attention = AttentionWalk(step, self.ledger)
         self.w, self.e = WIDTHS[step.precision]
         self.mixed = self.w != self.e  # autocast
         self.widens = self.e < 4 and not step.fused
         tokens = step.tokens
         self.stream = tokens * m.width
-        self.heads = tokens * m.n_heads * m.head_dim
-        self.kv_heads = tokens * m.n_kv_heads * m.head_dim
         self.hidden = tokens * m.mlp_width
         attention, kv = m.width * m.n_heads * m.head_dim, m.width * m.n_kv_heads * m.head_dim
         self.linears = {
@@ -125,17 +123,12 @@ class _Walk:
                 self.ledger.drop(copy)
 
         for name in ("q", "k", "v"):
-            product(name, name, "attention", self.heads if name == "q" else self.kv_heads)
-        if self.model.qk_norm:
-            self.head_norms(layer)
-        if not self.step.fused:
-            self.rotate(layer)
-        self.attend(layer)
+            product(name, name, "attention", self.attention.heads if name == "q" else self.attention.kv_heads)
+        self.attention.forward(layer)
         product("out", "mixed", "attention", self.stream)
         if self.step.memory == "selective" and not saves:
-            self.keep_attention(layer)
-        ends("q", "k", "v", "raw q", "raw k", "rstd q", "rstd k", "out", "lse", "joined")
-        ends("pairs", "dropped pairs", "scaled q and k")
+            self.attention.keep(layer)
+        ends(*SAVED)
         ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
         self.add(f"{layer}.middle", f"{layer}.mixed")
         self.norm(f"{layer}.norm2")
@@ -170,81 +163,6 @@ class _Walk:
             if self.widens:
                 hold(f"{name} wide", "norms", 4 * self.stream)
             self.ledger.pass_by(f"{name} squared", "norms", 4 * self.stream)
-
-    def head_norms(self, layer: int) -> None:
-        m = self.model
-        for name, size, heads in (("q", self.heads, m.n_heads), ("k", self.kv_heads, m.n_kv_heads)):
-            self.rename(f"{layer}.{name}", f"{layer}.raw {name}")
-            self.ledger.hold(f"{layer}.{name}", "attention", self.e * size)
-            factor = 1 if self.step.fused else 1 + self.e * m.head_dim / 4  # PyTorch's own keeps the scaled rows
-            self.ledger.hold(f"{layer}.rstd {name}", "attention", 4 * self.step.tokens * heads * factor)
-
-    def rotate(self, layer: int) -> None:
-        """PyTorch's rotary embedding makes new tensors; what it was given stays only if something saved it."""
-        for name, size in (("q", self.heads), ("k", self.kv_heads)):
-            self.ledger.hold(f"{layer}.rotated {name}", "attention", self.e * size)
-            self.ledger.pass_by(f"{layer}.halves", "attention", 4 * size)
-            self.ledger.drop(f"{layer}.{name}")
-            self.rename(f"{layer}.rotated {name}", f"{layer}.{name}")
-
-    def attend(self, layer: int) -> None:
-        hold, e, m = self.ledger.hold, self.e, self.model
-        if self.step.attention == "standard":
-            pairs, document = self.pairs()
-            hold(f"{layer}.pairs", "attention", e * pairs)
-            dropout = pairs if m.attention_dropout else 0
-            hold(f"{layer}.dropped pairs", "attention", dropout)
-            mask = max(self.step.documents) ** 2
-            self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
-        if self.by_formula:  # weights, which of them are kept, and what is left of them; scaled q and k: all in fp32
-            hold(f"{layer}.pairs", "attention", 3 * 4 * self.pairs()[0])
-            hold(f"{layer}.scaled q and k", "attention", (2 if e == 4 else 3) * 4 * self.heads)
-        self.ledger.pass_by(f"{layer}.chunk", "attention workspace", self.chunk())
-        grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
-        if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
-            self.ledger.drop(f"{layer}.k", f"{layer}.v")
-            for name in ("k", "v"):
-                hold(f"{layer}.{name}", "attention", e * self.heads)
-        if f"{layer}.out" not in self.ledger.held:
-            hold(f"{layer}.out", "attention", e * self.heads)
-            hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
-        if not self.packed_kernel and self.step.attention != "chunked":  # a document at a time, kept, then joined
-            hold(f"{layer}.joined", "attention", e * self.heads)
-
-    @property
-    def by_formula(self) -> bool:
-        """Whether PyTorch's attention holds the whole matrices: its kernel for CPUs has no dropout."""
-        return self.step.attention == "sdpa" and not self.step.fused and self.model.attention_dropout > 0
-
-    @property
-    def packed_kernel(self) -> bool:
-        """Whether one kernel takes all documents: ours does; PyTorch's if they are equal, or packed on CUDA."""
-        if self.step.attention != "sdpa":
-            return self.step.attention in OWN and self.step.fused
-        if self.step.whole_rows or len(set(self.step.lengths or ())) == 1:
-            return True
-        m = self.model
-        return self.step.fused and self.e == 2 and not m.attention_dropout and m.head_dim % 8 == 0
-
-    def pairs(self) -> tuple[int, int]:
-        """Elements of all score matrices that one layer keeps, and of the largest one."""
-        squares = [n * n for n in self.step.documents]
-        return self.model.n_heads * sum(squares), self.model.n_heads * max(squares)
-
-    def chunk(self) -> int:
-        """Bytes of what chunked attention holds of a chunk: logits and weights before and after a change, in fp32; with
-        dropout which of them are kept, and what is left."""
-        if self.step.attention != "chunked":
-            return 0
-        longest = max(self.step.documents)
-        each = 3 * 4 + (4 + 1 if self.model.attention_dropout else 0)
-        return each * self.step.batch_size * self.model.n_heads * min(QUERY_CHUNK, longest) * min(KEY_CHUNK, longest)
-
-    def keep_attention(self, layer: int) -> None:
-        """`memory=selective` keeps the results of a fused attention's operator."""
-        if self.step.attention not in ("standard", "chunked") and not self.by_formula:
-            for name in ("out", "lse"):
-                self.rename(f"{layer}.{name}", f"{layer}.kept {name}")
 
     # -- loss
 
@@ -314,8 +232,7 @@ class _Walk:
     def block_backward(self, layer: int) -> None:
         ledger, e, fused = self.ledger, self.e, self.step.fused
         if self.step.memory != "none":
-            for name in ("out", "lse"):  # of memory=selective, which does not run the attention again
-                self.rename(f"{layer}.kept {name}", f"{layer}.{name}")
+            self.attention.give_back(layer)
             self.block(layer, saves=True)
             ledger.drop(f"x{layer + 1}")
 
@@ -343,9 +260,9 @@ class _Walk:
         done("d norm2 by gate", "norm2")
         self.norm_backward(f"{layer}.norm2", f"{layer}.d norm2 by up", f"{layer}.middle")
         self.through_dropout(layer, "1")
-        held("d mixed", "attention", self.heads)
+        held("d mixed", "attention", self.attention.heads)
         self.weight_gradient(layer, "out")
-        self.attention_backward(layer)
+        self.attention.backward(layer)
         for name in ("v", "k", "q"):
             held(f"d norm1 by {name}", "norms", self.stream)
             self.weight_gradient(layer, name)
@@ -373,34 +290,6 @@ class _Walk:
             ledger.drop(wide)
         ledger.drop(of, gradient, *(f"{name} {part}" for part in ("rstd", "scaled", "wide")), f"d {name}")
 
-    def attention_backward(self, layer: int) -> None:
-        ledger, e, m = self.ledger, self.e, self.model
-        kv = self.ledger.size_of(f"{layer}.k")
-        ledger.drop(f"{layer}.joined")
-        if self.step.attention == "standard":
-            _, document = self.pairs()
-            ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * document * (2 if m.attention_dropout else 1))
-        if self.by_formula:
-            ledger.pass_by(f"{layer}.d pairs", "attention workspace", 4 * self.pairs()[1])
-        ledger.hold(f"{layer}.d q", "attention", e * self.heads)
-        for name in ("k", "v"):
-            ledger.hold(f"{layer}.d {name}", "attention", kv)
-        rows = 2 if self.step.attention in OWN else 1  # delta, and the log-sum-exp in base 2
-        rows *= self.step.tokens * m.n_heads
-        if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 adds up the queries' gradient in fp32
-            rows += self.heads
-        if self.step.sums_dq:  # in tiles of 64 or 128 columns
-            rows += self.heads * (64 if m.head_dim <= 64 else 128) // m.head_dim
-        ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows + self.chunk())
-        ledger.drop(
-            *(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "pairs", "dropped pairs", "scaled q and k"))
-        )
-        ledger.drop(f"{layer}.rows", f"{layer}.d mixed", f"{layer}.masked 1")
-        for name in ("q", "k") if m.qk_norm else ():
-            ledger.hold(f"{layer}.d raw {name}", "attention", ledger.size_of(f"{layer}.d {name}"))
-            ledger.drop(f"{layer}.d {name}", f"{layer}.raw {name}", f"{layer}.rstd {name}")
-            self.rename(f"{layer}.d raw {name}", f"{layer}.d {name}")
-
     def weight_gradient(self, layer: int, name: str) -> None:
         self.gradient(f"{layer}.weights of {name}", self.linears[name])
         self.ledger.drop(f"copy {layer}.{name}")
@@ -413,7 +302,3 @@ class _Walk:
         self.ledger.drop("gradient in 16 bits")
         if self.step.accumulate > 1:  # it is added to what is there
             self.ledger.drop(f"gradient {name}")
-
-    def rename(self, old: str, new: str) -> None:
-        if old in self.ledger.held:
-            self.ledger.held[new] = self.ledger.held.pop(old)

@@ -57,6 +57,11 @@ class Step:
         return runs and m.head_dim % 8 == 0 and m.head_dim <= 128
 
     @property
+    def by_formula(self) -> bool:
+        """Whether PyTorch's attention holds the whole matrices: its kernel for CPUs has no dropout."""
+        return self.attention == "sdpa" and not self.fused and self.model.attention_dropout > 0
+
+    @property
     def tokens(self) -> int:
         return self.seq_len * self.batch_size
 

@@ -232,7 +232,7 @@ def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch, sma
     assert ablate.known_before(short) is None
     found = ablate.known_before(long)
     assert found.status == "oom" and found.reason.startswith("predicted, not run: a step would take")
-    assert found.reason.endswith("GiB and the device has 16.0 GiB")
+    assert found.reason.endswith("GiB and there are 16.0 GiB")
     (_, forced) = plan(read([*arguments, "force=true"])).cells
     assert ablate.known_before(forced) is None
     assert known_result(long.cell) is None and "force=true" in short.cell.overrides
@@ -241,18 +241,40 @@ def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch, sma
         assert ablate.known_before(short).status == "unavailable"
 
 
-@pytest.mark.parametrize(("attention", "known"), [("standard", False), ("chunked", False), ("sdpa", True)])
-def test_documents_decide_whether_pairs_fit(tmp_path, small_gpu, attention, known):
-    arguments = ["hardware=cuda", f"run_dir={tmp_path}", "seq_len=1048576", f"sweep.attention=[{attention}]"]
+def test_what_cannot_fit_on_a_cpu_is_known_beforehand(tmp_path, monkeypatch):
+    """Begun, it would take all of the machine's memory, or of the container's."""
+    write_text(tmp_path / "memory.max", f"{2 * GIB}\n")
+    monkeypatch.setattr(predict_command, "CONTAINER", tmp_path / "memory.max")
+    arguments = [f"run_dir={tmp_path}", "sweep.seq_len=[64,65536]", "sweep.attention=[standard]", "data.packing=concat"]
+    short, long = planned(*arguments).cells
+    assert ablate.known_before(short) is None
+    found = ablate.known_before(long)
+    assert found.status == "oom" and found.reason.endswith("GiB and there are 2.0 GiB")
+    for exception in ("force=true", "compile=true", "trainer.devices=2", "data.packing=best_fit"):
+        (_, begun) = planned(*arguments, exception).cells
+        assert ablate.known_before(begun) is None, exception
+
+
+@pytest.mark.parametrize(
+    ("hardware", "attention", "dropout", "known"),
+    [
+        *(("cuda", "standard", 0, False), ("cuda", "chunked", 0, False), ("cuda", "sdpa", 0, True)),
+        *(("cpu", "sdpa", 0, True), ("cpu", "sdpa", 0.1, False)),
+    ],
+)
+def test_documents_decide_whether_pairs_fit(tmp_path, small_gpu, hardware, attention, dropout, known):
+    arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1048576", f"sweep.attention=[{attention}]"]
+    arguments += [f"attention.dropout={dropout}"]
     (packed,) = plan(read(arguments)).cells
     assert (ablate.known_before(packed) is not None) == known
     (whole,) = plan(read([*arguments, "data.packing=concat"])).cells
     assert ablate.known_before(whole).status == "oom"
 
 
+@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
 @pytest.mark.parametrize(("part", "known"), [(0.94, True), (0.96, False)])
-def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, small_gpu, part, known):
-    arguments = ["hardware=cuda", f"run_dir={tmp_path}", "seq_len=1024", "sweep.attention=[sdpa]"]
+def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, small_gpu, hardware, part, known):
+    arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1024", "sweep.attention=[sdpa]"]
     (cell,) = plan(read(arguments)).cells
     step, _ = predict_command.step_before_run(cell.config)
     monkeypatch.setattr(predict_command, "capacity", lambda device: part * predict(step).peak_bytes)
@@ -364,7 +386,7 @@ def test_out_of_memory_is_recorded(tiny, corpus, tmp_path):
     (corpus / "long.txt").write_text("the quick brown fox " * (LONG // 16), encoding="utf-8")
     tiny = [text for text in tiny if not text.startswith("seq_len")]
     arguments = [*tiny, "batch_size=1", "data.packing=concat", "sweep.attention=[standard]", f"sweep.seq_len=[{LONG}]"]
-    process = start(*arguments, cwd=tmp_path)
+    process = start(*arguments, "force=true", cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert "1/1" in out and "1 oom" in out and process.returncode == 4, err
     row = rows_of(tmp_path / "run")["standard"]

@@ -140,10 +140,12 @@ def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
         assert command.capacity(torch.device("cpu")) == expected
 
 
-@pytest.mark.parametrize("attention", ["standard", "chunked"])
+@pytest.mark.parametrize("attention", ["standard", "chunked", "sdpa"])
 def test_what_documents_decide_refuses_nothing(monkeypatch, capsys, attention):
+    """PyTorch's attention on a CPU has no kernel for dropout: it holds whole matrices, too."""
     monkeypatch.setattr(command, "available", lambda device: 2**20)
-    step, device = Step(MODEL, 16384, attention=attention), torch.device("cpu")
+    model = replace(MODEL, attention_dropout=0.1 if attention == "sdpa" else 0.0)
+    step, device = Step(model, 16384, attention=attention, fused=False), torch.device("cpu")
     command.check_memory(config(), step, device)
     assert "memory: at most" in capsys.readouterr().out
     with pytest.raises(UsageError):

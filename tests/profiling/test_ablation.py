@@ -9,12 +9,12 @@ from flash_train.profiling.ablation import (
     Difference,
     Row,
     from_csv,
-    in_words,
     loss_differences,
     losses_to_csv,
     title,
     to_csv,
     to_markdown,
+    versions_in_words,
 )
 
 AXES = {"model": "nano", "dropout": 0.0, "seq_len": 64, "memory": "none", "attention": "sdpa"}
@@ -104,7 +104,7 @@ def test_a_table_says_what_its_times_are_and_what_its_cells_have():
     assert "Every cell has model=nano, dropout=0.0, memory=none, data=stdlib, torch 2.0.\n" in text
     for words in ("median of a cell's steps 2 to N", "within forward and backward", "logging and callbacks"):
         assert words in text
-    assert in_words({"commit": "0123456789abcdef-dirty", "torch": "2.8.0", "triton": None}) == [
+    assert versions_in_words({"commit": "0123456789abcdef-dirty", "torch": "2.8.0", "triton": None}) == [
         *("commit 0123456789ab-dirty", "torch 2.8.0"),
     ]
     assert title("a card", 1) == "Ablation on a card, 1 step" and title("a card", 2).endswith("2 steps")

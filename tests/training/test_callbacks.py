@@ -1,9 +1,6 @@
 """Each callback by itself, in somebody else's `Trainer`."""
 
-import csv
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -12,12 +9,11 @@ import pytest
 import torch
 import wandb
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from tiny_run import TinyData, tiny_module, tiny_trainer
+from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.training import (
     AtomicCheckpointIO,
     NonFiniteLoss,
-    NonFiniteLossError,
     RunRecord,
     SaveOnSignal,
     StepCheckpoint,
@@ -29,24 +25,6 @@ from flash_train.training import (
 from flash_train.training.callbacks.step_seed import step_seed
 
 
-def plain_trainer(folder, *callbacks, **options):
-    """A `Trainer` that our builder never touched."""
-    defaults = {
-        "accelerator": "cpu",
-        "max_steps": 4,
-        "log_every_n_steps": 1,
-        "logger": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_checkpointing=any(isinstance(callback, StepCheckpoint) for callback in callbacks),
-        callbacks=list(callbacks),
-        **{**defaults, **options},
-    )
-
-
 class Draws(pl.Callback):
     """The first random number of every training batch."""
 
@@ -55,23 +33,6 @@ class Draws(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.numbers.append(torch.rand(()).item())
-
-
-class Hook(pl.Callback):
-    """Calls `function(trainer, pl_module)` when a batch begins with `step` optimizer steps behind it."""
-
-    def __init__(self, step, function):
-        self.step, self.function, self.calls = step, function, 0
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step and not self.calls:
-            self.calls += 1
-            self.function(trainer, pl_module)
-
-
-def read_metrics(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # -- everything in a foreign trainer
@@ -95,8 +56,7 @@ def test_all_of_it_in_a_plain_trainer(tmp_path):
     assert saved == ["step-000004.ckpt", "step-000005.ckpt"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert {"loss.png", "throughput.png", "memory.png"} <= {path.name for path in tmp_path.iterdir()}
-    with open(tmp_path / "lightning" / "version_0" / "metrics.csv", newline="") as file:
-        logged = [row for row in csv.DictReader(file) if row["train/loss"]]
+    logged = [row for row in read_metrics(tmp_path / "lightning" / "version_0") if row["train/loss"]]
     for row, theirs in zip(ours, logged, strict=True):
         for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "time/step_seconds"):
             assert float(theirs[name]) == pytest.approx(float(row[name]), rel=1e-6), name
@@ -278,124 +238,6 @@ def test_a_validation_that_fails_is_no_failed_run(tmp_path):
     with pytest.raises(ZeroDivisionError):
         tiny_trainer(tmp_path).validate(module, datamodule=TinyData())
     assert not (tmp_path / "summary.json").exists()
-
-
-# -- StopAfter, SaveOnSignal
-
-
-def test_stop_after_validates_what_was_reached(tmp_path):
-    trainer = tiny_trainer(tmp_path, stop_after=3)
-    trainer.fit(tiny_module(), datamodule=TinyData())
-    assert trainer.global_step == 3
-    assert read_metrics(tmp_path)[-1]["val/loss"]
-    with pytest.raises(ValueError, match="stop_after=0 is out of range"):
-        StopAfter(0)
-
-
-def send(number):
-    return Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), number))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_fit_with_a_checkpoint(number, tmp_path):
-    before = signal.getsignal(number)
-    callbacks = SaveOnSignal()
-    trainer = plain_trainer(
-        tmp_path, Throughput(), callbacks, RunRecord(tmp_path), StepCheckpoint(tmp_path / "c"), send(number),
-        accumulate_grad_batches=2, max_steps=100, val_check_interval=2, check_val_every_n_epoch=None,
-    )  # fmt: skip
-    trainer.fit(tiny_module(), datamodule=TinyData())
-    assert callbacks.received == signal.Signals(number).name
-    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"  # the step under way was finished
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("interrupted", 3)
-    assert not read_metrics(tmp_path)[-1]["val/loss"]  # no time is spent on validation
-    assert signal.getsignal(number) == before
-
-
-def test_after_a_signal_all_is_as_before(tmp_path):
-    """The module can be validated, and trained again by the same trainer."""
-    module, stop = tiny_module(), Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), signal.SIGTERM))
-    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), stop, max_steps=100)
-    trainer.fit(module, datamodule=TinyData())
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-    assert trainer.global_step == 3
-    (found,) = plain_trainer(tmp_path).validate(module, datamodule=TinyData(), verbose=False)
-    assert found["val/loss"] > 0
-    trainer.should_stop, trainer.fit_loop.epoch_loop.max_steps = False, 6
-    trainer.fit(module, datamodule=TinyData())
-    assert trainer.global_step == 6
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-
-
-def test_signal_cuts_validation_short(tmp_path):
-    """Its numbers would be of a part of the data: they are left out, and training ends after its next step."""
-
-    class InValidation(pl.Callback):
-        batches = 0
-
-        def on_validation_batch_start(self, trainer, *arguments):
-            self.batches += 1
-            if self.batches == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = plain_trainer(
-        tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c"), InValidation(),
-        max_steps=100, val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-    )  # fmt: skip
-    trainer.fit(tiny_module(), datamodule=TinyData())
-    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"
-    assert "val/loss" not in read_metrics(tmp_path)[0]
-    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] is None
-
-
-def test_second_ctrl_c_interrupts_at_once(tmp_path):
-    def twice(trainer, pl_module):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-
-    before = signal.getsignal(signal.SIGINT)
-    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), Hook(2, twice))
-    try:
-        with pytest.raises(SystemExit):  # Lightning's way to end after a KeyboardInterrupt
-            trainer.fit(tiny_module(), datamodule=TinyData())
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-
-
-# -- NonFiniteLoss
-
-
-def poison(parameter_value):
-    def apply(trainer, pl_module):
-        with torch.no_grad():
-            pl_module.model.norm.weight.fill_(parameter_value)
-
-    return apply
-
-
-def test_nan_loss_names_its_step(tmp_path):
-    trainer = plain_trainer(
-        tmp_path, NonFiniteLoss(), Throughput(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c", every=1),
-        Hook(2, poison(float("nan"))), log_every_n_steps=100, max_steps=50, accumulate_grad_batches=2,
-    )  # fmt: skip
-    with pytest.raises(NonFiniteLossError, match="the training loss is nan at step 3:"):
-        trainer.fit(tiny_module(), datamodule=TinyData())
-    assert newest_checkpoint(tmp_path / "c").name == "step-000002.ckpt"  # nothing worthless was saved
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert "at step 3" in summary["error"]
-
-
-def test_infinite_gradient_names_its_step(tmp_path):
-    def spoil(trainer, pl_module):
-        pl_module.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
-
-    trainer = plain_trainer(tmp_path, NonFiniteLoss(), Hook(1, spoil))
-    with pytest.raises(NonFiniteLossError, match=r"the gradient norm is (inf|nan) at step 2 \(its loss is \d"):
-        trainer.fit(tiny_module(), datamodule=TinyData())
 
 
 # -- build_trainer

@@ -1,6 +1,8 @@
 """A run small enough for tests, in pieces and as a script (for tests that send signals to it)."""
 
 import argparse
+import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -8,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flash_train.model import ModelConfig
-from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer
+from flash_train.training import CausalLMModule, OptimizerConfig, StepCheckpoint, build_trainer
 
 SEQ_LEN = 32
 ROWS = 10  # rows in the data: an epoch is 10 micro-batches
@@ -92,6 +94,41 @@ class TinyData(pl.LightningDataModule):
 def tiny_trainer(run_dir: Path, **options):
     defaults = {"max_steps": 12, "accumulate": 2, "log_every": 1, "accelerator": "cpu", "progress": False}
     return build_trainer(run_dir=run_dir, **{**defaults, **options})
+
+
+def plain_trainer(folder: Path, *callbacks: pl.Callback, **options) -> pl.Trainer:
+    """A `Trainer` that our builder never touched."""
+    defaults = {
+        "accelerator": "cpu",
+        "max_steps": 4,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(callback, StepCheckpoint) for callback in callbacks),
+        callbacks=list(callbacks),
+        **{**defaults, **options},
+    )
+
+
+class Hook(pl.Callback):
+    """Calls `function(trainer, pl_module)` when a batch begins with `step` optimizer steps behind it."""
+
+    def __init__(self, step: int, function: Callable) -> None:
+        self.step, self.function, self.calls = step, function, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step and not self.calls:
+            self.calls += 1
+            self.function(trainer, pl_module)
+
+
+def read_metrics(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:

@@ -1,0 +1,139 @@
+"""Runs that end early: after a number of steps, on a signal, at a loss or gradient that is not finite."""
+
+import json
+import os
+import signal
+import time
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
+
+from flash_train.training import (
+    NonFiniteLoss,
+    NonFiniteLossError,
+    RunRecord,
+    SaveOnSignal,
+    StepCheckpoint,
+    StopAfter,
+    Throughput,
+    newest_checkpoint,
+)
+
+# -- StopAfter, SaveOnSignal
+
+
+def test_stop_after_validates_what_was_reached(tmp_path):
+    trainer = tiny_trainer(tmp_path, stop_after=3)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == 3
+    assert read_metrics(tmp_path)[-1]["val/loss"]
+    with pytest.raises(ValueError, match="stop_after=0 is out of range"):
+        StopAfter(0)
+
+
+def send(number):
+    return Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), number))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_fit_with_a_checkpoint(number, tmp_path):
+    before = signal.getsignal(number)
+    callbacks = SaveOnSignal()
+    trainer = plain_trainer(
+        tmp_path, Throughput(), callbacks, RunRecord(tmp_path), StepCheckpoint(tmp_path / "c"), send(number),
+        accumulate_grad_batches=2, max_steps=100, val_check_interval=2, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert callbacks.received == signal.Signals(number).name
+    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"  # the step under way was finished
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", 3)
+    assert not read_metrics(tmp_path)[-1]["val/loss"]  # no time is spent on validation
+    assert signal.getsignal(number) == before
+
+
+def test_after_a_signal_all_is_as_before(tmp_path):
+    """The module can be validated, and trained again by the same trainer."""
+    module, stop = tiny_module(), Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), stop, max_steps=100)
+    trainer.fit(module, datamodule=TinyData())
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    assert trainer.global_step == 3
+    (found,) = plain_trainer(tmp_path).validate(module, datamodule=TinyData(), verbose=False)
+    assert found["val/loss"] > 0
+    trainer.should_stop, trainer.fit_loop.epoch_loop.max_steps = False, 6
+    trainer.fit(module, datamodule=TinyData())
+    assert trainer.global_step == 6
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
+def test_signal_cuts_validation_short(tmp_path):
+    """Its numbers would be of a part of the data: they are left out, and training ends after its next step."""
+
+    class InValidation(pl.Callback):
+        batches = 0
+
+        def on_validation_batch_start(self, trainer, *arguments):
+            self.batches += 1
+            if self.batches == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = plain_trainer(
+        tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c"), InValidation(),
+        max_steps=100, val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"
+    assert "val/loss" not in read_metrics(tmp_path)[0]
+    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] is None
+
+
+def test_second_ctrl_c_interrupts_at_once(tmp_path):
+    def twice(trainer, pl_module):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), Hook(2, twice))
+    try:
+        with pytest.raises(SystemExit):  # Lightning's way to end after a KeyboardInterrupt
+            trainer.fit(tiny_module(), datamodule=TinyData())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+# -- NonFiniteLoss
+
+
+def poison(parameter_value):
+    def apply(trainer, pl_module):
+        with torch.no_grad():
+            pl_module.model.norm.weight.fill_(parameter_value)
+
+    return apply
+
+
+def test_nan_loss_names_its_step(tmp_path):
+    trainer = plain_trainer(
+        tmp_path, NonFiniteLoss(), Throughput(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c", every=1),
+        Hook(2, poison(float("nan"))), log_every_n_steps=100, max_steps=50, accumulate_grad_batches=2,
+    )  # fmt: skip
+    with pytest.raises(NonFiniteLossError, match="the training loss is nan at step 3:"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    assert newest_checkpoint(tmp_path / "c").name == "step-000002.ckpt"  # nothing worthless was saved
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "at step 3" in summary["error"]
+
+
+def test_infinite_gradient_names_its_step(tmp_path):
+    def spoil(trainer, pl_module):
+        pl_module.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    trainer = plain_trainer(tmp_path, NonFiniteLoss(), Hook(1, spoil))
+    with pytest.raises(NonFiniteLossError, match=r"the gradient norm is (inf|nan) at step 2 \(its loss is \d"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
