@@ -69,17 +69,24 @@ def _run_backward(
     needs_slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the slopes and the sinks; empty for slopes that need none and sinks that are not there."""
+    dq, dk, dv, dslopes, dsinks = _gradients(
+        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors,
+        terms, bounds, origin, scale, softcap, keep_threshold, kernels, needs_slopes,
+    )  # fmt: skip
+    nothing = q.new_empty(0)
+    return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
+
+
+def _gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The same, and None in place of empty ones: an allocation takes a while, too."""
     from flash_train.attention.kernels import choice
     from flash_train.attention.kernels.arguments import Call
 
-    call = Call(
-        cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
-        softcap, keep_threshold,
-    )  # fmt: skip
-    backward = choice.backward_of(kernels, q, k, v, call)
-    dq, dk, dv, dslopes, dsinks = backward(dout, dlse, q, k, v, out, lse, call, needs_slopes)
-    nothing = q.new_empty(0)
-    return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
+    *plain, kernels, needs_slopes = rest
+    call = Call(*plain)
+    return choice.backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
 
 
 attention_forward = torch.library.custom_op("flash_train::attention_forward", _run_forward, mutates_args=())
@@ -128,7 +135,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    run: Any = attention_backward if _is_watched(dout) else _run_backward
+    run: Any = attention_backward if _is_watched(dout) else _gradients
     dq, dk, dv, dslopes, dsinks = run(
         dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
     )
@@ -147,20 +154,26 @@ def _is_watched(x: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with the gradient that it is registered with."""
+    """The operator with the gradient that it is registered with. What is no tensor comes as one argument, ``settings``,
+    and the mask's tensors last: PyTorch looks at every argument several times."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *operands, settings = inputs[:10]
+        inputs = (*operands, inputs[10:], *settings)
         output = (attention_forward if _is_watched(inputs[0]) else _run_forward)(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return tuple(None if isinstance(grad, list) else grad for grad in _backward(ctx, *grads))
+        grads = _backward(ctx, *grads)
+        return (*grads[:9], None, *grads[9])
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``attention_forward``, differentiable. Run eagerly, it goes around ``torch.library``'s own autograd, which takes
     longer than all else that a call does on the host."""
-    return attention_forward(*inputs) if torch.compiler.is_compiling() else _Attention.apply(*inputs)
+    if torch.compiler.is_compiling():
+        return attention_forward(*inputs)
+    return _Attention.apply(*inputs[:9], inputs[10:], *inputs[9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
@@ -20,24 +21,34 @@ MAX_HEAD_DIM = 256
 @torch.compiler.assume_constant_result
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's."""
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "Triton is not installed (it exists for Linux only)"
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {dtype} is none of float32, float16, bfloat16"
     if device.type == "cuda":
-        if torch.version.hip is not None:
-            return "the device is not an NVIDIA GPU"
-        major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) < (8, 0):
-            return f"the GPU has compute capability {major}.{minor} and the kernels need 8.0 (Ampere) or later"
-        return None
+        return _gpu_unavailable(device)
     if device.type == "cpu" and interpreting():
         if dtype == torch.bfloat16:
             return "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there"
         return None
     return f"there is no NVIDIA GPU: the tensors are on {device.type}"
+
+
+@functools.cache  # asked by every call, and slow to ask
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _gpu_unavailable(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "the device is not an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        return f"the GPU has compute capability {major}.{minor} and the kernels need 8.0 (Ampere) or later"
+    return None
 
 
 @torch.compiler.assume_constant_result

@@ -99,10 +99,10 @@ def test_a_plan_takes_other_tensors(case, absent_gpu):
         assert plans is not None and len(plans) == len(made)
         for plan, found in zip(plans, build(*others, second.call, *options), strict=True):
             kernel = found.kernel
-            assert len(plan.arguments) == len(kernel.arg_names)
+            assert len(plan.arguments) == len(kernel.arg_names) and not any(map(planned._has_tensor, [plan.arguments]))
             tail = kernel.arg_names[len(found.arguments) :]
             anew = (*found.arguments, *(found.constants[name] for name in tail))
-            assert same(anew, tuple(planned._filled(plan.arguments, second.given(others)))), kernel.__name__
+            assert same(anew, tuple(planned._filled(plan, second.given(others)))), kernel.__name__
             assert plan.grid == (*found.grid, 1, 1)[:3] and plan.compiled == "compiled"
 
 
@@ -147,13 +147,12 @@ def test_what_a_key_tells_apart():
     call = Operands().call
     a, b, c = OnCuda(), OnCuda(), OnCuda()
 
-    def key(*given, call=call, options=()):
-        return planned._key(launch._forward_launches, given, call, options)
+    def key(*inputs, call=call, options=(), made=()):
+        return planned._key(launch._forward_launches, inputs, made, call, options)
 
-    assert key(a, b, c) == key(b, c, a) and hash(key(a, b, None)) == hash(key(b, c, None))
-    assert key(a, b, b) == key(b, c, c)
+    assert key(a, b, c) == key(b, c, a) == key(b, c, c) and hash(key(a, b, None)) == hash(key(b, c, None))
     others = [
-        key(a, b, c), key(a, b, b), key(a, a, b), key(a, b, a), key(a, b, None),
+        key(a, b, c), key(a, b, None), key(a, b, c, made=(a,)), key(a, b, c, made=(None,)),
         key(OnCuda(shape=(2, 79, 4, 64)), b, c), key(OnCuda(stride=(20480, 64, 5120, 1)), b, c),
         key(OnCuda(dtype=torch.float16), b, c), key(a, b, OnCuda(address=4104)), key(a, b, c, options=(TILES.forward,)),
         key(a, b, c, call=call._replace(scale=0.5)), key(a, b, c, call=call._replace(softcap=1.0)),
@@ -178,9 +177,29 @@ def test_plans_do_not_grow_without_end(monkeypatch):
 
     call = Operands().call
     for rows in (1, 2, 3, 3, 4, 4, 1):
-        planned.launch_all(build, (OnCuda(shape=(1, rows, 4, 64)),), call)
+        planned.launch_all(build, (OnCuda(shape=(1, rows, 4, 64)),), (), call)
         assert len(planned._plans) <= 3
     assert made == [1, 2, 3, 4, 1]
+
+
+def test_what_was_given_twice_is_planned_as_two(monkeypatch, absent_gpu):
+    """The next call of its form may have two tensors in its place."""
+    monkeypatch.setattr(planned, "_plans", {})
+    monkeypatch.setattr(planned, "_key", lambda *_: "a form")
+    ran = []
+
+    class Compiled(str):
+        def __getitem__(self, grid):
+            return lambda *arguments: ran.append(arguments)
+
+    monkeypatch.setattr(planned.Launch, "run", lambda self: Compiled())
+    first, second = Operands(packed="with one tensor"), Operands(packed="with two")
+    for operands, k, v in ((first, first.k, first.k), (second, second.k, second.v)):
+        inputs, made = (operands.q, k, v), (operands.out, operands.lse)
+        planned.launch_all(launch._forward_launches, inputs, made, operands.call, TILES.forward)
+    (arguments,) = ran
+    assert arguments[1][0] is second.k and arguments[2][0] is second.v
+    assert arguments[5] is second.call.cu_seqlens_q and arguments[6] is second.call.cu_seqlens_k
 
 
 @pytest.mark.gpu

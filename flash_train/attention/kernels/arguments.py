@@ -177,4 +177,6 @@ def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: to
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensors' own."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flash_train.attention.kernels.arguments import (
@@ -29,17 +28,16 @@ from flash_train.attention.kernels.backward import (
 )
 from flash_train.attention.kernels.forward import attention_forward
 from flash_train.attention.kernels.planned import launch_all
-from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, choose_tiles, variant_of
+from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, cdiv, choose_tiles, variant_of
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """Output like q, and the natural log-sum-exp: fp32 (batch, heads, seqlen), packed (heads, total)."""
     q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            launch_all(_forward_launches, (q, k, v, out, lse), call, _tiles(q, v, call, tiles).forward)
+            launch_all(_forward_launches, (q, k, v), (out, lse), call, _tiles(q, v, call, tiles).forward)
     return out, lse
 
 
@@ -68,12 +66,12 @@ def backward(
         contiguous_columns(dout),
     )
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     dslope = torch.zeros_like(lse) if needs_slopes else None
-    given = (q, k, v, out, dout, lse, dlse, delta, lse2, dq, dk, dv, dslope)
+    made = (delta, lse2, dq, dk, dv, dslope)
     with on_device(q):
-        launch_all(_backward_launches, given, call, _tiles(q, v, call, tiles))
+        launch_all(_backward_launches, (q, k, v, out, dout, lse, dlse), made, call, _tiles(q, v, call, tiles))
         if q.numel() == 0 or k.numel() == 0:
             dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     slopes = None if dslope is None else slope_gradient(dslope, call)
@@ -128,7 +126,7 @@ def rows_launch(
         stats(delta), stats(lse2), rows, call.keep_rate,
     )  # fmt: skip
     fixed = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK_M": block}
-    return Launch(attention_backward_rows, (triton.cdiv(rows, block), out.shape[-2], batch), arguments, fixed)
+    return Launch(attention_backward_rows, (cdiv(rows, block), out.shape[-2], batch), arguments, fixed)
 
 
 def dkdv_launch(
@@ -194,6 +192,11 @@ def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
     return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.sinks.dtype)
 
 
+def make_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the output and its log-sum-exp."""
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
 def lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
@@ -201,7 +204,7 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
     """Programs along the rows of x: see ``device.schedule.find_tile``."""
     if cu_seqlens is None:
-        return x.shape[0] * triton.cdiv(x.shape[1], block)
+        return x.shape[0] * cdiv(x.shape[1], block)
     return x.shape[0] // block + cu_seqlens.numel()
 
 

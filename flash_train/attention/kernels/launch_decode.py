@@ -20,7 +20,7 @@ from flash_train.attention.kernels.arguments import (
     strided,
 )
 from flash_train.attention.kernels.decode import Cache, attention_decode, attention_decode_merge
-from flash_train.attention.kernels.tiles import Tile, block_d, decode_tile, processors
+from flash_train.attention.kernels.tiles import Tile, block_d, cdiv, decode_tile, processors
 from flash_train.attention.spec import AttentionSpec
 
 
@@ -72,7 +72,7 @@ def decode(
     )  # fmt: skip
     rows = len_q * n_heads // k_cache.shape[2]
     tile = decode_tile(q.device, q.dtype, max(q.shape[-1], v_cache.shape[-1]), rows)
-    splits = num_splits or _splits(q.device, batch * k_cache.shape[2] * triton.cdiv(rows, tile.block_m), capacity, tile)
+    splits = num_splits or _splits(q.device, batch * k_cache.shape[2] * cdiv(rows, tile.block_m), capacity, tile)
     part = torch.empty((splits, batch, len_q, n_heads, v_cache.shape[-1]), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q.device)
     keys, values = (_cache(x, cache_batch_idx, cache_leftpad, block_table) for x in (k_cache, v_cache))
@@ -97,7 +97,7 @@ def decode_launch(
 ) -> Launch:
     batch, len_q, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
-    grid = (part.shape[0], n_kv_heads * triton.cdiv(len_q * group, tile.block_m), batch)
+    grid = (part.shape[0], n_kv_heads * cdiv(len_q * group, tile.block_m), batch)
     arguments = (
         strided(q), k, v, part, part_lse, seqlens, mask_rule(call), score_arguments(call), dropout_arguments(call),
         len_q, part.shape[0],
@@ -128,4 +128,4 @@ def _cache(x: Tensor, batch_idx: Tensor | None, leftpad: Tensor | None, block_ta
 
 def _splits(device: torch.device, programs: int, capacity: int, tile: Tile) -> int:
     """Parts that give each processor two programs, and each program four blocks of keys or more."""
-    return max(1, min(2 * processors(device) // programs, triton.cdiv(capacity, 4 * tile.block_n)))
+    return max(1, min(2 * processors(device) // programs, cdiv(capacity, 4 * tile.block_n)))

@@ -23,7 +23,7 @@ Build = Callable[..., Iterable[Launch]]
 
 
 class Unknown(Exception):
-    """A tensor that was made for one launch alone."""
+    """A tensor that was made for one launch alone, or lies deeper than a plan looks."""
 
 
 class Form(NamedTuple):
@@ -35,111 +35,133 @@ class Form(NamedTuple):
     offset: int  #: bytes of the address past a multiple of 16
 
 
-class Place(NamedTuple):
-    """Where a launch's argument has a tensor: that with this number, by itself or as the base of a descriptor."""
-
-    number: int
-    fields: dict[str, Any] | None  #: a descriptor's, but for its base
-    kind: type
-
-
-class Group(NamedTuple):
-    """A tuple of arguments with a tensor among them."""
-
-    parts: tuple[Any, ...]
-    kind: type
-
-
 class Plan(NamedTuple):
-    """A compiled kernel with its grid; its arguments in the order of its parameters, with places for tensors."""
+    """A compiled kernel with its grid, and its arguments, in which places are left for a call's tensors.
+
+    Tensors are known by their numbers among those of the call. ``tensors``: (place, number); ``descriptors`` of TMA's:
+    (place, number of the base, class, other fields); ``groups``, tuples with tensors in them: (place, class, parts,
+    (place, number) of the tensors in it).
+    """
 
     compiled: Any
     grid: tuple[int, ...]  #: three
-    arguments: tuple[Any, ...]
+    arguments: list[Any]
+    tensors: list[tuple[int, int]]
+    descriptors: list[tuple[int, int, type, dict[str, Any]]]
+    groups: list[tuple[int, type, list[Any], list[tuple[int, int]]]]
 
 
 _plans: dict[tuple[Any, ...], tuple[Plan, ...] | None] = {}
 
 
-def launch_all(build: Build, tensors: Sequence[Tensor | None], call: Call, *options: Any) -> None:
-    """Run the launches of ``build(*tensors, call, *options)``, one after the other.
+def launch_all(
+    build: Build, inputs: Sequence[Tensor | None], made: Sequence[Tensor | None], call: Call, *options: Any
+) -> None:
+    """Run the launches of ``build(*inputs, *made, call, *options)``, one after the other.
 
     Args:
-        build: makes them; of ``tensors``, ``call`` and ``options`` alone, and the first time of that form only.
+        build: makes them; of its arguments alone, and the first time of their form only.
+        inputs: tensors from outside.
+        made: this call's own, whose forms follow from all else.
         options: hashable.
     """
-    given = (*tensors, call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks)
-    key = _key(build, given, call, options)
+    key = _key(build, inputs, made, call, options)
+    given = (*inputs, *made, *_tensors_of(call))
     plans = None if key is None else _plans.get(key)
     if plans is not None:
         for plan in plans:
-            plan.compiled[plan.grid](*_filled(plan.arguments, given))
+            plan.compiled[plan.grid](*_filled(plan, given))
         return
     if key is None or key in _plans:
-        for launch in build(*tensors, call, *options):
+        for launch in build(*inputs, *made, call, *options):
             launch.run()
         return
-    made = [(launch, launch.run()) for launch in build(*tensors, call, *options)]
+    apart = _apart(given)
+    *tensors, cu_q, cu_k, rng, slopes, sinks = apart
+    call = call._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, rng=rng, alibi_slopes=slopes, sinks=sinks)
+    launched = [(launch, launch.run()) for launch in build(*tensors, call, *options)]
     if len(_plans) >= MOST:
         _plans.clear()
-    _plans[key] = _plan_all(made, given)
+    _plans[key] = _plan_all(launched, apart)
 
 
-def _key(build: Build, given: Sequence[Tensor | None], call: Call, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _tensors_of(call: Call) -> tuple[Tensor | None, ...]:
+    return call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks
+
+
+def _apart(given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The tensors, each an object of its own: one that was given twice need not be the next time."""
+    first = {id(x): number for number, x in reversed([*enumerate(given)])}
+    return [x if x is None or first[id(x)] == number else x.detach() for number, x in enumerate(given)]
+
+
+def _key(
+    build: Build,
+    inputs: Sequence[Tensor | None],
+    made: Sequence[Tensor | None],
+    call: Call,
+    options: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
     """What the launches follow from; None where they are not planned: off CUDA, and for masks with tensors."""
-    device = given[0].device
+    device = inputs[0].device
     if device.type != "cuda" or call.block_map is not None or call.term_tensors:
         return None
-    firsts: dict[int, int] = {}
-    forms: list[Form | int | None] = []
-    for number, x in enumerate(given):
-        if x is None:
-            forms.append(None)
-        else:  # given twice, its places are those of the first
-            first = firsts.setdefault(id(x), number)
-            forms.append(form_of(x) if first == number else first)
-    plain = (call.terms, *call.bounds, *call.origin, call.scale, call.softcap, call.keep_threshold)
-    instruments = (knobs.runtime.debug, knobs.compilation.instrumentation_mode)  # Triton compiles for them
-    return (build, options, device, *instruments, *plain, *forms)
+    return (
+        build,
+        options,
+        device,
+        knobs.runtime.debug,  # Triton compiles for it, and for the next
+        knobs.compilation.instrumentation_mode,
+        call.terms,
+        tuple(call.bounds),
+        tuple(call.origin),
+        *call[-3:],
+        *[x is None for x in made],
+        *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *_tensors_of(call))],
+    )
 
 
 def form_of(x: Tensor) -> Form:
     return Form(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-def _plan_all(made: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> tuple[Plan, ...] | None:
-    numbers: dict[int, int] = {}
-    for number, x in enumerate(given):
-        numbers.setdefault(id(x), number)
+def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> tuple[Plan, ...] | None:
+    numbers = {id(x): number for number, x in enumerate(given)}
     plans = []
-    for launch, compiled in made:
+    for launch, compiled in launched:
         constants = [launch.constants[name] for name in launch.kernel.arg_names[len(launch.arguments) :]]
-        try:
-            arguments = _emptied((*launch.arguments, *constants), numbers).parts
-        except Unknown:
-            return None
         if not isinstance(compiled, CompiledKernel):  # a hook of Triton's kept it from compiling
             return None
-        plans.append(Plan(compiled, (*launch.grid, 1, 1)[:3], arguments))
+        plan = Plan(compiled, (*launch.grid, 1, 1)[:3], [*launch.arguments, *constants], [], [], [])
+        try:
+            for place, argument in enumerate(launch.arguments):
+                _leave(plan, place, argument, numbers)
+        except Unknown:
+            return None
+        plans.append(plan)
     return tuple(plans)
 
 
-def _emptied(arguments: tuple[Any, ...], numbers: dict[int, int]) -> Any:
-    """The arguments with places for their tensors. Raises `Unknown` for a tensor that has no number."""
-    parts = tuple(_place(argument, numbers) for argument in arguments)
-    return Group(parts, type(arguments))
-
-
-def _place(argument: Any, numbers: dict[int, int]) -> Any:
+def _leave(plan: Plan, place: int, argument: Any, numbers: dict[int, int]) -> None:
+    """Leave the place of an argument that is a tensor, or has one in it, to be filled."""
     if isinstance(argument, Tensor):
-        return Place(_number(argument, numbers), None, Tensor)
-    if isinstance(argument, tuple):
-        group = _emptied(argument, numbers)
-        return group if any(isinstance(part, Place | Group) for part in group.parts) else argument
-    if hasattr(argument, "base"):  # a descriptor of TMA's
+        plan.tensors.append((place, _number(argument, numbers)))
+    elif hasattr(argument, "base"):  # a descriptor of TMA's
         fields = {name: value for name, value in vars(argument).items() if name != "base"}
-        return Place(_number(argument.base, numbers), fields, type(argument))
-    return argument
+        plan.descriptors.append((place, _number(argument.base, numbers), type(argument), fields))
+    elif isinstance(argument, tuple) and _has_tensor(argument):
+        if any(isinstance(part, tuple) and _has_tensor(part) for part in argument):
+            raise Unknown
+        inner = [(i, _number(part, numbers)) for i, part in enumerate(argument) if isinstance(part, Tensor)]
+        parts = [None if isinstance(part, Tensor) else part for part in argument]
+        plan.groups.append((place, type(argument), parts, inner))
+    else:
+        return
+    plan.arguments[place] = None  # which would keep the tensor
+
+
+def _has_tensor(parts: tuple[Any, ...]) -> bool:
+    return any(isinstance(part, Tensor) or (isinstance(part, tuple) and _has_tensor(part)) for part in parts)
 
 
 def _number(x: Tensor, numbers: dict[int, int]) -> int:
@@ -148,20 +170,18 @@ def _number(x: Tensor, numbers: dict[int, int]) -> int:
     return numbers[id(x)]
 
 
-def _filled(parts: tuple[Any, ...], given: Sequence[Tensor | None]) -> list[Any]:
+def _filled(plan: Plan, given: Sequence[Tensor | None]) -> list[Any]:
     """The arguments, with these tensors in their places."""
-    filled = []
-    for part in parts:
-        kind = type(part)
-        if kind is Place:
-            x = given[part.number]
-            if part.fields is not None:
-                described = object.__new__(part.kind)
-                described.__dict__.update(part.fields, base=x)
-                x = described
-            filled.append(x)
-        elif kind is Group:
-            filled.append(tuple.__new__(part.kind, _filled(part.parts, given)))
-        else:
-            filled.append(part)
-    return filled
+    arguments = plan.arguments.copy()
+    for place, number in plan.tensors:
+        arguments[place] = given[number]
+    for place, number, kind, fields in plan.descriptors:
+        described: Any = object.__new__(kind)
+        arguments[place] = described
+        described.__dict__ = {**fields, "base": given[number]}
+    for place, kind, parts, inner in plan.groups:
+        parts = parts.copy()
+        for i, number in inner:
+            parts[i] = given[number]
+        arguments[place] = tuple.__new__(kind, parts)
+    return arguments

@@ -54,6 +54,11 @@ class Tiles:
 INTERPRETER = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's, which compiled code can call too, takes ten times as long."""
+    return -(-a // b)
+
+
 @functools.cache
 def block_d(head_dim: int) -> int:
     """Columns of a tile: the head dimension rounded up to a power of two, at least 64.

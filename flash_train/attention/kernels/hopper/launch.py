@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flash_train.attention.kernels.arguments import (
@@ -28,21 +27,20 @@ from flash_train.attention.kernels.hopper.descriptors import describable, descri
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.hopper.tiles import BACKWARD, WIDE, ForwardTile, backward_tile, dq_tile, forward_tile
-from flash_train.attention.kernels.launch import lengths_of, lse_shape, sink_gradient, slope_gradient, slots_of
+from flash_train.attention.kernels.launch import lengths_of, make_output, sink_gradient, slope_gradient, slots_of
 from flash_train.attention.kernels.planned import Form, form_of, launch_all
-from flash_train.attention.kernels.tiles import Tile, block_d, processors
+from flash_train.attention.kernels.tiles import Tile, block_d, cdiv, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """As ``kernels.launch.forward``, where ``unavailable`` has no reason."""
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-            launch_all(_forward_launches, (q, k, v, out, lse, counter), call)
+            counter = q.new_zeros(1, dtype=torch.int32)
+            launch_all(_forward_launches, (q, k, v), (out, lse, counter), call)
     return out, lse
 
 
@@ -68,14 +66,14 @@ def backward(
     """
     dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     alone = block_d(q.shape[-1]) not in BACKWARD or needs_slopes or torch.are_deterministic_algorithms_enabled()
     dslope = torch.zeros_like(lse) if needs_slopes else None
     sums = make_sums(q, call, with_dq=not alone)
     with on_device(q):
         if q.shape[:-1].numel() > 0:
-            given = (q, k, v, out, dout, lse, dlse, sums.delta, sums.lse2, sums.dq, dq, dk, dv, dslope)
-            launch_all(_backward_launches, given, call)
+            made = (sums.delta, sums.lse2, sums.dq, dq, dk, dv, dslope)
+            launch_all(_backward_launches, (q, k, v, out, dout, lse, dlse), made, call)
         else:
             dk, dv = dk.zero_(), dv.zero_()
     slopes = None if dslope is None else slope_gradient(dslope, call)
@@ -222,9 +220,8 @@ class Sums:
 def make_sums(q: Tensor, call: Call, with_dq: bool = True) -> Sums:
     heads, columns = q.shape[-2], block_d(q.shape[-1])
     padded = PAD * slots_of(q, call.cu_seqlens_q, PAD)
-    rows = torch.empty((2, heads, padded), dtype=torch.float32, device=q.device)
-    dq = torch.empty((heads, padded, columns), dtype=torch.float32, device=q.device) if with_dq else None
-    return Sums(rows[0], rows[1], dq)
+    delta, lse2 = q.new_empty((2, heads, padded), dtype=torch.float32).unbind()
+    return Sums(delta, lse2, q.new_empty((heads, padded, columns), dtype=torch.float32) if with_dq else None)
 
 
 def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call) -> Launch:
@@ -359,7 +356,7 @@ def _heads_at_once(k: Tensor, call: Call, group: int) -> int:
 def _evenly(heads: int, at_once: float) -> int:
     """About ``at_once``, at least 1, so that as many heads are left for the last time as for any other."""
     times = max(1, round(heads / max(1.0, at_once)))
-    return triton.cdiv(heads, times)
+    return cdiv(heads, times)
 
 
 def _heads(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -369,7 +366,7 @@ def _heads(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """Rows of an entry; packed, the mean, whose lengths only the device knows."""
-    return x.shape[1] if cu_seqlens is None else triton.cdiv(x.shape[0], cu_seqlens.numel() - 1)
+    return x.shape[1] if cu_seqlens is None else cdiv(x.shape[0], cu_seqlens.numel() - 1)
 
 
 def _tasks(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
