@@ -143,8 +143,12 @@ def find_max_details(records: Records) -> str:
 
 
 def ablation_summary(records: Records) -> str:
+    rows = ablation_rows(records)
     words = "Milliseconds of an optimizer step and peak GiB, by attention; all of it is in"
-    return f"{words} [docs/ablation.md](docs/ablation.md):\n\n{ablation.by_length(ablation_rows(records))}"
+    text = f"{words} [docs/ablation.md](docs/ablation.md):\n\n{ablation.by_length(rows)}"
+    if slower := ablation.where_slower(rows, "flash"):
+        text += "\nWhere `flash` is not the fastest:\n\n" + "".join(f"- {place}\n" for place in slower)
+    return text
 
 
 def ablation_details(records: Records) -> str:

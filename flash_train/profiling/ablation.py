@@ -221,6 +221,20 @@ def _short(row: Row | None) -> str:
     return f"{'–' if seconds is None else _milliseconds(seconds)} · {'–' if gib is None else f'{gib:.1f}'}"
 
 
+def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
+    """In words, where another attention took less time for a step in otherwise the same cell."""
+    found = []
+    ran = [row for row in rows if row.status == "ok" and row.measured.get("step_seconds") is not None and not _few(row)]
+    for own in (row for row in ran if row.axes["attention"] == attention):
+        same = [row for row in ran if row.without("attention") == own.without("attention")]
+        best = min(same, key=lambda row: row.measured["step_seconds"])
+        if best.axes["attention"] != attention:
+            theirs, ours = (_milliseconds(row.measured["step_seconds"]) for row in (best, own))
+            place = ", ".join(f"{name}={own.axes[name]}" for name in varying(rows) if name != "attention")
+            found.append(f"{place} ({ours} ms, {best.axes['attention']} {theirs} ms)")
+    return found
+
+
 def varying(rows: Sequence[Row]) -> list[str]:
     """The axes on which the cells differ; length and attention always."""
     names = list(rows[0].axes) if rows else []

@@ -15,6 +15,7 @@ from flash_train.profiling.ablation import (
     to_csv,
     to_markdown,
     versions_in_words,
+    where_slower,
 )
 
 AXES = {"model": "nano", "dropout": 0.0, "seq_len": 64, "memory": "none", "attention": "sdpa"}
@@ -32,6 +33,13 @@ ROWS = [
     row(attention="flash", seq_len=128, step=4.0, tokens=25.0, peak=4.0, losses=[4.0, 3.0, 1.0]),
     row("oom", "out of | memory\nhere", (), attention="standard", seq_len=256),
 ]
+
+
+def test_where_one_is_slower_is_said_plainly():
+    assert where_slower(ROWS, "flash") == ["seq_len=128 (4,000 ms, standard 2,000 ms)"]
+    few = [row(attention="sdpa", step=1.0, losses=[4.0, 3.0]), row(attention="flash", step=2.0)]
+    assert where_slower(few, "flash") == []  # two steps are one time
+    assert where_slower([row(attention="flash", step=2.0, dropout=0.1), row(step=1.0)], "flash") == []
 
 
 def lines_of(markdown):

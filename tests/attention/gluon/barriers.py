@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.attention.gluon.schedule import COMPONENTS, current
+from tests.attention.gluon.schedule import COMPONENTS, current, site
 from tests.attention.gluon.values import EmulationError, as_int
 
 
@@ -23,6 +23,7 @@ class Barrier:
         self.pending, self.bytes, self.phase = count, 0, 0
         self.observed = 0  # phases that some partition has waited for
         self.loads = []  # (phase, where) of the TMA loads it counts
+        self.waits = []  # (component, time, where) of the waits for the phase completed last
         self.component = program.new_component()
         self.arriving = np.zeros(COMPONENTS, np.int32)
         self.completed = np.zeros(COMPONENTS, np.int32)
@@ -46,8 +47,20 @@ class Barrier:
     def _advance(self):
         if self.pending == 0 and self.bytes == 0:
             np.maximum(self.completed, self.arriving, out=self.completed)
+            for component, time, where in self.waits:
+                if self.completed[component] < time:
+                    raise BarrierError(
+                        f"phase {self.phase} of {self.name} completes, and nothing puts that behind a wait for the "
+                        f"phase before ({where}): come later, it would wait for the phase after, or for ever"
+                    )
+            self.waits = []
             self.phase += 1
             self.pending = self.count
+
+    def waited(self, task, where):
+        """A partition has seen the phase completed last; by the next release its clock says so."""
+        self.observed = max(self.observed, self.phase)
+        self.waits.append((task.component, task.clock[task.component], where))
 
     def passed(self, parity):
         return self.phase % 2 != parity
@@ -126,4 +139,4 @@ def wait(mbarrier, phase, pred=True, deps=()):
     if not barrier.passed(parity):
         task.program.wait(lambda: barrier.passed(parity), lambda: f"parity {parity} of {barrier}")
     task.acquire(barrier.completed)
-    barrier.observed = max(barrier.observed, barrier.phase)
+    barrier.waited(task, site())
