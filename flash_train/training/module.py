@@ -158,8 +158,7 @@ class CausalLMModule(pl.LightningModule):
         # Lightning divided the loss by the number of micro-batches, and averaged the gradients over the ranks.
         scale = self._nominal * trainer.accumulate_grad_batches * trainer.world_size / n_tokens
         clip = self.optimizer_config.gradient_clip if gradient_clip_val is None else gradient_clip_val
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = rescale_and_clip(parameters, scale, clip)
+        norm = rescale_and_clip(optimizer, scale, clip)
         self.last_step = StepResult(trainer.global_step + 1, loss_sum / n_tokens, norm, optimizer.param_groups[0]["lr"])
         self._sums, self._nominal = None, 0
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]

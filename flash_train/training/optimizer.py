@@ -1,7 +1,7 @@
 """AdamW with decay where it belongs, warm-up and cosine, and the one place where gradients are rescaled and clipped."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -79,7 +79,14 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     # A fused step would divide by the loss scale by itself, after the clipping. Without this mark GradScaler (and
     # Lightning, which otherwise refuses to clip) unscales before the clipping instead, as for any other optimizer.
     optimizer._step_supports_amp_scaling = False
+    if fused:
+        optimizer.grad_scale = None  # type: ignore[attr-defined]  # see `rescale_and_clip`
+        optimizer.register_step_post_hook(_forget_scale)
     return optimizer
+
+
+def _forget_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
 
 
 def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
@@ -104,17 +111,20 @@ def warmup_cosine(
 
 
 @torch.no_grad()
-def rescale_and_clip(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: float | None) -> Tensor:
-    """Multiply all gradients by `scale`, and by what brings their joint norm down to `max_norm`, in one pass.
+def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: float | None) -> Tensor:
+    """Multiply all gradients by `scale`, and by what brings their joint norm down to `max_norm`.
+
+    The fused step of `build_adamw` does so itself: in fp32, and without reading them once more.
 
     Args:
-        parameters: those without a gradient are passed over.
+        optimizer: of its parameters, those without a gradient are passed over.
         scale: scalar tensor; stays on its device, nothing is synchronised.
         max_norm: None or 0 does not clip.
 
     Returns:
         The norm after rescaling and before clipping: fp32 scalar tensor.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), device=scale.device)
@@ -124,5 +134,8 @@ def rescale_and_clip(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm
     norm = torch.linalg.vector_norm(torch.stack([n.to(factor.device) for n in norms])) * factor
     if max_norm:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    if hasattr(optimizer, "grad_scale"):
+        optimizer.grad_scale = factor.reciprocal()
+    else:
+        torch._foreach_mul_(gradients, factor)
     return norm

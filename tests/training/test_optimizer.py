@@ -74,7 +74,7 @@ def test_rescale_and_clip(dtype, max_norm):
     before = [parameter.grad.double() for parameter in parameters[:2]]
     exact = 3.0 * torch.cat([gradient.flatten() for gradient in before]).norm().item()
 
-    norm = rescale_and_clip(parameters, torch.tensor(3.0, dtype=torch.float64), max_norm)
+    norm = rescale_and_clip(torch.optim.SGD(parameters), torch.tensor(3.0, dtype=torch.float64), max_norm)
 
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact, rel=1e-5)
@@ -85,8 +85,32 @@ def test_rescale_and_clip(dtype, max_norm):
     assert parameters[2].grad is None
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_fused_step_rescales_by_itself(max_norm):
+    """Weights and gradients come out as where the gradients are multiplied beforehand; no scale is left behind."""
+    config = OptimizerConfig(lr=0.1)
+    models = [nn.Linear(7, 5) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fused, plain = build_adamw(models[0], config), torch.optim.AdamW(models[1].parameters(), lr=0.1, betas=config.betas)
+    plain.param_groups[0]["weight_decay"] = 0.0
+    fused.param_groups[0]["weight_decay"] = 0.0
+    for step in range(3):
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(step))
+            theirs.grad = ours.grad.clone()
+        norms = [rescale_and_clip(optimizer, torch.tensor(3.0), max_norm) for optimizer in (fused, plain)]
+        assert norms[0] == norms[1]
+        fused.step()
+        plain.step()
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        assert fused.grad_scale is None
+
+
 def test_rescale_without_any_gradient():
-    assert rescale_and_clip([nn.Parameter(torch.zeros(2))], torch.tensor(1.0), 1.0).item() == 0
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    assert rescale_and_clip(optimizer, torch.tensor(1.0), 1.0).item() == 0
 
 
 @pytest.mark.parametrize(
