@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The commands behind the figures in docs/results: scripts/measure.sh OUT PART…
+#
+# Everything is written to the folder OUT. A part that was stopped goes on when it is started again with the same OUT.
+# The last part, `collect`, turns what is there into docs/results/*.json; update_readme.py makes tables and pictures.
+# Environment: COMMIT is recorded where this is no git checkout. One H200: about 10 minutes a part, `attention` 20.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training collect}
+shift
+commit=(${COMMIT:+--commit "$COMMIT"})
+model=(model=1b3 precision=bf16-true)
+short='sweep.seq_len=[1024,2048,4096,8192,16384]'
+long='sweep.seq_len=[32768,65536]'
+fast='sweep.attention=[standard,sdpa,flash]'
+all='sweep.attention=[standard,chunked,sdpa,flash]'
+
+ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees whole rows
+  python scripts/ablate.py run_dir="$out/ablation/$1" "${model[@]}" data.packing=concat logger=none "${@:2}"
+}
+
+find_max() { # ATTENTION OVERRIDE…
+  python scripts/profile_memory.py find_max=true "find_max.attention=[$1]" run_dir="$out/find_max/$1" "${model[@]}" \
+    logger=none "${@:2}"
+}
+
+train() { # NAME OVERRIDE…
+  [ -e "$out/training/$1/summary.json" ] ||
+    python scripts/train.py run_dir="$out/training/$1" "${model[@]}" data=stdlib max_steps=100 logger=none "${@:2}"
+}
+
+for part; do
+  case $part in
+    ablation) ablate short "$short" "$all" 'sweep.dropout=[0.0]' ;;
+    ablation_long) # the chunks of long rows take minutes a step: fewer of them, for the time
+      ablate long "$long" "$fast" 'sweep.dropout=[0.0]'
+      ablate long_chunked_32k 'sweep.seq_len=[32768]' 'sweep.attention=[chunked]' 'sweep.dropout=[0.0]' max_steps=3
+      ablate long_chunked_64k 'sweep.seq_len=[65536]' 'sweep.attention=[chunked]' 'sweep.dropout=[0.0]' max_steps=2
+      ;;
+    ablation_dropout) ablate dropout "$short" "$all" 'sweep.dropout=[0.1]' ;;
+    ablation_dropout_long) ablate dropout_long "$long" "$fast" 'sweep.dropout=[0.1]' ;;
+    find_max)
+      find_max flash
+      find_max standard 'find_max.memory=[none,checkpoint]' # selective runs standard attention again whole: as checkpoint
+      ;;
+    memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
+    attention) python scripts/bench_attention.py --out "$out/attention.json" "${commit[@]}" ;;
+    training)
+      for attention in flash sdpa; do train "$attention-16k" attention=$attention seq_len=16384; done
+      for attention in flash sdpa standard; do train "$attention-4k" attention=$attention seq_len=4096; done
+      ;;
+    collect)
+      for name in ablation find_max training; do
+        [ ! -d "$out/$name" ] || python scripts/collect_runs.py "$out/$name"/* --out docs/results/$name.json "${commit[@]}"
+      done
+      for name in memory attention; do
+        [ ! -f "$out/$name.json" ] || cp "$out/$name.json" docs/results/$name.json
+      done
+      ;;
+    *) echo "$part: no such part" >&2; exit 1 ;;
+  esac
+done
