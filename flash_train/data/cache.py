@@ -6,19 +6,24 @@ A cache is a folder ``<corpus>-<key>`` with
     offsets.npy   int64 (documents + 1,): document i is tokens[offsets[i]:offsets[i + 1]]
     sizes.npy     int64 (documents,): bytes of text of each document
     keys.npy      uint64 (documents,): hash of each document's identity, which decides its part
-    meta.json     what the cache is, and a hash of each file: written last, so a cache without it is not one
+    meta.json     what the cache is, and a hash of each .npy file: written last, so a cache without it is not one
 
-The key covers the corpus's content, the tokenizer and VERSION. A cache is built in a temporary folder beside its place
-and renamed: a reader sees a whole one or none, and processes that build the same at once do not disturb each other.
+The key covers the corpus's content, the tokenizer and VERSION. One process builds a cache, others that need the same
+wait for it. It is built in a scratch folder beside its place and renamed: a reader sees a whole one or none, and where
+files cannot be locked, processes that build the same at once do not disturb each other.
 """
 
+import errno
+import glob
 import hashlib
 import json
 import os
+import platform
+import secrets
 import shutil
-import tempfile
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +31,12 @@ from pathlib import Path
 import numpy as np
 
 from flash_train.data.corpus import Corpus, Document, hash_file, hash_strings
+from flash_train.data.lock import exclusive
+from flash_train.data.notice import say_if_slow
 from flash_train.data.tokenizer import Tokenizer
 
 VERSION = "1"
-DATA_FILES = ("tokens.bin", "offsets.npy", "sizes.npy", "keys.npy")
+INDICES = ("offsets.npy", "sizes.npy", "keys.npy")
 BATCH_DOCUMENTS, BATCH_BYTES = 256, 4 << 20  # encoded at once: enough for the tokenizer's threads, small in memory
 
 
@@ -40,7 +47,9 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A built cache. Its arrays are opened on first use in each process, and are not pickled."""
+    """A built cache. Its arrays are mapped on first use in each process, read-only: processes of one machine share the
+    memory. They are not pickled.
+    """
 
     folder: Path
     corpus_hash: str
@@ -48,58 +57,82 @@ class TokenCache:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens, memory-mapped read-only: (tokens,) uint16 or uint32."""
+        """All tokens: (tokens,) uint16 or uint32."""
         return np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r")
 
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where documents begin and end: (documents + 1,) int64."""
-        return np.load(self.folder / "offsets.npy")
+        return np.load(self.folder / "offsets.npy", mmap_mode="r")
 
     @cached_property
     def sizes(self) -> np.ndarray:
         """Bytes of text of each document: (documents,) int64."""
-        return np.load(self.folder / "sizes.npy")
+        return np.load(self.folder / "sizes.npy", mmap_mode="r")
 
     @cached_property
     def keys(self) -> np.ndarray:
         """Hash of each document's identity: (documents,) uint64."""
-        return np.load(self.folder / "keys.npy")
+        return np.load(self.folder / "keys.npy", mmap_mode="r")
 
     def __getstate__(self) -> dict:
         return {"folder": self.folder, "corpus_hash": self.corpus_hash, "dtype": self.dtype}
+
+    def is_whole(self) -> bool:
+        """Whether every file is there as it was written.
+
+        The indices are hashed. Tokens are only counted, since reading them takes a second or more per GB at every
+        start: that finds files cut off or copied in part, not bytes that changed in place.
+        """
+        try:
+            hashes = json.loads((self.folder / "meta.json").read_text())["hashes"]
+            if any(hashes[name] != hash_file(self.folder / name).hex() for name in INDICES):
+                return False
+            tokens = int(np.load(self.folder / "offsets.npy", mmap_mode="r")[-1])
+            return (self.folder / "tokens.bin").stat().st_size == tokens * self.dtype.itemsize
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return False
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None = None) -> TokenCache:
     """Opens the cache of `corpus` under `tokenizer`, building it first where it is missing or damaged.
 
-    Raises ValueError if the corpus has no text.
+    Waits for a process that is building it. Raises ValueError if the corpus has no text, OSError where it cannot write.
     """
-    corpus_hash = corpus.fingerprint()
+    with say_if_slow(f"hashing the corpus {corpus.name!r}, by which its tokens are found"):
+        corpus_hash = corpus.fingerprint()
     key = hash_strings([VERSION, corpus_hash, tokenizer.fingerprint])
     folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
     cache = TokenCache(folder, corpus_hash, tokenizer.dtype)
-    if not is_whole(folder):
+    if not cache.is_whole():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            _build(building, corpus, tokenizer)
-            _move_into_place(building, folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+        waiting = f"waiting for another process that tokenises into {folder}"
+        with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_alone:
+            if not cache.is_whole():  # by now another process may have built it
+                if is_alone:
+                    _make_room(folder)
+                with say_if_slow(f"tokenising into {folder}"):
+                    _build(cache, corpus, tokenizer)
     return cache
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether `folder` holds a cache with every file as it was written."""
+def _build(cache: TokenCache, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """Writes a cache in a scratch folder and moves it into its place."""
+    scratch = _scratch(cache.folder)
+    scratch.mkdir()
     try:
-        hashes = json.loads((folder / "meta.json").read_text())["hashes"]
-        return all(hashes[name] == hash_file(folder / name).hex() for name in DATA_FILES)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return False
+        _write(scratch, corpus, tokenizer)
+        _move_into_place(scratch, cache)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        reason = f"{os.strerror(error.errno)} while tokenising into {cache.folder}"
+        raise OSError(f"{reason}; data.cache_dir= names another place") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
     offsets, sizes, keys = array("q", [0]), array("q"), array("Q")
     with open(folder / "tokens.bin", "wb") as file:
         for batch in _batches(document for document in corpus.documents() if document.text):
@@ -110,12 +143,13 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
                     offsets.append(offsets[-1] + len(tokens))
                     sizes.append(len(document.text))
                     keys.append(_key_hash(document.key))
+        file.flush()
+        os.fsync(file.fileno())  # or a crash of the machine might leave a file of the right size without its content
     if not sizes:
         raise ValueError(f"the corpus {corpus.name!r} is empty: it has no document with any text in it")
-    np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
-    np.save(folder / "sizes.npy", np.array(sizes, dtype=np.int64))
-    np.save(folder / "keys.npy", np.array(keys, dtype=np.uint64))
-    hashes = {name: hash_file(folder / name).hex() for name in DATA_FILES}
+    for name, index in zip(INDICES, (offsets, sizes, keys), strict=True):
+        np.save(folder / name, np.asarray(index))  # int64 or uint64, as the array is; not copied
+    hashes = {name: hash_file(folder / name).hex() for name in INDICES}
     meta = {"version": VERSION, "corpus": corpus.name, "tokenizer": tokenizer.fingerprint, "hashes": hashes}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
 
@@ -133,22 +167,46 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _move_into_place(building: Path, folder: Path) -> None:
-    """Renames `building` to `folder`, unless another process has put a whole cache there meanwhile."""
+def _move_into_place(scratch: Path, cache: TokenCache) -> None:
+    """Renames `scratch` to the cache's folder, unless another process has put a whole cache there meanwhile."""
     while True:
         try:
-            os.rename(building, folder)
+            os.rename(scratch, cache.folder)
             return
         except OSError:
-            if not folder.exists():
+            if not cache.folder.exists():
                 raise
-        if is_whole(folder):
+        if cache.is_whole():
             return
-        with tempfile.TemporaryDirectory(prefix=".damaged.", dir=folder.parent, ignore_cleanup_errors=True) as aside:
-            try:
-                os.rename(folder, Path(aside) / "cache")
-            except FileNotFoundError:
-                continue  # another process moved it first
+        _remove(cache.folder)
+
+
+def _make_room(folder: Path) -> None:
+    """Removes a damaged cache, and what builders that were killed have left; only for who builds alone.
+
+    What another host has left stays: its locks may not reach this one, and it may be building.
+    """
+    for left in folder.parent.glob(glob.escape(_scratch_prefix(folder)) + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    if folder.exists():
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a damaged cache; it is out of the way in one move, so that a whole one can take its place at once."""
+    aside = _scratch(folder)
+    with suppress(FileNotFoundError):  # another process moved it first
+        os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _scratch(folder: Path) -> Path:
+    """A new name beside `folder`, for what is not a cache yet or no longer."""
+    return folder.with_name(_scratch_prefix(folder) + secrets.token_hex(4))
+
+
+def _scratch_prefix(folder: Path) -> str:
+    return f".{folder.name}.{platform.node()}."
 
 
 def _key_hash(key: str) -> int:

@@ -40,8 +40,8 @@ def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
         return _split_tail(cache, val_fraction)
     is_val = cache.keys < np.uint64(val_fraction * 2**64)
     # Tiny corpora: the keys nearest to the border change sides, so that the choice is still by hash alone.
-    by_key = np.argsort(cache.keys, kind="stable")
-    is_val[by_key[0]], is_val[by_key[-1]] = True, False
+    is_val[np.argmin(cache.keys)] = True
+    is_val[len(cache.keys) - 1 - np.argmax(cache.keys[::-1])] = False  # another one, even if all keys are equal
     return _part(cache, ~is_val), _part(cache, is_val)
 
 

@@ -1,33 +1,63 @@
+import errno
 import multiprocessing
 import pickle
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flash_train.data import ByteTokenizer, JsonTokenizer
-from flash_train.data.cache import is_whole, tokenize
+from flash_train.data import ByteTokenizer, JsonTokenizer, lock, notice
+from flash_train.data.cache import tokenize
 from tests.data.conftest import ListCorpus, random_texts
 from tests.data.test_tokenizer import write_tokenizer
 
 TEXTS = random_texts(300, 100)
 
 
-class LateCorpus(ListCorpus):
-    """Lets no process begin to read before all have begun."""
+FORK = multiprocessing.get_context("fork")  # importing everything anew would take most of the time
 
-    def __init__(self, texts: list[bytes], barrier) -> None:
-        super().__init__(texts)
-        self.barrier = barrier
+
+class GatedCorpus(ListCorpus):
+    """Counts the processes that read it, and calls `gate` in each before it does."""
+
+    def __init__(self, gate=lambda: None) -> None:
+        super().__init__(TEXTS)
+        self.gate, self.readers = gate, FORK.Semaphore(0)
 
     def documents(self):
-        self.barrier.wait(timeout=300)
+        self.readers.release()
+        self.gate()
         yield from super().documents()
 
 
-def build(barrier, cache_dir: Path, results) -> None:
-    cache = tokenize(LateCorpus(TEXTS, barrier), ByteTokenizer(), cache_dir)
-    results.put((str(cache.folder), int(cache.tokens.sum())))
+def start(corpus: ListCorpus, cache_dir: Path, results):
+    """A process that puts the folder of the corpus's cache and the sum of its tokens in `results`."""
+
+    def build() -> None:
+        cache = tokenize(corpus, ByteTokenizer(), cache_dir)
+        results.put((str(cache.folder), int(cache.tokens.sum())))
+
+    process = FORK.Process(target=build, daemon=True)
+    process.start()
+    return process
+
+
+def ended(processes) -> list[int]:
+    """The exit codes of `processes`."""
+    for process in processes:
+        process.join(timeout=60)
+    return [process.exitcode for process in processes]
+
+
+def lines(capfd, until: str) -> str:
+    """What comes on standard error up to the line with `until`."""
+    deadline, text = time.monotonic() + 60, ""
+    while until not in text and time.monotonic() < deadline:
+        time.sleep(0.01)
+        text += capfd.readouterr().err
+    return text
 
 
 def test_tokens_and_offsets_are_the_documents(tmp_path):
@@ -36,7 +66,7 @@ def test_tokens_and_offsets_are_the_documents(tmp_path):
     for i, text in enumerate(TEXTS):
         assert cache.tokens[cache.offsets[i] : cache.offsets[i + 1]].tolist() == [256, *text, 257]
     assert cache.sizes.tolist() == [len(text) for text in TEXTS]
-    assert is_whole(cache.folder)
+    assert cache.is_whole()
 
 
 def test_a_second_time_nothing_is_built(tmp_path):
@@ -66,8 +96,12 @@ def test_skipped_and_empty_documents_are_not_documents(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "keys.npy", "sizes.npy", "meta.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
+NAMES = ("tokens.bin", "offsets.npy", "keys.npy", "sizes.npy", "meta.json")
+DAMAGES = [(name, damage) for name in NAMES for damage in ("missing", "cut", "changed")]
+DAMAGES.remove(("tokens.bin", "changed"))  # would take reading them all at every start
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_a_damaged_cache_is_rebuilt(tmp_path, name, damage):
     cache = tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path)
     path = cache.folder / name
@@ -78,24 +112,88 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, name, damage):
         path.write_bytes(
             content[: len(content) // 2] if damage == "cut" else content.replace(content[-40:-20], b"x" * 20)
         )
-    assert not is_whole(cache.folder)
+    assert not cache.is_whole()
     again = tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path)
-    assert (again.folder / name).read_bytes() == content and is_whole(again.folder)
+    assert (again.folder / name).read_bytes() == content and again.is_whole()
     assert [entry.name for entry in tmp_path.iterdir()] == [again.folder.name]
 
 
-def test_two_processes_build_the_same_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")  # importing everything anew would take most of the time
-    barrier, results = context.Barrier(2), context.Queue()
-    builders = [context.Process(target=build, args=(barrier, tmp_path, results)) for _ in range(2)]
-    for process in builders:
-        process.start()
-    built = [results.get(timeout=300) for _ in builders]
-    for process in builders:
-        process.join(timeout=300)
-    assert [process.exitcode for process in builders] == [0, 0]
-    assert built[0] == built[1] and is_whole(Path(built[0][0]))
-    assert len(list(tmp_path.iterdir())) == 1
+def test_a_damaged_cache_takes_no_room_while_it_is_rebuilt(tmp_path):
+    there = []
+    corpus = GatedCorpus(lambda: there.append(len(list(tmp_path.glob("list-*")))))
+    damaged = tokenize(corpus, ByteTokenizer(), tmp_path)
+    (damaged.folder / "meta.json").unlink()
+    assert tokenize(corpus, ByteTokenizer(), tmp_path).is_whole()
+    assert there == [0, 0]
+
+
+def test_a_damaged_cache_is_rebuilt_where_files_cannot_be_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "fcntl", None)
+    damaged = tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path)
+    (damaged.folder / "meta.json").unlink()
+    assert tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path).is_whole()
+    assert list(tmp_path.iterdir()) == [damaged.folder]
+
+
+def test_one_process_builds_while_another_waits_and_says_so_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(notice, "PATIENCE_SECONDS", 0.5)
+    others_wait, results = FORK.Event(), FORK.Queue()
+    corpus = GatedCorpus(lambda: others_wait.wait(timeout=60))
+    builders = [start(corpus, tmp_path, results)]
+    assert corpus.readers.acquire(timeout=60)
+    builders.append(start(corpus, tmp_path, results))
+    said = lines(capfd, until="waiting")
+    others_wait.set()
+    built = [results.get(timeout=60) for _ in builders]
+    assert ended(builders) == [0, 0]
+    assert not corpus.readers.acquire(block=False)
+    assert built[0] == built[1]
+    folder = built[0][0]
+    said += capfd.readouterr().err
+    assert said.count(f"data: waiting for another process that tokenises into {folder}\n") == 1
+    assert said.count(f"data: tokenising into {folder}\n") == 1
+    assert [str(entry) for entry in tmp_path.iterdir()] == [folder]
+
+
+def test_a_builder_that_is_killed_leaves_the_next_one_free_to_build(tmp_path):
+    never, results = FORK.Event(), FORK.Queue()
+    corpus = GatedCorpus(never.wait)
+    killed = start(corpus, tmp_path, results)
+    assert corpus.readers.acquire(timeout=60)
+    waits = start(ListCorpus(TEXTS), tmp_path, results)
+    killed.kill()
+    folder, total = results.get(timeout=60)
+    assert ended([killed, waits]) == [-signal.SIGKILL, 0]
+    assert total == int(tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path).tokens.sum())
+    assert [str(entry) for entry in tmp_path.iterdir()] == [folder]  # what was half built is gone, too
+
+
+@pytest.mark.parametrize("why", ["no fcntl", errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_without_locks_two_processes_build_the_same_at_once(tmp_path, monkeypatch, why):
+    def refuse(file, operation):
+        raise OSError(why, "no locks here")
+
+    if why == "no fcntl":
+        monkeypatch.setattr(lock, "fcntl", None)
+    else:
+        monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    all_read, results = FORK.Barrier(2), FORK.Queue()
+    corpus = GatedCorpus(lambda: all_read.wait(timeout=60))
+    builders = [start(corpus, tmp_path, results) for _ in range(2)]
+    built = [results.get(timeout=60) for _ in builders]
+    assert ended(builders) == [0, 0]
+    assert built[0] == built[1]
+    assert [str(entry) for entry in tmp_path.iterdir()] == [built[0][0]]
+
+
+def test_a_full_disk_is_said_with_the_folder_and_the_key(tmp_path):
+    def fill_disk() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    said = f"No space left on device while tokenising into {tmp_path}/list-.*; data.cache_dir= names another place"
+    with pytest.raises(OSError, match=said):
+        tokenize(GatedCorpus(fill_disk), ByteTokenizer(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_build_leaves_nothing(tmp_path):
