@@ -66,7 +66,8 @@ def title_of(results: dict[Cell, Result]) -> str:
 def common_of(sweep: Sweep, results: dict[Cell, Result]) -> list[str]:
     """What every cell has beside its axes: data, seed, batch size; versions, by the first that ran."""
     found = [result.summary["versions"] for result in results.values() if result.status == "ok"]
-    return shared_settings(sweep.cells[0].config) + (versions_in_words(found[0]) if found else [])
+    at_once = [f"jobs={len(sweep.environs)}"] if len(sweep.environs) > 1 else []  # which on a CPU take turns
+    return shared_settings(sweep.cells[0].config) + at_once + (versions_in_words(found[0]) if found else [])
 
 
 def shared_settings(config: DictConfig) -> list[str]:

@@ -56,10 +56,10 @@ class Search:
     attention: tuple[str, ...] | None = None
 
     def on(self, device: torch.device) -> tuple[int, tuple[str, ...]]:
-        """The limit, in whole units, and the attentions."""
+        """The limit and the attentions."""
         cuda = device.type == "cuda"
         limit = self.limit or (LIMIT if cuda else LIMIT_OFF_CUDA)
-        return limit // UNIT * UNIT, self.attention or (ATTENTION if cuda else ATTENTION_OFF_CUDA)
+        return limit, self.attention or (ATTENTION if cuda else ATTENTION_OFF_CUDA)
 
 
 def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
@@ -82,6 +82,8 @@ def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
     line = replace(line, overrides=tuple(rest))
     if not asked or asked.get("find_max") is False:
         return line, None
+    if "find_max" not in asked:
+        raise UsageError(f"{next(iter(asked))} is of the search for the longest row; it goes with find_max=true")
     for key in ("seq_len", "memory", "attention"):
         if line.given(key):
             raise UsageError(
@@ -97,8 +99,8 @@ def _checked(key: str, value: object) -> object:
             raise UsageError(f"find_max={value}: allowed: true, false")
         return value
     if key == "find_max.limit":
-        if not isinstance(value, int) or isinstance(value, bool) or value < UNIT:
-            raise UsageError(f"find_max.limit={value}: allowed: an integer, {UNIT} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or value < UNIT or value % UNIT:
+            raise UsageError(f"find_max.limit={value}: allowed: a multiple of {UNIT}")
         return value
     allowed = MEMORY_MODES if key.endswith("memory") else BACKENDS
     if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):

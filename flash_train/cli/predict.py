@@ -105,7 +105,7 @@ def tell(prediction: Prediction, limit: int | None, at_most: bool) -> None:
     parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
     largest = ", ".join(f"{kind} {bytes_in_words(size)}" for size, kind in parts[:4])
     there = "" if limit is None else f"; there are {bytes_in_words(limit)}"
-    most = "at most " if at_most else ""
+    most = "at most about " if at_most else ""
     peak = bytes_in_words(prediction.peak_bytes)
     print(f"memory: {most}{peak} of tensors predicted at the peak of a step ({largest}){there}", flush=True)
 

@@ -33,10 +33,14 @@ def describe_data(info: dict[str, Any]) -> str:
     if train is None:  # made up as it is needed
         return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
     return (
-        f"{info['corpus']}, {train['documents']:,} documents, {train['tokens'] / 1e6:.1f}M tokens "
+        f"{info['corpus']}, {train['documents']:,} documents, {_count(train['tokens'])} tokens "
         f"in {train['rows']:,} rows of {info['seq_len']:,} ({train['packing_efficiency']:.2%} used), "
         f"hash {info['corpus_hash'][:12]}"
     )
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.1f}M"
 
 
 @rank_zero_only

@@ -166,7 +166,8 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
     for series_name, rows in series.items():
         points = {row.axes["seq_len"]: x for row in rows if (x := row.measured.get(name)) and row.status == "ok"}
         values += points.values()
-        power = fit_exponent(list(points), list(points.values())) if fitted else None
+        fits = fitted and len(points) > 2  # through two points any line goes
+        power = fit_exponent(list(points), list(points.values())) if fits else None
         without = sorted(row.axes["seq_len"] for row in rows if row.status == "oom")
         label = _legend(_label(series_name, rows), bool(points), power, without, _status(rows))
         style = styles[series_name]

@@ -64,7 +64,8 @@ def _step(panel: Axes, moments: Sequence[tuple[str, Moment]]) -> None:
         if begin:
             panel.axvline(begin, color="black", linewidth=0.8, linestyle=":")
         if end - begin > 0.06 * len(chosen):  # a narrower stretch has no room for its name
-            panel.text((begin + end) / 2, 1.07 * top, chosen[begin][0], ha="center", va="center", fontsize=10)
+            phase = {"step": "optimizer"}.get(chosen[begin][0], chosen[begin][0])
+            panel.text((begin + end) / 2, 1.07 * top, phase, ha="center", va="center", fontsize=10)
     panel.set(ylabel=f"memory ({name})", xlabel="allocations and releases of one step, in order", xticks=[])
     panel.spines[["top", "right"]].set_visible(False)
     handles, labels = panel.get_legend_handles_labels()

@@ -16,6 +16,7 @@ from flash_train.profiling.step import WIDTHS, Step
 
 MIB = 2**20
 DENSITIES = (0.5, 0.25, 0.125)
+PHASES_SHOWN = {"forward": "forward", "backward": "backward", "step": "optimizer's step"}
 PHASES_PREDICTED = {"forward": ("forward", "loss"), "backward": ("backward",), "step": ("step",)}
 
 Report = dict[str, Any]
@@ -92,7 +93,12 @@ def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
         parts.append(["reserved from the device", _mib(found["reserved_peak_bytes"]), "–"])
         parts.append(["of it not allocated (fragmentation)", _mib(found["fragmentation_bytes"]), "–"])
     phases = [
-        [phase, _mib(both["measured_peak_bytes"]), _mib(both["predicted_peak_bytes"]), _largest(both["parts"])]
+        [
+            PHASES_SHOWN[phase],
+            _mib(both["measured_peak_bytes"]),
+            _mib(both["predicted_peak_bytes"]),
+            _largest(both["parts"]),
+        ]
         for phase, both in found["phases"].items()
     ]
     traffic = [[name, _mib(one["forward"]), _mib(one["backward"])] for name, one in found["attention_traffic"].items()]
@@ -102,7 +108,7 @@ def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
         ("Peak of each phase", ["phase", "measured (MiB)", "predicted (MiB)", "largest parts (measured)"], phases),
         ("Kept by each block for its backward", ["block", "measured (MiB)", "predicted (MiB)"], blocks),
         (
-            "What one block's attention moves, by its algorithm",
+            "What one block's attention reads and writes in the device's memory, by its algorithm",
             ["attention", "forward (MiB)", "backward (MiB)"],
             traffic,
         ),

@@ -32,14 +32,16 @@ def test_what_is_asked_for():
 )
 def test_the_device_chooses_what_is_not_given(device, expected):
     assert command.Search().on(torch.device(device)) == expected
-    assert command.Search(1000, attention=("chunked",)).on(torch.device(device)) == (960, ("chunked",))
+    assert command.Search(960, attention=("chunked",)).on(torch.device(device)) == (960, ("chunked",))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["find_max=maybe"], "find_max=maybe: allowed: true, false"),
-        (["find_max.limit=10"], "find_max.limit=10: allowed: an integer, 64 or more"),
+        (["find_max.limit=10"], "find_max.limit=10: allowed: a multiple of 64"),
+        (["find_max.limit=600"], "find_max.limit=600: allowed: a multiple of 64"),
+        (["find_max.limit=128"], "find_max.limit is of the search for the longest row; it goes with find_max=true"),
         (["find_max.memory=checkpoint"], "allowed: a list of none, selective, checkpoint"),
         (["find_max.attention=[flush]"], "allowed: a list of flash, triton, hopper, sdpa, standard, chunked"),
         (["find_max.memory=[none,none]"], "a value stands there twice; allowed: each once"),
@@ -97,7 +99,7 @@ def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
     assert any(line.startswith("attention=sdpa memory=none") for line in lines)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(1 << 20, [98_368, 100_352]), (50_000, [49_984])])
+@pytest.mark.parametrize(("limit", "expected"), [(1 << 20, [98_368, 100_352]), (49_984, [49_984])])
 def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected, tiny, tmp_path, monkeypatch):
     """Of what was predicted a little cannot be had."""
     trials = []
@@ -107,13 +109,13 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
         return Result("ok" if trials[-1] <= 100_000 else "oom")
 
     monkeypatch.setattr(command, "run_cell", run_cell)
-    monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most: min(100_352, most // UNIT * UNIT))
+    monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most: min(100_352, most))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     command.find_max(line, command.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
     assert trials == expected
     (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
-    at_limit = limit == 50_000
-    assert record["limit"] == limit // UNIT * UNIT and record["exact_to"] == (None if at_limit else command.TOLERANCE)
+    at_limit = limit == 49_984
+    assert record["limit"] == limit and record["exact_to"] == (None if at_limit else command.TOLERANCE)
     assert ("| ≥ 49,984 (the limit) |" in (tmp_path / "search" / "find_max.md").read_text()) == at_limit
 
 

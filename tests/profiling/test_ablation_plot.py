@@ -80,9 +80,14 @@ def test_one_length_is_a_bar_for_each_cell(figures):
 
 @pytest.mark.parametrize(("memory_of", "fitted"), [("process", False), ("device", True)])
 def test_no_exponent_of_a_whole_process(figures, memory_of, fitted):
-    plot_ablation([row(64), row(128)], "a.png", memory_of=memory_of)
+    plot_ablation([row(64), row(128), row(256)], "a.png", memory_of=memory_of)
     time, memory, _ = (panel.get_legend().get_texts()[0].get_text() for panel in figures[0].axes)
     assert "propto" in time and ("propto" in memory) == fitted
+
+
+def test_no_exponent_through_two_points(figures):
+    plot_ablation([row(64), row(128)], "a.png", memory_of="device")
+    assert not any("propto" in panel.get_legend().get_texts()[0].get_text() for panel in figures[0].axes)
 
 
 def test_nothing_is_drawn_where_nothing_ran(tmp_path):

@@ -255,3 +255,20 @@ def test_a_validation_that_fails_is_no_failed_run(tmp_path):
 def test_builder_refuses(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, **options)
+
+
+def test_throughput_says_what_it_needs_of_a_module(tmp_path):
+    class Own(pl.LightningModule):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).sum()
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = plain_trainer(tmp_path, Throughput())
+    with pytest.raises(TypeError, match="reads flops and last_step of the module.*Own has not: leave the callback out"):
+        trainer.fit(Own(), torch.utils.data.DataLoader(torch.ones(4, 2)))

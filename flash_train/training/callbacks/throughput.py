@@ -76,6 +76,8 @@ class Throughput(StepCallback):
         throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
         memory/...                                             see `flash_train.profiling.memory_use`
 
+    The module is a `CausalLMModule`, or has its `flops` and `last_step`.
+
     Validation and the writing of checkpoints are not counted as training time. The device is waited for at these
     steps only. The module leaves its loss to be logged here, in one row (`logs_steps`). The arithmetic is that of
     Lightning's `Throughput`; its `ThroughputMonitor` takes every batch to have the same FLOPs, waits for the device at
@@ -90,6 +92,11 @@ class Throughput(StepCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        if missing := [name for name in ("flops", "last_step") if not hasattr(pl_module, name)]:
+            raise TypeError(
+                f"Throughput reads {' and '.join(missing)} of the module, as CausalLMModule has them, and "
+                f"{type(pl_module).__name__} has not: leave the callback out, or add them"
+            )
         device = pl_module.device
         self.peak_flops = known_peak(device, trainer.precision)
         self._step_times = find_callback(trainer, StepTimes, before=self)
