@@ -1,26 +1,23 @@
 """`scripts/profile_memory.py find_max=true`: the longest row that trains here, by attention backend and memory mode."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from flash_train.cli.build import device_of
 from flash_train.cli.cells import Cell, Result, known_result, require_one, run_cell
 from flash_train.cli.compose import compose_config
-from flash_train.cli.errors import UnavailableError, UsageError
+from flash_train.cli.errors import UnavailableError
+from flash_train.cli.find_max_options import Search
 from flash_train.cli.loggers import log_table
-from flash_train.cli.overrides import CommandLine, parse
+from flash_train.cli.overrides import CommandLine
 from flash_train.cli.predict import BY_DOCUMENT, capacity, step_before_run
-from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling import device_name, versions, write_json, write_text
 from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
 from flash_train.profiling.prediction import predict
-from flash_train.profiling.step import BACKENDS, Step
+from flash_train.profiling.step import Step
 
 TRIALS, TOLERANCE = 4, 0.02
-KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
 TRIAL_STEPS = "2"  # the first makes the optimizer's state, the second meets it and the gradients of the first
 TRIAL = (
     *(
@@ -35,8 +32,6 @@ TRIAL = (
 NOTHING = Longest(0, None, ())
 FILES = ("find_max.json", "find_max.md", "find_max.png")
 SHORT = 512  # tokens in a row while only the shape of the model is asked for
-LIMIT, ATTENTION = 1 << 20, ("flash", "standard")
-LIMIT_OFF_CUDA, ATTENTION_OFF_CUDA = 1 << 14, ("sdpa", "standard")  # a step of a million tokens takes hours there
 
 
 class EndedOtherwise(Exception):
@@ -45,69 +40,6 @@ class EndedOtherwise(Exception):
     def __init__(self, result: Result, words: str) -> None:
         super().__init__(words)
         self.result = result
-
-
-@dataclass(frozen=True)
-class Search:
-    """What `find_max` was asked for: no longer row than `limit` is tried; None leaves a choice to the device."""
-
-    limit: int | None = None
-    memory: tuple[str, ...] = MEMORY_MODES
-    attention: tuple[str, ...] | None = None
-
-    def on(self, device: torch.device) -> tuple[int, tuple[str, ...]]:
-        """The limit and the attentions."""
-        cuda = device.type == "cuda"
-        limit = self.limit or (LIMIT if cuda else LIMIT_OFF_CUDA)
-        return limit, self.attention or (ATTENTION if cuda else ATTENTION_OFF_CUDA)
-
-
-def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
-    """The command line without `find_max…`, and what that asks for; None where it does not.
-
-    Raises:
-        UsageError: a key that is not there, or a value that it does not take.
-    """
-    asked: dict[str, object] = {}
-    rest = []
-    for text in line.overrides:
-        override = parse(text)
-        key, value = override.key_or_group, override.value()
-        if not key.startswith("find_max"):
-            rest.append(text)
-        elif key not in KEYS:
-            raise UsageError(f"{key}: no such key; allowed: {', '.join(KEYS)}")
-        else:
-            asked[key] = _checked(key, value)
-    line = replace(line, overrides=tuple(rest))
-    if not asked or asked.get("find_max") is False:
-        return line, None
-    if "find_max" not in asked:
-        raise UsageError(f"{next(iter(asked))} is of the search for the longest row; it goes with find_max=true")
-    for key in ("seq_len", "memory", "attention"):
-        if line.given(key):
-            raise UsageError(
-                f"{key}={line.given(key)}: find_max=true chooses it; allowed: find_max.limit, .memory, .attention"
-            )
-    chosen = {key.removeprefix("find_max."): value for key, value in asked.items() if key != "find_max"}
-    return line, Search(**chosen)  # type: ignore[arg-type]
-
-
-def _checked(key: str, value: object) -> object:
-    if key == "find_max":
-        if not isinstance(value, bool):
-            raise UsageError(f"find_max={value}: allowed: true, false")
-        return value
-    if key == "find_max.limit":
-        if not isinstance(value, int) or isinstance(value, bool) or value < UNIT or value % UNIT:
-            raise UsageError(f"find_max.limit={value}: allowed: a multiple of {UNIT}")
-        return value
-    allowed = MEMORY_MODES if key.endswith("memory") else BACKENDS
-    if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
-        raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
-    if len(set(value)) < len(value):
-        raise UsageError(f"{key}={value}: a value stands there twice; allowed: each once")
-    return tuple(map(str, value))
 
 
 def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
@@ -120,7 +52,7 @@ def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
     """
     config = compose_config((*line.overrides, f"seq_len={SHORT}"), line.config_dir)
     device = device_of(config.trainer.accelerator)
-    limit, attentions = asked.on(device)
+    limit, attentions = asked.on(device.type == "cuda")
     rows: list[Row] = []
     for attention, memory in ((a, m) for a in attentions for m in asked.memory):
         rows.append(_search(line, limit, run_dir, attention, memory))

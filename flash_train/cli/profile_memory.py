@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments, quieten_profiler
 from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.cli.find_max_options import split
 from flash_train.cli.interrupt import going_on_later
 from flash_train.cli.overrides import CommandLine, read
 
@@ -71,13 +72,13 @@ def refuse(line: CommandLine) -> None:
 
 def search(line: CommandLine) -> None:
     """`find_max=true`: no step is recorded, but the longest row is looked for."""
-    from flash_train.cli.find_max import TRIAL_STEPS, find_max, split
-    from flash_train.cli.train import prepare
-
     line, asked = split(line)
     if asked is None:
         profile_memory(compose(line))
         return
+    from flash_train.cli.find_max import TRIAL_STEPS, find_max  # and with it PyTorch, for which mistakes need not wait
+    from flash_train.cli.train import prepare
+
     if line.given("run_dir") is None:
         line = line.with_override("run_dir", f"runs/find_max_{datetime.now():%Y-%m-%d_%H-%M-%S}")
     run_dir = Path(str(line.given("run_dir")))

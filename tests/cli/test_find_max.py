@@ -1,28 +1,34 @@
 import json
 
 import pytest
-import torch
 
 from flash_train.cli import find_max as command
+from flash_train.cli import find_max_options as options
 from flash_train.cli.cells import Result, keep
 from flash_train.cli.errors import OutOfMemoryError, UnavailableError, UsageError
 from flash_train.cli.overrides import read
 from flash_train.model import ModelConfig
+from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling.longest import UNIT
 from flash_train.profiling.prediction import predict
-from flash_train.profiling.step import Step
+from flash_train.profiling.step import BACKENDS, Step
 
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
 
 
 def split(*arguments):
-    return command.split(read(list(arguments)))
+    return options.split(read(list(arguments)))
+
+
+def test_choices_are_those_of_their_homes():
+    """They stand once more where a mistake is told at once."""
+    assert tuple(MEMORY_MODES) == options.MEMORY and options.ATTENTIONS == BACKENDS and options.UNIT == UNIT
 
 
 def test_what_is_asked_for():
     line, asked = split("model=1b3", "find_max=true", "find_max.limit=4096", "find_max.memory=[checkpoint]")
     assert line.overrides == ("model=1b3",)
-    assert asked == command.Search(4096, ("checkpoint",), None)
+    assert asked == options.Search(4096, ("checkpoint",), None)
     assert split("model=1b3")[1] is None and split("find_max=false", "seq_len=512")[1] is None
 
 
@@ -31,8 +37,8 @@ def test_what_is_asked_for():
     [("cuda", (1 << 20, ("flash", "standard"))), ("cpu", (16384, ("sdpa", "standard")))],
 )
 def test_the_device_chooses_what_is_not_given(device, expected):
-    assert command.Search().on(torch.device(device)) == expected
-    assert command.Search(960, attention=("chunked",)).on(torch.device(device)) == (960, ("chunked",))
+    assert options.Search().on(device == "cuda") == expected
+    assert options.Search(960, attention=("chunked",)).on(device == "cuda") == (960, ("chunked",))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "run_cell", run_cell)
     monkeypatch.setattr(command, "predicted_longest", lambda *_: 1024)
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
-    asked = command.Search(1 << 20, ("none",), ("sdpa",))
+    asked = options.Search(1 << 20, ("none",), ("sdpa",))
     with pytest.raises(KeyboardInterrupt):
         command.find_max(line, asked, tmp_path / "search")
     command.find_max(line, asked, tmp_path / "search")
@@ -111,7 +117,7 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
     monkeypatch.setattr(command, "run_cell", run_cell)
     monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most: min(100_352, most))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
-    command.find_max(line, command.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
+    command.find_max(line, options.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
     assert trials == expected
     (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
     at_limit = limit == 49_984
@@ -129,7 +135,7 @@ def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypat
 
     monkeypatch.setattr(command, "run_cell", run_cell)
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
-    asked = command.Search(512, ("none",), ("sdpa", "standard"))
+    asked = options.Search(512, ("none",), ("sdpa", "standard"))
     command.find_max(line.with_override("logger", "none"), asked, tmp_path / "search")
     failed, found = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
     assert "attention=standard memory=none: ≥ 512 tokens (the limit), 1 trial" in (told := capsys.readouterr().out)
@@ -143,7 +149,7 @@ def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(command, "run_cell", lambda cell: Result("ok", summary={"peak_memory_gib": 1.0}))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
-    command.find_max(line, command.Search(512, ("none",), ("sdpa",)), tmp_path / "search")
+    command.find_max(line, options.Search(512, ("none",), ("sdpa",)), tmp_path / "search")
     assert list((tmp_path / "search" / "wandb").glob("offline-run-*"))
 
 
@@ -154,7 +160,7 @@ def test_a_search_that_found_nothing_does_not_end_well(ended, error, tiny, tmp_p
     monkeypatch.setattr(command, "run_cell", lambda cell: Result(ended, "a reason"))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "run_dir"))])
     with pytest.raises(UsageError, match=rf"no search ended ok \(2 {ended}\); .*find_max.md says why") as stop:
-        command.find_max(line, command.Search(512, ("none", "selective"), ("sdpa",)), tmp_path / "search")
+        command.find_max(line, options.Search(512, ("none", "selective"), ("sdpa",)), tmp_path / "search")
     assert type(stop.value) is error
     assert "a reason" in (tmp_path / "search" / "find_max.md").read_text()
 
@@ -162,7 +168,7 @@ def test_a_search_that_found_nothing_does_not_end_well(ended, error, tiny, tmp_p
 def test_a_backend_that_is_not_there_is_told(tiny, tmp_path):
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     with pytest.raises(UnavailableError):
-        command.find_max(line, command.Search(512, ("none",), ("flash",)), tmp_path / "search")
+        command.find_max(line, options.Search(512, ("none",), ("flash",)), tmp_path / "search")
     (record,) = json.loads((tmp_path / "search" / "find_max.json").read_text())["records"]
     assert record["seq_len"] == 0 and "no NVIDIA GPU" in record["reason"]
     assert record["status"] == "unavailable" and record["predicted_seq_len"] is None
