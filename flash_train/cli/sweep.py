@@ -17,7 +17,7 @@ from flash_train.cli.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.overrides import CommandLine, parse, quote
 from flash_train.cli.paths import conf_dir, unusable
 from flash_train.cli.train import with_pretrained_shape
-from flash_train.cli.validate import validate
+from flash_train.cli.validate import require_files, validate
 
 PREFIX = "sweep."
 CELLS = "cells"  # the folder of their directories
@@ -176,6 +176,7 @@ def _check_values(line: CommandLine, axes: Mapping[Axis, Sequence[Any]]) -> None
         config = compose_config((*line.overrides, *(f"{axis.key}={x}" for axis, x in combination)), line.config_dir)
         with suppress(UnavailableError):
             validate(config)
+        require_files(config)
 
 
 def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path) -> Iterator[Planned]:

@@ -19,7 +19,7 @@ from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.overrides import CommandLine, read
 from flash_train.cli.paths import conf_dir, run_dir_of, unusable
 from flash_train.cli.schema import register_schema
-from flash_train.cli.validate import validate
+from flash_train.cli.validate import require_files, validate
 
 if TYPE_CHECKING:
     from flash_train.cli.build import Run
@@ -57,7 +57,10 @@ def check(line: CommandLine) -> list[DictConfig]:
     configs = [compose_config(overrides, line.config_dir) for overrides in jobs(line)]
     for config in configs:
         validate(config)
-        if not line.shows and (reason := unusable(Path(config.run_dir))):
+        if line.shows:
+            continue
+        require_files(config)
+        if reason := unusable(Path(config.run_dir)):
             raise UsageError(f"run_dir={config.run_dir}: {reason}; allowed: a folder to write in, new or not")
     return configs
 

@@ -1,5 +1,7 @@
 """Ranges and choices that types can't express: one table, and the few rules that tie two keys together."""
 
+import glob
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +102,24 @@ def validate(config: DictConfig) -> None:
         if value is not None and not rule.allows(value):
             raise UsageError(f"{key}={value}: allowed: {rule.words}{did_you_mean(str(value), rule.choices)}")
     _together(config)
+
+
+def require_files(config: DictConfig) -> None:
+    """Look for the files and folders that a run reads: those who read them would say the same, seconds later.
+
+    Raises:
+        UsageError: one line with the key that names what is not there.
+    """
+    paths = OmegaConf.select(config, "data.path") or []
+    for path in [paths] if isinstance(paths, str) else paths:
+        if not os.path.exists(os.path.expanduser(path)) and not glob.glob(os.path.expanduser(path)):
+            raise UsageError(f"data.path={path}: no such file or folder, and no glob that matches any")
+    path = OmegaConf.select(config, "data.tokenizer")
+    if path not in (None, "bytes") and not os.path.isfile(os.path.expanduser(path)):
+        raise UsageError(f"data.tokenizer={path}: no such file; allowed: a tokenizer.json of `tokenizers`, or bytes")
+    path = config.init_from
+    if path is not None and not os.path.isdir(os.path.expanduser(path)):
+        raise UsageError(f"init_from={path}: no such folder; allowed: one with config.json and *.safetensors")
 
 
 def _together(config: DictConfig) -> None:
