@@ -93,17 +93,29 @@ def resolve_backend(
         if reason is None:
             return "flash" if name == "auto" else name, "this project's kernels run here"
         if name != "auto":
-            raise ValueError(f"attention={name} cannot run here: {reason}; use attention=sdpa or attention=auto")
+            able = _able(device, dtype, head_dim, spec, sinks, exact)
+            raise ValueError(f"the {name} backend cannot run here: {reason}; {able} can")
     if name in ("auto", "sdpa"):
-        missing = sdpa_unavailable(spec, sinks=sinks)
-        if missing is None and exact:
-            missing = "it gives no log-sum-exp and takes no rng"
+        missing = sdpa_unavailable(spec, sinks=sinks, exact=exact)
         if missing is None:
             return "sdpa", "as asked" if name == "sdpa" else f"flash cannot run: {reason}"
         if name == "sdpa":
-            raise ValueError(f"attention=sdpa cannot run this: {missing}; use attention=flash or attention=reference")
+            able = _able(torch.device(device), dtype, head_dim, spec, sinks, exact)
+            raise ValueError(f"the sdpa backend cannot run this: {missing}; {able} can")
         return "reference", f"flash cannot run: {reason}; neither can sdpa: {missing}"
     return name, "as asked"
+
+
+def _able(
+    device: torch.device, dtype: torch.dtype, head_dim: int, spec: AttentionSpec, sinks: bool, exact: bool
+) -> str:
+    """The backends that can run a call, by names that fit ``backend=`` and the command line's ``attention=`` alike."""
+    reasons = {
+        "flash": flash_unavailable(device, dtype, head_dim),
+        "sdpa": sdpa_unavailable(spec, sinks=sinks, exact=exact),
+    }
+    able = [name for name, reason in reasons.items() if reason is None]
+    return f"{', '.join([*able, 'standard', 'chunked'])} and reference"
 
 
 def interpreting() -> bool:

@@ -25,12 +25,14 @@ from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Packing
 
 
-def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool) -> str | None:
-    """Why PyTorch's fused attention cannot compute this, or None where it can."""
+def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool, exact: bool = False) -> str | None:
+    """Why PyTorch's fused attention cannot compute this, or None where it can; ``exact`` as in ``resolve_backend``."""
     if spec.softcap:
         return f"it has no softcap ({spec.softcap:g} was given)"
     if sinks:
         return "it has no sinks"
+    if exact:
+        return "it gives no log-sum-exp and takes no rng"
     return None
 
 

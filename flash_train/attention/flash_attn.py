@@ -351,7 +351,7 @@ def _unpack(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 def _read_pages(q: Tensor, k: Tensor, v: Tensor, packing: Packing, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """k and v of ``flash_attn_varlen_func`` as packed tensors, from pages."""
-    packing.validate(q.device)
+    packing.validate(q.device, q.shape[0])
     for name, pages in (("k", k), ("v", v)):
         if pages.dim() != 4:
             raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.masks import Causal, Full, Mask, Window
-from flash_train.attention.varlen import Entry
+from flash_train.attention.varlen import Entry, unreadable
 
 
 def attended_pairs(
@@ -80,12 +80,12 @@ def call_pairs(
     n_heads = q.shape[-2]
     if cu_seqlens_q is None:
         found = [Entry(i, i, 0, 0, q.shape[1], k.shape[1]) for i in range(q.shape[0])]
-    elif cu_seqlens_k is None or _unreadable(cu_seqlens_q) or _unreadable(cu_seqlens_k):
+    elif cu_seqlens_k is None or unreadable(cu_seqlens_q) or unreadable(cu_seqlens_k):
         found = [Entry.of_lengths(q.shape[0], k.shape[0])]
     else:
         lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
         found = [Entry(i, 0, 0, 0, len_q, len_k) for i, (len_q, len_k) in enumerate(lengths)]
-    if block_map is None or _unreadable(block_map):
+    if block_map is None or unreadable(block_map):
         return sum(mask.pairs(entry, n_heads) for entry in found)
     visited = block_map.cpu()
     pairs = 0
@@ -161,11 +161,3 @@ def _pairs_by_block(mask: Window, entry: Entry, block_q: int, block_k: int) -> T
     blocks = -(-entry.len_q // block_q)
     inside = torch.zeros(blocks, begin.numel(), dtype=torch.int64)
     return inside.index_add_(0, torch.arange(entry.len_q) // block_q, rows)
-
-
-def _unreadable(x: Tensor) -> bool:
-    """Whether a tensor holds no values: a fake one, as under ``torch.compile``, or one on the meta device."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(x, (FakeTensor, FunctionalTensor)) or x.device.type == "meta"

@@ -11,6 +11,7 @@ from flash_train.attention.backends import OWN, resolve_backend
 from flash_train.attention.baselines import sdpa_attention
 from flash_train.attention.chunked import chunked_attention
 from flash_train.attention.dropout import RngState, draw_state
+from flash_train.attention.masks import Mask
 from flash_train.attention.reference import reference_attention
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.standard import standard_attention
@@ -89,8 +90,7 @@ def attention(
     arXiv:2108.12409); sinks as in "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453) and the
     learnable form of gpt-oss.
     """
-    exact = return_lse or (rng is not None and spec.dropout > 0)
-    (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, alibi_slopes, sinks, backend, exact)
+    (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name == "sdpa":
         return sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
 
@@ -126,8 +126,7 @@ def explain(
     Raises:
         ValueError, TypeError: as ``attention``.
     """
-    exact = return_lse or (rng is not None and spec.dropout > 0)
-    (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, alibi_slopes, sinks, backend, exact)
+    (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name not in OWN:
         return f"{name}: {why}"
     from flash_train.attention.kernels.arguments import Call
@@ -148,16 +147,20 @@ def _prepare(
     v: torch.Tensor,
     spec: AttentionSpec,
     packing: Packing | None,
+    rng: RngState | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     backend: str,
-    exact: bool,
+    return_lse: bool,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], tuple[str, str]]:
     """q, k and v in autocast's dtype, checked with the rest; and the backend that runs them, and why."""
+    require_values(q)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _validate(q, k, v, spec, packing, alibi_slopes, sinks)
+    _validate(q, k, v, packing)
+    entries = q.shape[0] if packing is None else packing.cu_seqlens_q.numel() - 1
+    validate_settings(q, k.shape[-3], entries, spec, rng, alibi_slopes, sinks)
     resolved = resolve_backend(
         backend,
         device=q.device,
@@ -165,7 +168,7 @@ def _prepare(
         head_dim=max(q.shape[-1], v.shape[-1]),
         spec=spec,
         sinks=sinks is not None,
-        exact=exact,
+        exact=return_lse or (rng is not None and spec.dropout > 0),
     )
     return (q, k, v), resolved
 
@@ -197,15 +200,15 @@ def _operands(
     )  # fmt: skip
 
 
-def _validate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spec: AttentionSpec,
-    packing: Packing | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> None:
+def require_values(q: torch.Tensor) -> None:
+    """Raise ValueError for a tensor of the meta device, on which nothing can be computed."""
+    if q.is_meta:
+        raise ValueError("q is on the meta device, which holds no values: must be on another, such as cpu or cuda")
+
+
+def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing | None) -> None:
+    if packing is not None and not isinstance(packing, Packing):
+        raise TypeError(f"packing is a {type(packing).__name__}: must be Packing(cu_seqlens_q, cu_seqlens_k), or None")
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if packing is None else (3, "(total, heads, head_dim)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
@@ -224,15 +227,34 @@ def _validate(
     if k.shape[-2] == 0 or n_heads % k.shape[-2]:
         raise ValueError(f"q has {n_heads} heads and k {k.shape[-2]}: q's must be a multiple of k's")
     if packing is not None:
-        packing.validate(q.device)
-    entries = q.shape[0] if packing is None else packing.cu_seqlens_q.numel() - 1
-    spec.mask.validate(entries, q.shape[-3], k.shape[-3], n_heads, q.device, packing is not None)
+        packing.validate(q.device, q.shape[0], k.shape[0])
+
+
+def validate_settings(
+    q: torch.Tensor,
+    len_k: int,
+    entries: int,
+    spec: AttentionSpec,
+    rng: RngState | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Raise ValueError or TypeError where what is asked for does not fit q, padded or packed, and ``len_k`` keys."""
+    if not isinstance(spec, AttentionSpec):
+        inside = spec if isinstance(spec, Mask) else "mask"
+        raise TypeError(f"spec is {spec!r}: must be an AttentionSpec, such as AttentionSpec({inside})")
+    if rng is not None and not isinstance(rng, RngState):
+        raise TypeError(f"rng is {rng!r}: must be an RngState, such as RngState(5), or None")
+    n_heads = q.shape[-2]
+    spec.mask.validate(entries, q.shape[-3], len_k, n_heads, q.device, q.dim() == 3)
     for name, x, allowed in (
         ("alibi_slopes", alibi_slopes, [(n_heads,), (entries, n_heads)]),
         ("sinks", sinks, [(n_heads,)]),
     ):
         if x is None:
             continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: must be a tensor")
         if tuple(x.shape) not in allowed or not x.dtype.is_floating_point:
             shapes = " or ".join(map(str, allowed))
             raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}: must be floating-point {shapes}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_train.attention.backends import resolve_backend
 from flash_train.attention.dropout import RngState, draw_state
-from flash_train.attention.functional import attention
+from flash_train.attention.functional import attention, require_values, validate_settings
 from flash_train.attention.masks import Mask
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Entry
@@ -78,10 +78,11 @@ def cached_attention(
 
     Source: flash-decoding (Dao, Haziza, Massa, Sizov, 2023) for the kernel's splits.
     """
-    _forbid_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
+    require_values(q)
     validate_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
     lengths = cache_lengths(cache_seqlens, q.shape[0], k_cache, block_table)
-    _validate_spec(q, k_cache, spec, block_table, alibi_slopes, sinks)
+    validate_settings(q, _capacity(k_cache, block_table), q.shape[0], spec, rng, alibi_slopes, sinks)
+    _forbid_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     if not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits={num_splits!r}: must be a number of parts, or 0 for as many as suit")
     if (k is None) != (v is None):
@@ -308,29 +309,6 @@ class _RowMask(Mask):
         return self.mask.attends(self.entry, q, k, n_heads)
 
 
-def _validate_spec(
-    q: Tensor,
-    k_cache: Tensor,
-    spec: AttentionSpec,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    batch, len_q, n_heads = q.shape[:3]
-    capacity = _capacity(k_cache, block_table)
-    spec.mask.validate(batch, len_q, capacity, n_heads, q.device, False)
-    for name, x, allowed in (
-        ("alibi_slopes", alibi_slopes, [(n_heads,), (batch, n_heads)]),
-        ("sinks", sinks, [(n_heads,)]),
-    ):
-        if x is not None and (tuple(x.shape) not in allowed or not x.dtype.is_floating_point or x.device != q.device):
-            shapes = " or ".join(map(str, allowed))
-            raise ValueError(
-                f"{name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}: must be floating-point {shapes} on "
-                f"{q.device}"
-            )
-
-
 def _resolve(backend: str, q: Tensor, v_cache: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> str:
     if backend in ("sdpa", "hopper"):
         whose = "PyTorch's fused attention has" if backend == "sdpa" else "Hopper's kernels have"
@@ -339,9 +317,9 @@ def _resolve(backend: str, q: Tensor, v_cache: Tensor, spec: AttentionSpec, sink
         )
     head_dim = max(q.shape[-1], v_cache.shape[-1])
     name, _ = resolve_backend(
-        backend, device=q.device, dtype=q.dtype, head_dim=head_dim, spec=spec, sinks=sinks is not None
+        backend, device=q.device, dtype=q.dtype, head_dim=head_dim, spec=spec, sinks=sinks is not None, exact=True
     )
-    return "reference" if name == "sdpa" else name
+    return name
 
 
 def _check_index(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, limit: int | None = None) -> None:

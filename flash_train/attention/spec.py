@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from flash_train.attention.masks import Full, Mask
 
@@ -21,6 +22,7 @@ class AttentionSpec:
             ``k = round(256 * (1 - dropout))``; survivors are scaled by ``256 / k``, so the output stays unbiased.
 
     Raises:
+        TypeError: for a mask that is no mask, and a number that is none.
         ValueError: for a scale that is not positive, a negative softcap, or a dropout that is outside [0, 1) or
             rounds to 0 or 1.
     """
@@ -35,6 +37,10 @@ class AttentionSpec:
             object.__setattr__(self, "mask", Full())
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask={self.mask!r}: must be a mask such as Full() or Causal()")
+        for name in ("scale", "softcap", "dropout"):
+            value = getattr(self, name)
+            if not isinstance(value, (float, int, Real)) and not (value is None and name == "scale"):
+                raise TypeError(f"{name}={value!r}: must be a number")
         if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
             raise ValueError(f"scale={self.scale}: must be a positive number, or None for 1/sqrt(head_dim)")
         if not (self.softcap >= 0 and math.isfinite(self.softcap)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,13 @@ class Packing:
     max_seqlen_k: int | None = None
     lengths: tuple[int, ...] | None = None
 
-    def validate(self, device: torch.device) -> None:
-        """Check what can be checked without reading device memory."""
+    def __post_init__(self) -> None:
+        for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+            if not isinstance(cu, torch.Tensor):
+                raise TypeError(f"Packing({name}={cu!r}): must be an int32 tensor")
+
+    def validate(self, device: torch.device, rows_q: int | None = None, rows_k: int | None = None) -> None:
+        """Check what can be checked without reading device memory: on a CPU, the values too."""
         for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 2:
                 raise ValueError(
@@ -67,13 +73,23 @@ class Packing:
                 f"cu_seqlens_q has {self.cu_seqlens_q.numel() - 1} entries and cu_seqlens_k "
                 f"{self.cu_seqlens_k.numel() - 1}: must be equal"
             )
+        if device.type == "cpu" and not unreadable(self.cu_seqlens_q):
+            self.check(rows_q, rows_k)
 
-    def check(self) -> None:
-        """Check the values too: boundaries that start at 0 and never decrease. Reads device memory: for debugging."""
-        for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
-            bounds = cu.tolist()
-            if bounds[0] != 0 or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
-                raise ValueError(f"{name} is {bounds}: must start at 0 and never decrease")
+    def check(self, rows_q: int | None = None, rows_k: int | None = None) -> None:
+        """Check the values: boundaries start at 0, never decrease, and end within the rows of q and k, where given.
+
+        Reads device memory: for debugging. On a CPU, ``attention`` does it.
+        """
+        for side, cu, rows in (("q", self.cu_seqlens_q, rows_q), ("k", self.cu_seqlens_k, rows_k)):
+            name, bounds = f"cu_seqlens_{side}", cu.tolist()
+            if bounds[0] != 0:
+                raise ValueError(f"{name} starts at {bounds[0]}: must start at 0")
+            for entry, (begin, end) in enumerate(pairwise(bounds)):
+                if begin > end:
+                    raise ValueError(f"{name} falls from {begin} to {end} at entry {entry}: must never decrease")
+            if rows is not None and bounds[-1] > rows:
+                raise ValueError(f"{name} ends at {bounds[-1]} and {side} has {rows} rows: must end within them")
 
     def entries(self) -> list[Entry]:
         """Every entry, on the host; synchronises unless ``lengths`` is given, which leaves empty entries out."""
@@ -93,3 +109,13 @@ def entries(q: torch.Tensor, k: torch.Tensor, packing: Packing | None) -> list[E
     if packing is not None:
         return packing.entries()
     return [Entry(b, b, 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]
+
+
+def unreadable(x: torch.Tensor) -> bool:
+    """Whether a tensor holds no values: while ``torch.compile`` traces, a fake one, or one on the meta device."""
+    if torch.compiler.is_compiling():
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta

@@ -46,7 +46,7 @@ def test_sdpa(case):
 def test_sdpa_says_what_it_cannot(name):
     case = BY_NAME[name]
     assert name in sdpa_unavailable(build(case, "cpu").spec, sinks=case.sinks)
-    with pytest.raises(ValueError, match=f"attention=sdpa cannot run this: it has no {name}"):
+    with pytest.raises(ValueError, match=f"the sdpa backend cannot run this: it has no {name}"):
         run(replace(case, uses="plain"), "sdpa", "cpu")
 
 

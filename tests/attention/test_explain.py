@@ -53,7 +53,7 @@ def test_which_kernels():
     )
     assert "forward by the portable ones (dtype torch.float32 is neither" in on_hopper(x, x, x)
     assert on_hopper(narrow, narrow, narrow, asked="triton").startswith("triton: forward by the portable ones (they w")
-    with pytest.raises(ValueError, match="attention=hopper cannot run this: dtype torch.float32"):
+    with pytest.raises(ValueError, match="the hopper backend cannot run this: dtype torch.float32"):
         on_hopper(x, x, x, asked="hopper")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert on_hopper(x, x, x).startswith("flash: forward by Hopper's kernels")

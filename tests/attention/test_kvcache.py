@@ -371,8 +371,10 @@ CALLS = [
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "window_size": 4}, ValueError, "window_size=4"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "sdpa"}, ValueError, "has no cache"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "hopper"}, ValueError, "have no cache"),
-    ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "flash"}, ValueError, "cannot run here"),
+    ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "flash"}, ValueError, "on cpu; standard, chunked and"),
     ((Q, S.k, S.v, NEW, NEW), {"cache_seqlens": 0, "backend": "fast"}, ValueError, "must be one of auto"),
+    ((Q, S.k, S.v), {"alibi_slopes": [0.1] * HEADS}, TypeError, "alibi_slopes is a list: must be a tensor"),
+    ((Q, S.k, S.v), {"rng": 5}, TypeError, "rng is 5: must be an RngState"),
     ((Q.clone().requires_grad_(), S.k, S.v), {}, ValueError, "q requires a gradient"),
     ((Q, S.k, S.v, NEW, NEW.clone().requires_grad_()), {"cache_seqlens": 0}, ValueError, "v requires a gradient"),
 ]
@@ -398,3 +400,10 @@ def test_masks_are_held_to_the_capacity():
         cached_attention(Q, S.k, S.v, 3, AttentionSpec(Document(INT[:, None], torch.zeros(2, 3).int())))
     with pytest.raises(ValueError, match="sinks is"):
         cached_attention(Q, S.k, S.v, 3, sinks=torch.ones(3))
+
+
+def test_kinds_are_checked_as_those_of_any_call():
+    with pytest.raises(TypeError, match="must be an AttentionSpec"):
+        cached_attention(Q, S.k, S.v, 3, Causal())
+    with pytest.raises(ValueError, match="q is on the meta device"):
+        cached_attention(*(x.to("meta") for x in (Q, S.k, S.v)), 3)

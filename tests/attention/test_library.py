@@ -269,13 +269,16 @@ if not INTERPRETING:
         checkpointed("cpu", backend)
 
     @pytest.mark.parametrize("backend", ["standard", "reference"])
-    def test_implementations_in_pytorch_compile(backend):
-        """Padded: packed, they read the boundaries."""
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_implementations_in_pytorch_compile(backend, packed):
+        """Packed, where the lengths are known: else they read the boundaries."""
         counter, spec = compile_counter(), AttentionSpec(Window(9, 0), softcap=3.0)
-        q, k, v = tensors("cpu", 2, 20)
+        q, k, v = tensors("cpu", *((20,) if packed else (2, 20)))
+        cu = boundaries("cpu", 12, 8)
 
         def call(q, k, v):
-            return attention(q, k, v, spec, backend=backend)
+            packing = Packing(cu, cu, lengths=(12, 8)) if packed else None
+            return attention(q, k, v, spec, packing=packing, backend=backend)
 
         out, expected = torch.compile(call, fullgraph=True, backend=counter)(q, k, v), call(q, k, v)
         torch.testing.assert_close(out, expected)

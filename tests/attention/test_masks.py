@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -320,6 +321,15 @@ BAD_MASKS = [
 ]
 
 
+@pytest.mark.parametrize("returned", [None, True, torch.zeros(4, 4)], ids=repr)
+def test_a_function_needs_a_twin_of_bool_tensors(returned):
+    with pytest.raises(TypeError, match="twin=None.: must be the kernel's rule as a function in PyTorch"):
+        MaskFunction(None, None)
+    given = "torch.float32" if torch.is_tensor(returned) else repr(returned)
+    with pytest.raises(TypeError, match=f"MaskFunction's twin returned {given}: must return a bool tensor"):
+        (Causal() & MaskFunction(None, lambda *_: returned)).dense(Entry.of_lengths(4, 4))
+
+
 @pytest.mark.parametrize(("build", "message"), BAD_MASKS, ids=[message for _, message in BAD_MASKS])
 def test_masks_that_cannot_be(build, message):
     with pytest.raises(ValueError, match=message):
@@ -338,8 +348,8 @@ BAD_CALLS = [
     (Document(int32(2, 64)), {"packed": True}, r"must be \(64,\)$"),
     (Tree([[-1]] * 3), {}, "Tree has 3 trees for 2 sequences: must be 1 or as many"),
     (Tree([-1]), {"device": META}, "Tree parents is on cpu and q on meta"),
-    (MaskFunction(None, None, (torch.zeros(3),)), {"device": META}, "MaskFunction tensor is on cpu and q on meta"),
-    (MaskFunction(None, None, (torch.zeros(3, 2).t(),)), {}, r"strides \(1, 2\): must be contiguous"),
+    (replace(FUNCTION, tensors=(torch.zeros(3),)), {"device": META}, "MaskFunction tensor is on cpu and q on meta"),
+    (replace(FUNCTION, tensors=(torch.zeros(3, 2).t(),)), {}, r"strides \(1, 2\): must be contiguous"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_train.attention import (
     AttentionSpec,
@@ -11,6 +12,7 @@ from flash_train.attention import (
     RngState,
     Tree,
     attention,
+    backends,
     resolve_backend,
 )
 
@@ -114,6 +116,25 @@ def test_bad_specs(fields, message):
         AttentionSpec(mask="causal")
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout"])
+def test_specs_of_no_numbers(name):
+    with pytest.raises(TypeError, match=f"{name}='a': must be a number"):
+        AttentionSpec(**{name: "a"})
+
+
+def test_a_refusal_names_what_can_run(monkeypatch):
+    """``flash`` and ``sdpa`` only where they can."""
+    call = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
+    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
+    monkeypatch.setattr(backends, "hopper_unavailable", lambda _: "it is no Hopper")
+    with pytest.raises(ValueError, match="the sdpa backend .*softcap .*; flash, standard, chunked and reference can"):
+        resolve_backend("sdpa", **call, spec=AttentionSpec(softcap=3.0))
+    with pytest.raises(ValueError, match="the hopper backend .*; flash, sdpa, standard, chunked and reference can"):
+        resolve_backend("hopper", **call)
+    with pytest.raises(ValueError, match="the hopper backend .*; flash, standard, chunked and reference can"):
+        resolve_backend("hopper", **call, exact=True)
+
+
 X = torch.randn(1, 8, 4, 16)
 P = torch.randn(8, 4, 16)
 DROPPED = AttentionSpec(dropout=0.5)
@@ -127,17 +148,24 @@ BAD_CALLS = [
     ((X, X, X), {"sinks": torch.zeros(3)}, ValueError, r"sinks is torch.float32 of shape .3,.: must be .* .4,."),
     ((X, X, X), {"alibi_slopes": torch.zeros(2, 4)}, ValueError, r"alibi_slopes is .* must be .* .4,. or .1, 4."),
     ((X, X, X), {"alibi_slopes": torch.zeros(4).int()}, ValueError, "alibi_slopes is torch.int32"),
-    ((X, X, X), {"spec": AttentionSpec(softcap=3.0), "backend": "sdpa"}, ValueError, "attention=sdpa cannot run this"),
-    ((X, X, X), {"sinks": torch.zeros(4), "backend": "sdpa"}, ValueError, "attention=sdpa cannot run this"),
+    ((X, X, X), {"spec": AttentionSpec(softcap=3.0), "backend": "sdpa"}, ValueError, "sdpa backend cannot run this"),
+    ((X, X, X), {"sinks": torch.zeros(4), "backend": "sdpa"}, ValueError, "no sinks; standard, chunked and"),
     ((X, X, X), {"spec": AttentionSpec(Tree([[-1, 0], [-1, 0]]))}, ValueError, "2 trees for 1 sequences"),
     ((X, X[..., :8], X[..., :8]), {}, ValueError, "head_dim 16 and k 8"),
     ((X, X.expand(2, -1, -1, -1), X.expand(2, -1, -1, -1)), {}, ValueError, "q has batch 1 and k 2"),
     ((P, P, P), {"packing": Packing(cu(8).long(), cu(8).long())}, ValueError, "cu_seqlens_q is torch.int64"),
     ((P, P, P), {"packing": Packing(cu(8), cu(4, 4))}, ValueError, "1 entries and cu_seqlens_k 2"),
     ((X, X, X), {"backend": "fastest"}, ValueError, "must be one of auto, flash"),
-    ((X, X, X), {"backend": "flash"}, ValueError, "attention=flash cannot run here: there is no NVIDIA GPU"),
-    ((X, X, X), {"backend": "sdpa", "return_lse": True}, ValueError, "sdpa cannot run this: it gives no log-sum-exp"),
+    ((X, X, X), {"backend": "flash"}, ValueError, "flash backend cannot run here: .* on cpu; sdpa, standard, chu"),
+    ((X, X, X), {"backend": "sdpa", "return_lse": True}, ValueError, "cannot run this: it gives no log-sum-exp"),
     ((X, X, X), {"backend": "sdpa", "spec": DROPPED, "rng": RngState(1)}, ValueError, "takes no rng"),
+    ((X, X, X), {"spec": Causal()}, TypeError, r"spec is Causal\(\): must be an .*such as AttentionSpec\(Causal\(\)\)"),
+    ((X, X, X), {"spec": Causal(), "rng": RngState(1), "return_lse": True}, TypeError, "must be an AttentionSpec"),
+    ((X, X, X), {"rng": 5}, TypeError, "rng is 5: must be an RngState"),
+    ((X, X, X), {"alibi_slopes": [0.1] * 4}, TypeError, "alibi_slopes is a list: must be a tensor"),
+    ((X, X, X), {"sinks": [0.1] * 4}, TypeError, "sinks is a list: must be a tensor"),
+    ((P, P, P), {"packing": cu(8)}, TypeError, "packing is a Tensor: must be Packing"),
+    ((X.to("meta"),) * 3, {}, ValueError, "q is on the meta device, which holds no values"),
 ]
 
 
@@ -153,7 +181,41 @@ def test_bad_origins(value):
         RngState(1, query=value)
 
 
-def test_check_reads_the_boundaries():
-    Packing(cu(3, 0, 4), cu(3, 0, 4)).check()
-    with pytest.raises(ValueError, match="cu_seqlens_k is .*: must start at 0 and never decrease"):
-        Packing(cu(3, 4), torch.tensor([0, 5, 4], dtype=torch.int32)).check()
+MISFITS = [
+    ([2, 5, 8], "starts at 2: must start at 0"),
+    ([0, 5, 4], "falls from 5 to 4 at entry 1: must never decrease"),
+    ([0, 5, 9], "ends at 9 and {side} has 8 rows: must end within them"),
+]
+
+
+@pytest.mark.parametrize("side", "qk")
+@pytest.mark.parametrize(("bounds", "message"), MISFITS)
+def test_boundaries_that_do_not_fit(side, bounds, message):
+    misfit, message = torch.tensor(bounds, dtype=torch.int32), f"cu_seqlens_{side} {message.format(side=side)}"
+    packing = Packing(misfit, cu(3, 4)) if side == "q" else Packing(cu(3, 4), misfit)
+    with pytest.raises(ValueError, match=message):
+        packing.check(8, 8)
+    for backend in ("auto", "sdpa", "standard", "chunked", "reference"):
+        with pytest.raises(ValueError, match=message):
+            attention(P, P, P, packing=packing, backend=backend)
+
+
+def test_check_takes_rows_where_they_are_known():
+    packing = Packing(cu(3, 0, 4), cu(3, 0, 5))
+    packing.check()
+    packing.check(7, 8)
+    with pytest.raises(ValueError, match="cu_seqlens_k ends at 8 and k has 7 rows"):
+        packing.check(rows_k=7)
+
+
+def test_boundaries_without_values_are_not_read():
+    """Those of another device, for which meta stands here, and fake ones."""
+    Packing(cu(9).to("meta"), cu(9).to("meta")).validate(torch.device("meta"), 8, 8)
+    with FakeTensorMode():
+        x, boundaries = torch.empty(8, 4, 16), torch.empty(3, dtype=torch.int32)
+        assert attention(x, x, x, packing=Packing(boundaries, boundaries, lengths=(3, 5))).shape == x.shape
+
+
+def test_boundaries_are_tensors():
+    with pytest.raises(TypeError, match=r"Packing\(cu_seqlens_k=\[0, 8\]\): must be an int32 tensor"):
+        Packing(cu(8), [0, 8])

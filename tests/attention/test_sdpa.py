@@ -17,6 +17,7 @@ def test_sdpa_says_what_it_lacks():
     assert sdpa_unavailable(AttentionSpec(Causal(), dropout=0.5), sinks=False) is None
     assert sdpa_unavailable(AttentionSpec(softcap=30.0), sinks=False) == "it has no softcap (30 was given)"
     assert sdpa_unavailable(AttentionSpec(), sinks=True) == "it has no sinks"
+    assert sdpa_unavailable(AttentionSpec(), sinks=False, exact=True) == "it gives no log-sum-exp and takes no rng"
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match="cannot run this: it has no softcap"):
         sdpa_attention(x, x, x, AttentionSpec(softcap=1.0))

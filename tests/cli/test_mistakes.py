@@ -122,7 +122,7 @@ WHEN_BUILT = [
     (["model.n_heads=3", "model.n_kv_heads=2"], ["model.n_heads", "3 and 2"]),
     (["model.vocab_size=100"], ["model.vocab_size=100", "259 or more"]),
     (["model.rope_scaling.factor=2.0"], ["model.rope_scaling.kind"]),
-    (["attention=flash"], ["attention=flash", "no NVIDIA GPU", "attention=sdpa"]),
+    (["attention=flash"], ["attention=flash: the flash backend cannot run here: there is no NVIDIA GPU", "sdpa, "]),
     (["hardware=cuda"], ["trainer.accelerator=cuda", "auto, cpu"]),
     (["init_from={tmp}/nowhere"], ["init_from={tmp}/nowhere", "no such folder"]),
     (["init_from={tmp}/empty"], ["init_from={tmp}/empty", "config.json"]),

@@ -25,7 +25,7 @@ def forward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Cal
     if reason is None:
         return hopper.forward
     if kernels == "hopper":
-        raise ValueError(f"attention=hopper cannot run this: {reason}; use attention=flash")
+        raise ValueError(f"the hopper backend cannot run this: {reason}; flash can")
     return launch.forward
 
 

@@ -206,6 +206,8 @@ class MaskFunction(Mask):
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not callable(self.twin):
+            raise TypeError(f"MaskFunction(twin={self.twin!r}): must be the kernel's rule as a function in PyTorch")
         object.__setattr__(self, "name", _name_of(self))
 
     @property
@@ -218,7 +220,12 @@ class MaskFunction(Mask):
 
     def attends(self, entry: Entry, q: Tensor, k: Tensor, n_heads: int) -> Tensor:
         shape = torch.broadcast_shapes(q.shape, k.shape)
-        return torch.stack([self.twin(entry, head, q, k, *self.tensors).expand(shape) for head in range(n_heads)])
+        rules = [self.twin(entry, head, q, k, *self.tensors) for head in range(n_heads)]
+        for rule in rules:
+            if not isinstance(rule, Tensor) or rule.dtype != torch.bool:
+                given = rule.dtype if isinstance(rule, Tensor) else repr(rule)
+                raise TypeError(f"MaskFunction's twin returned {given}: must return a bool tensor")
+        return torch.stack([rule.expand(shape) for rule in rules])
 
     def lower(self) -> Lowered:
         return Lowered(-1, -1, self.name, list(self.tensors), -1)
