@@ -14,7 +14,7 @@ from flash_train.attention import resolve_backend
 from flash_train.attention.backends import OWN
 from flash_train.cli.errors import UnavailableError, UsageError, blame
 from flash_train.cli.loggers import build_logger
-from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, holds_run, run_dir_of
+from flash_train.cli.resume import bent_schedule, check_going_on, find_checkpoint, read_own
 from flash_train.cli.schema import DataSchema
 from flash_train.data import (
     ByteTokenizer,
@@ -25,15 +25,13 @@ from flash_train.data import (
     Tokenizer,
     load_corpus,
 )
-from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_config
-from flash_train.training import CausalLMModule, OptimizerConfig, StayingStrategy, build_trainer, newest_checkpoint
-from flash_train.training.callbacks.checkpoint import read_checkpoint
+from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_config, pretrained_length
+from flash_train.training import CausalLMModule, OptimizerConfig, StayingStrategy, build_trainer
 
 VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
 BASE_LR, BASE_WIDTH = 6e-4, 768
 COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
-RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch keeps them in the optimizer's state, and loads them with it
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}  # the others compute in bfloat16
 # What the weights' shapes follow from.
 SHAPE = (
@@ -44,7 +42,10 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run needs: `checkpoint` is what it resumes from, `attention` the backend that runs, and why."""
+    """All that a run needs: `checkpoint` is what it resumes from, `attention` the backend that runs, and why.
+
+    `schedule` says how the learning rate goes on where that is not as the resumed run had planned it.
+    """
 
     trainer: lightning.Trainer
     module: CausalLMModule
@@ -52,6 +53,7 @@ class Run:
     logger: Logger | None
     checkpoint: Path | None
     attention: tuple[str, str]
+    schedule: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -82,13 +84,17 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         module = build_module(config, model_config, backend, data)
     if pretrained:
         module.model.load_state_dict(pretrained[1])
+    schedule = None
     if checkpoint:
-        check_checkpoint(checkpoint, module, None if config.validate_only else config.max_steps)
+        saved = read_own(checkpoint, module)
+        if not config.validate_only:
+            check_going_on(checkpoint, saved, module, config.max_steps, run_dir)
+            schedule = bent_schedule(saved, module, config.max_steps)
     # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.
     # A validation logs nothing: at W&B it would go on in the run whose checkpoint it measures.
     logger = None if config.validate_only else build_logger(config.logger, run_dir, plain(config))
     trainer.logger = logger
-    return Run(trainer, module, data, logger, checkpoint, (backend, reason))
+    return Run(trainer, module, data, logger, checkpoint, (backend, reason), schedule)
 
 
 def plain(node: DictConfig) -> dict[str, Any]:
@@ -109,38 +115,6 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device(accelerator)
 
 
-def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
-    """What `resume` points at; a directory whose run would be overwritten is refused."""
-    checkpoint = resumed(config.resume, run_dir) if config.resume is not None else None
-    if not config.validate_only and not goes_on(checkpoint, run_dir) and holds_run(run_dir):
-        ways = "resume=last to go on with it, or another folder"
-        if not holds_checkpoint(run_dir):
-            ways = "another folder, or this one emptied, as it has no checkpoint to go on from"
-        raise UsageError(f"run_dir={run_dir}: holds a run; allowed: {ways}")
-    return checkpoint
-
-
-def goes_on(checkpoint: Path | None, run_dir: Path) -> bool:
-    """Whether a run from this checkpoint goes on with the one in `run_dir`: not with one of another run directory."""
-    if checkpoint is None:
-        return False
-    own = run_dir_of(checkpoint)
-    return own is None or own.resolve() == run_dir.resolve()
-
-
-def resumed(resume: str, run_dir: Path) -> Path:
-    """The checkpoint that `resume` names."""
-    if resume == "last":
-        with blame(f"resume=last: run_dir={run_dir}"):
-            return newest_checkpoint(run_dir / CHECKPOINTS)
-    path = Path(resume)
-    if path.is_dir():
-        raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
-    if not path.is_file():
-        raise UsageError(f"resume={path}: no such file; allowed: a checkpoint, or last with run_dir=FOLDER")
-    return path
-
-
 def load_init(folder: str | None) -> tuple[ModelConfig, dict[str, torch.Tensor]] | None:
     """Shape and weights of the model in `init_from`."""
     if folder is None:
@@ -153,6 +127,20 @@ def load_shape(folder: str) -> ModelConfig:
     """Shape of the model in `init_from`."""
     with blame(f"init_from={folder}"):
         return pretrained_config(folder)
+
+
+def beyond_length(config: DictConfig) -> str | None:
+    """How far the rows go beyond those that the model in `init_from` was made for; None where they don't, or where its
+    rotary embedding is stretched."""
+    made_for = pretrained_length(config.init_from) if config.init_from else None
+    stretched = any(value is not None for value in config.model.rope_scaling.values())
+    if made_for is None or config.seq_len <= made_for or stretched:
+        return None
+    factor = math.ceil(config.seq_len / made_for)
+    return (
+        f"the one in init_from was made for rows of {made_for:,} tokens and these have {config.seq_len:,}; "
+        f"model.rope_scaling.kind=yarn model.rope_scaling.factor={factor} would stretch it"
+    )
 
 
 def build_data(config: DictConfig) -> PackedDataModule:
@@ -298,19 +286,3 @@ class Sample:
             vocab_limit=self.tokenizer.vocab_size,
         )
         return self.tokenizer.decode(ids)
-
-
-def check_checkpoint(path: Path, module: CausalLMModule, max_steps: int | None) -> None:
-    """Refuse a file that isn't a checkpoint of this model, or with which training can't go on to `max_steps`."""
-    with blame(f"resume={path}"):
-        checkpoint = read_checkpoint(path)
-        module.on_load_checkpoint(checkpoint)
-    if max_steps is None:
-        return
-    step = checkpoint["global_step"]
-    if step >= max_steps:
-        raise UsageError(f"max_steps={max_steps}: {path} is at step {step}; allowed: more than that")
-    saved, own = checkpoint["hyper_parameters"]["optimizer"], module.optimizer_config.to_dict()
-    for name in RESTORED:
-        if saved[name] != own[name]:
-            raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")

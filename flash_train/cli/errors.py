@@ -1,5 +1,6 @@
 """A user's mistake ends in one line: the key, what was given, what is allowed. A bug keeps its traceback."""
 
+import argparse
 import difflib
 import os
 import re
@@ -76,5 +77,17 @@ def one_line_errors() -> Iterator[None]:
 
 
 def fail(error: UsageError) -> NoReturn:
-    print(f"flash-train: {' '.join(str(error).split())}", file=sys.stderr)
+    tell(str(error))
     sys.exit(error.status)
+
+
+def tell(text: str) -> None:
+    """One line on stderr, by the name of the program."""
+    print(f"flash-train: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """One whose mistakes are a `UsageError`, in place of its usage and an exit status of their own."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help says what there is")

@@ -17,6 +17,7 @@ from flash_train.cli.build import Run
 from flash_train.cli.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from flash_train.cli.loggers import log_artifact
 from flash_train.cli.predict import alternatives, capacity, flash_runs
+from flash_train.cli.report import finish
 from flash_train.profiling.memory import bytes_in_words
 from flash_train.profiling.prediction import Prediction, predict
 from flash_train.profiling.records import write_bytes, write_text
@@ -73,6 +74,7 @@ def known_failures(config: DictConfig) -> Iterator[UnderWay]:
         if under_way.step is not None:
             hint = _way_out(under_way.step, under_way.device)
             hint += f" ({', '.join(_leave_behind(under_way, error))} in {under_way.run_dir})"
+            finish(under_way.logger, OutOfMemoryError.status)
         where = f"seq_len={config.seq_len} batch_size={config.batch_size} memory={config.memory.mode}"
         raise OutOfMemoryError(f"out of {kind} at {where}: {hint}") from error
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from flash_train.cli.errors import UsageError
+from flash_train.cli.errors import ArgumentParser, UsageError
 
 PATH_KEYS = ("resume", "init_from", "run_dir", "data.path", "data.name", "data.tokenizer", "data.cache_dir")
 
@@ -33,6 +33,10 @@ class CommandLine:
         values = [override.value() for override in map(parse, self.overrides) if override.key_or_group == key]
         return str(values[-1]) if values and values[-1] is not None else None
 
+    def several(self) -> str | None:
+        """The first override with several values, such as seed=0,1; None where each has one."""
+        return next((text for text in self.overrides if parse(text).is_sweep_override()), None)
+
     def with_override(self, key: str, value: str) -> "CommandLine":
         """The same with one more `key=value`, quoted where it has to be; it wins over an earlier one."""
         return replace(self, overrides=(*self.overrides, quote(key, value)))
@@ -43,7 +47,13 @@ class CommandLine:
 
 def read(arguments: list[str]) -> CommandLine:
     """Split the arguments into Hydra's flags and overrides, and quote the paths among the overrides."""
-    args = get_args_parser().parse_intermixed_args(arguments)  # flags may stand anywhere
+    parser = ArgumentParser(parents=[get_args_parser()], add_help=False)
+    args, unknown = parser.parse_known_intermixed_args(arguments)  # flags may stand anywhere
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]}: no such flag; arguments are written key=value, for example seq_len=16384; "
+            "--hydra-help lists the flags"
+        )
     waiting = list(args.overrides)
     flags = []
     for argument in arguments:  # the overrides appear in order, between flags

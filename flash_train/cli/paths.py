@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import flash_train
+from flash_train.cli.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
 RECORD = ("metrics.csv", "summary.json")  # as `RunRecord` calls them
@@ -23,12 +24,28 @@ def run_dir_of(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
-def unusable(run_dir: Path) -> str | None:
-    """Why no file can be written in a run directory, which need not exist yet; None where one can."""
-    there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+def unusable(folder: Path) -> str | None:
+    """Why no file can be written in a folder, which need not exist yet; None where one can."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is a file"
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
+
+
+def require_usable(key: str, folder: Path) -> None:
+    """Refuse a folder in which no file can be written."""
+    if reason := unusable(folder):
+        raise UsageError(f"{key}={folder}: {reason}; allowed: a folder to write in, new or not")
+
+
+def require_no_run(run_dir: Path, ways: str = "another folder") -> None:
+    """Refuse a directory whose run would be overwritten.
+
+    Args:
+        ways: what is allowed in its place.
+    """
+    if holds_run(run_dir):
+        raise UsageError(f"run_dir={run_dir}: holds a run; allowed: {ways}")
 
 
 def holds_checkpoint(run_dir: Path) -> bool:

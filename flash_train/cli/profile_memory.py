@@ -14,6 +14,7 @@ from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.find_max_options import split
 from flash_train.cli.interrupt import going_on_later
 from flash_train.cli.overrides import CommandLine, read
+from flash_train.cli.paths import require_no_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -62,6 +63,8 @@ def refuse(line: CommandLine) -> None:
     """What a training run takes and this does not."""
     if line.multirun or line.shows:
         raise UsageError(f"{line.flags[0]}: a profile takes no such flag; allowed: --help, --config-dir")
+    if text := line.several():
+        raise UsageError(f"{text}: several values, and one run is profiled; allowed: one, or a list in brackets")
     for key in ("resume", "validate_only", "stop_after"):
         if line.given(key):
             raise UsageError(f"{key}={line.given(key)}: a profile begins anew and runs to its end; leave it out")
@@ -82,6 +85,7 @@ def search(line: CommandLine) -> None:
     if line.given("run_dir") is None:
         line = line.with_override("run_dir", f"runs/find_max_{datetime.now():%Y-%m-%d_%H-%M-%S}")
     run_dir = Path(str(line.given("run_dir")))
+    require_no_run(run_dir)
     line = line.with_override("max_steps", TRIAL_STEPS)
     line = read(prepare(line.arguments()))
     own = tuple(text for text in line.overrides if not text.startswith("run_dir="))  # a trial's is its own

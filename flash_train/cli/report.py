@@ -14,17 +14,22 @@ FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.
 
 
 @rank_zero_only
-def announce(attention: tuple[str, str], data: dict[str, Any]) -> None:
-    """The attention that runs and why, and what there is to train on."""
+def announce(
+    attention: tuple[str, str], data: dict[str, Any], schedule: str | None = None, model: str | None = None
+) -> None:
+    """The attention that runs and why, what there is to train on; what to know of a resumed schedule, or the model."""
     backend, reason = attention
     print(f"attention: {backend} ({reason})")
     print(f"data: {describe_data(data)}", flush=True)
+    for name, words in (("schedule", schedule), ("model", model)):
+        if words:
+            print(f"{name}: {words}", flush=True)
 
 
-def finish(logger: Logger | None) -> None:
-    """Close W&B's run, or the next one of `-m` would go on in it."""
+def finish(logger: Logger | None, status: int = 0) -> None:
+    """Close W&B's run with the exit status of ours, or the next one of `-m` would go on in it."""
     if isinstance(logger, WandbLogger):
-        logger.experiment.finish()
+        logger.experiment.finish(exit_code=status)
 
 
 def describe_data(info: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from flash_train.cli.cells import Cell
 from flash_train.cli.compose import compose_config, dotted_names
 from flash_train.cli.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.overrides import CommandLine, parse, quote
-from flash_train.cli.paths import conf_dir, unusable
+from flash_train.cli.paths import conf_dir, require_no_run, require_usable
 from flash_train.cli.train import with_pretrained_shape
 from flash_train.cli.validate import require_files, validate
 
@@ -84,8 +84,8 @@ def plan(line: CommandLine) -> Sweep:
     sweep_overrides, own = _split(line)
     config = compose_config(sweep_overrides, line.config_dir, "ablate")
     run_dir = Path(config.run_dir)
-    if reason := unusable(run_dir):
-        raise UsageError(f"run_dir={run_dir}: {reason}; allowed: a folder to write in, new or not")
+    require_usable("run_dir", run_dir)
+    require_no_run(run_dir)
     axes = _chosen_axes(config.sweep, line)
     common = replace(line, overrides=(*config.train, *own))
     common = with_pretrained_shape(common)
@@ -111,8 +111,18 @@ def _split(line: CommandLine) -> tuple[list[str], list[str]]:
             raise UsageError(f"{text}: each axis is given by itself; allowed: {_axes_in_words(AXES)}, {PREFIX}jobs=N")
         if key.startswith(PREFIX):
             _check_axis(text, key.removeprefix(PREFIX), override.is_sweep_override(), override.value())
+        elif override.is_sweep_override():
+            raise UsageError(f"{text}: several values; allowed: {_way_to_sweep(key, text)}")
         (sweep if key.startswith(PREFIX) or key == "run_dir" else own).append(text)
     return sweep, own
+
+
+def _way_to_sweep(key: str, text: str) -> str:
+    """What to write for `key=a,b`."""
+    axis = next((axis.name for axis in AXES.values() if key in (axis.key, axis.place)), None)
+    if axis:
+        return f"'{PREFIX}{axis}=[{text.partition('=')[2]}]'"
+    return f"one value, as {key} is no axis; the axes are {', '.join(AXES)}"
 
 
 def _axes_in_words(names: Iterable[str]) -> str:

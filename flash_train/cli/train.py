@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import signal
 import sys
 import warnings
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from flash_train.cli import hardware
 from flash_train.cli.compose import CONFIG_NAME, compose_config, jobs
 from flash_train.cli.environment import grow_segments, quieten_profiler
-from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.cli.errors import UnavailableError, UsageError, one_line_errors
+from flash_train.cli.interrupt import Interrupted
+from flash_train.cli.multirun import Multirun, swept
 from flash_train.cli.overrides import CommandLine, read
-from flash_train.cli.paths import conf_dir, run_dir_of, unusable
+from flash_train.cli.paths import conf_dir, require_no_run, require_usable, run_dir_of
 from flash_train.cli.schema import register_schema
 from flash_train.cli.validate import require_files, validate
 
@@ -32,7 +36,15 @@ def main() -> None:
     register_schema()
     with one_line_errors():
         sys.argv[1:] = prepare(sys.argv[1:])
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(run)()
+        line = read(sys.argv[1:])
+        multirun = Multirun(tuple(swept(line, overrides) for overrides in jobs(line))) if line.multirun else None
+
+        def begin(config: DictConfig) -> None:
+            run(config, multirun)
+
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(begin)()
+        if multirun:
+            multirun.end()
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -54,14 +66,18 @@ def prepare(arguments: list[str]) -> list[str]:
 
 def check(line: CommandLine) -> list[DictConfig]:
     """Compose and check every run that the arguments ask for."""
+    if not line.multirun and (text := line.several()):
+        raise UsageError(f"{text}: several values; allowed: one, or -m for a run with each, as in -m {text}")
     configs = [compose_config(overrides, line.config_dir) for overrides in jobs(line)]
-    for config in configs:
-        validate(config)
+    for number, config in enumerate(configs):
+        with suppress(UnavailableError) if line.multirun else nullcontext():  # the run itself tells, in its turn
+            validate(config)
         if line.shows:
             continue
         require_files(config)
-        if reason := unusable(Path(config.run_dir)):
-            raise UsageError(f"run_dir={config.run_dir}: {reason}; allowed: a folder to write in, new or not")
+        require_usable("run_dir", Path(config.run_dir))
+        if line.multirun and config.resume is None and not config.validate_only:
+            require_no_run(Path(config.run_dir) / str(number), "another run_dir, as every run of a sweep begins anew")
     return configs
 
 
@@ -83,22 +99,27 @@ def with_run_dir(line: CommandLine) -> CommandLine:
     return line.with_override("run_dir", str(run_dir)) if run_dir else line
 
 
-def run(config: DictConfig) -> None:
+def run(config: DictConfig, multirun: Multirun | None = None) -> None:
     """One run, in a process that Hydra has prepared."""
     run_dir = run_dir_of_job(config)
-    with one_line_errors():
+    with one_line_errors(), multirun.next() if multirun else nullcontext() as name:
+        if name:
+            print(name, flush=True)
         try:
-            train(config, run_dir)
-        except UsageError:
+            if multirun:
+                validate(config)
+            stopped_by = train(config, run_dir)
+        finally:
             discard_if_empty(run_dir)
-            raise
+        if multirun and stopped_by:
+            raise Interrupted(stopped_by)
     release()
 
 
-def train(config: DictConfig, run_dir: Path) -> None:
-    """Build what the configuration says, run it, and say where everything lies."""
+def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
+    """Build what the configuration says, run it, and say where everything lies; returns the signal that ended it."""
     # PyTorch and Lightning take seconds to import: --help and most mistakes need not wait for them.
-    from flash_train.cli.build import build
+    from flash_train.cli.build import beyond_length, build
     from flash_train.cli.failures import known_failures
     from flash_train.cli.predict import check_memory, step_before_run
     from flash_train.cli.report import announce, finish, say_where
@@ -110,7 +131,7 @@ def train(config: DictConfig, run_dir: Path) -> None:
             step, device = step_before_run(config)
             check_memory(config, step, device)
         parts = build(config, run_dir)
-        announce(parts.attention, parts.data.info)
+        announce(parts.attention, parts.data.info, parts.schedule, beyond_length(config))
         if config.validate_only:
             parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
         else:
@@ -119,9 +140,26 @@ def train(config: DictConfig, run_dir: Path) -> None:
                 write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
             if every := config.callbacks.memory_snapshot.every:
                 record_memory(config, parts, run_dir, every)
-            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint)
+            try:
+                parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint)
+            except SystemExit as stop:
+                if signal_of(parts):  # Lightning's way to end on the second Ctrl-C, which interrupts at once
+                    raise KeyboardInterrupt from stop
+                raise
     say_where(parts.trainer, parts.logger, run_dir)
     finish(parts.logger)
+    return signal_of(parts)
+
+
+def signal_of(parts: "Run") -> signal.Signals | None:
+    """The signal that told a run to stop."""
+    from flash_train.training.callbacks import SaveOnSignal
+    from flash_train.training.callbacks.base import find_callback
+
+    watch = find_callback(parts.trainer, SaveOnSignal)
+    if watch is None or watch.received is None:
+        return None
+    return signal.Signals.__members__.get(watch.received, signal.SIGTERM)  # another rank's: Ctrl-C reaches them all
 
 
 def record_memory(config: DictConfig, parts: "Run", run_dir: Path, every: int) -> None:
@@ -140,7 +178,6 @@ def run_dir_of_job(config: DictConfig) -> Path:
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
         config.run_dir = hydra_config.runtime.output_dir
-        print(f"run {hydra_config.job.num}: {hydra_config.job.override_dirname}", flush=True)
     else:  # the timestamp in it may be that of the process that launched this one
         config.run_dir = hydra_config.run.dir
     return Path(config.run_dir)

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch.utilities import rank_zero_warn
 
 from flash_train.data.cache import TokenCache, tokenize
 from flash_train.data.corpus import Corpus
 from flash_train.data.dataset import PackedRows
 from flash_train.data.loading import BatchStream
+from flash_train.data.notice import say
 from flash_train.data.packing import PackedIndex, PackingName, check_packing, pack
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
@@ -172,14 +172,14 @@ class PackedDataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the consumed batches; with another batch size or world size, at the nearest batch before.
 
-        Warns, in one line, of all ways in which the data differ from those of the checkpoint, since the run then isn't
+        Says, in one line, all ways in which the data differ from those of the checkpoint, since the run then isn't
         the same.
         """
         own = self._identity()
         saved = {name: state_dict.get(name) for name in own}  # what says nothing to the other kind of corpus: None
         differing = [f"{name} was {saved[name]} and is {own[name]}" for name in own if saved[name] != own[name]]
         if differing:
-            rank_zero_warn(f"resuming on other data: {', '.join(differing)}")
+            say(f"resuming on others than before: {', '.join(differing)}")
         self._resume_at = state_dict["consumed_batches"] * state_dict["rows_per_batch"] // self._rows_per_batch
         self._anchor = None
 

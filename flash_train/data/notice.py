@@ -1,4 +1,4 @@
-"""A line on what takes long, for whoever waits for it."""
+"""A line on the data: what takes long, for whoever waits for it, and what is not as it was."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 5.0
 @contextmanager
 def say_if_slow(text: str) -> Iterator[None]:
     """Says `text` once, on rank 0 alone, if the block takes longer than PATIENCE_SECONDS."""
-    timer = threading.Timer(PATIENCE_SECONDS, _say, [text])
+    timer = threading.Timer(PATIENCE_SECONDS, say, [text])
     timer.daemon = True
     timer.start()
     try:
@@ -23,5 +23,6 @@ def say_if_slow(text: str) -> Iterator[None]:
 
 
 @rank_zero_only
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """One line on stderr, of rank 0 alone."""
     print(f"data: {text}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 from flash_train.model.config import ModelConfig, RopeScaling
 from flash_train.model.generate import generate
 from flash_train.model.memory import MEMORY_MODES
-from flash_train.model.pretrained import load_pretrained, pretrained_config, save_pretrained
+from flash_train.model.pretrained import load_pretrained, pretrained_config, pretrained_length, save_pretrained
 from flash_train.model.transformer import Transformer
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "generate",
     "load_pretrained",
     "pretrained_config",
+    "pretrained_length",
     "save_pretrained",
 ]

@@ -46,6 +46,11 @@ def pretrained_config(path: str | Path) -> ModelConfig:
     return _config_from_llama(_read_json(folder / CONFIG), str(path))
 
 
+def pretrained_length(path: str | Path) -> int | None:
+    """Tokens in a row that a saved model is made for, its rotary scaling included; None where it does not say."""
+    return _read_json(Path(path).expanduser() / CONFIG).get("max_position_embeddings")
+
+
 def load_pretrained(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
 

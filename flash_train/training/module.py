@@ -17,6 +17,8 @@ from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale
 
 Batch = dict[str, Any]
 
+PLANNED_STEPS = "planned_steps"  # a checkpoint's entry: the optimizer steps of the whole schedule
+
 SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 
 # Settings that may change between a checkpoint and the model that loads it: they change how it trains, not what it is.
@@ -106,6 +108,7 @@ class CausalLMModule(pl.LightningModule):
         self.validation: dict[str, float] = {}
         self.loaded_step: int | None = None
         self.skip_validation = False
+        self.planned_steps: int | None = None
         self._sums: Tensor | None = None
         self._nominal = 0
         self._forward_dtype = torch.get_default_dtype()
@@ -176,7 +179,8 @@ class CausalLMModule(pl.LightningModule):
         if not math.isfinite(max_steps):
             raise ValueError("the learning-rate schedule needs an end: give Trainer(max_steps=...)")
         optimizer = build_adamw(self.model, config)
-        scheduler = warmup_cosine(optimizer, config, int(max_steps))
+        self.planned_steps = int(max_steps)
+        scheduler = warmup_cosine(optimizer, config, self.planned_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # -- validation
@@ -239,6 +243,10 @@ class CausalLMModule(pl.LightningModule):
         return self.model.model_flops(batch_size * seq_len, attended_pairs(lengths))
 
     # -- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say how long the schedule is: of itself it is a function, which no checkpoint keeps."""
+        checkpoint[PLANNED_STEPS] = self.planned_steps
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model in words, before PyTorch does so tensor by tensor."""

@@ -46,6 +46,12 @@ class OptimizerConfig:
             if not valid:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is out of range: it must be {range_}")
 
+    def learning_rate(self, step: int, max_steps: int) -> float:
+        """That of `step` (from 0) in a schedule of `max_steps`."""
+        return self.lr * learning_rate_factor(
+            step, warmup_steps=self.warmup_steps, max_steps=max_steps, min_lr_ratio=self.min_lr_ratio
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as kept in a checkpoint."""
         return {**asdict(self), "betas": list(self.betas)}

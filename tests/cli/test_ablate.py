@@ -56,6 +56,9 @@ MISTAKES = [
     (["sweep.jobs=0"], ["sweep.jobs=0", "1 or more"]),
     (["sweep.seq_len=[64]", "seq_len=128"], ["seq_len=128", "sweep.seq_len", "one of the two"]),
     (["sweep.seq_len=[64]", "max_step=5"], ["max_step", "did you mean max_steps?"]),
+    (["seq_len=64,128"], ["seq_len=64,128: several values", "'sweep.seq_len=[64,128]'"]),
+    (["data.packing=best_fit,concat"], ["'sweep.packing=[best_fit,concat]'"]),
+    (["seed=0,1"], ["seed=0,1: several values", "one value, as seed is no axis", "seq_len"]),
     (["resume=last"], ["resume", "run_dir"]),
     (["-m"], ["-m", "no such flag"]),
 ]
@@ -69,6 +72,13 @@ def test_mistakes_are_told_before_anything_runs(command, monkeypatch, tmp_path, 
     for words in says:
         assert words in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_training_run_is_left_alone(command, tmp_path):
+    (tmp_path / "summary.json").touch()
+    code, lines = command("hardware=cpu", f"run_dir={tmp_path}")
+    assert (code, lines) == (1, [f"flash-train: run_dir={tmp_path}: holds a run; allowed: another folder"])
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_help_lists_the_axes(command, capsys, monkeypatch):

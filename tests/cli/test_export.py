@@ -1,6 +1,7 @@
 """A checkpoint as a folder that `transformers` and `init_from` read."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -46,6 +47,11 @@ def test_round_trip(trained, tmp_path, capsys):
     # And on from there, at twice the length.
     trained(f"init_from={tmp_path / 'llama'}", "model=pretrained", "seq_len=128", f"run_dir={tmp_path / 'longer'}")
     assert (tmp_path / "longer" / "summary.json").is_file()
+    words = "made for rows of 64 tokens and these have 128; model.rope_scaling.kind=yarn model.rope_scaling.factor=2"
+    assert words in capsys.readouterr().out
+    stretched = ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2", f"run_dir={tmp_path / 'stretched'}"]
+    trained(f"init_from={tmp_path / 'llama'}", "model=pretrained", "seq_len=128", *stretched)
+    assert "made for rows" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -117,14 +123,58 @@ def test_dtype(trained, tmp_path):
     assert LlamaForCausalLM.from_pretrained(tmp_path / "llama").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("name", "says"), [("none", "none"), ("text.txt", "not a checkpoint"), (".", "no checkpoint")])
+def refused(capsys, *arguments) -> str:
+    """The one line in which the export refuses."""
+    with pytest.raises(SystemExit) as stop:
+        export_command.main(list(map(str, arguments)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 1
+    return line.removeprefix("flash-train: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("none", "no such file or folder"), ("text.txt", "not a checkpoint"), (".", "no checkpoint")]
+)
 def test_mistakes(tmp_path, capsys, name, says):
     (tmp_path / "text.txt").write_text("hello")
-    with pytest.raises(SystemExit) as stop:
-        export_command.main([str(tmp_path / name), str(tmp_path / "llama")])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 1 and says in line
+    line = refused(capsys, tmp_path / name, tmp_path / "llama")
+    assert line.startswith(f"checkpoint={tmp_path / name}: ") and says in line
     assert not (tmp_path / "llama").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
+def test_a_model_is_not_replaced_unasked(trained, tmp_path, capsys, name):
+    run_dir, target = trained(), tmp_path / "llama"
+    target.mkdir()
+    (target / name).write_text("theirs")
+    capsys.readouterr()
+    line = refused(capsys, run_dir, target)
+    assert line == f"folder={target}: holds a model; allowed: another folder, or --force to replace it"
+    assert [(path.name, path.read_text()) for path in target.iterdir()] == [(name, "theirs")]
+    export_command.main([str(run_dir), str(target), "--force"])
+    assert LlamaForCausalLM.from_pretrained(target)
+
+
+def test_a_target_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert refused(capsys, tmp_path, tmp_path / "file").startswith(f"folder={tmp_path / 'file'}: ")
+
+
+def test_a_target_that_cannot_be_written(trained, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    run_dir = trained()
+    capsys.readouterr()
+    monkeypatch.setattr("flash_train.model.save_pretrained", full)
+    assert refused(capsys, run_dir, tmp_path / "out").startswith(f"folder={tmp_path / 'out'}: ")
+
+
+def test_arguments_are_read_before_pytorch_is(capsys):
+    assert "required: checkpoint, folder" in refused(capsys)
+    assert "--dtype" in refused(capsys, "a", "b", "--dtype", "fp8")
+    code = "import sys; from flash_train.cli import export; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 class Other(LightningModule):

@@ -64,6 +64,9 @@ AT_ONCE = [
     (["validate_only=true"], ["validate_only=true", "resume=CHECKPOINT or init_from=FOLDER"]),
     (["logger=csv"], ["logger=csv", "no such choice", "none, wandb"]),
     (["seq_len"], ["seq_len", "key=value"]),
+    (["--max_steps", "10"], ["--max_steps: no such flag", "key=value"]),
+    (["--cfg"], ["--cfg", "expected one argument"]),
+    (["seed=0,1"], ["seed=0,1: several values", "-m seed=0,1"]),
     (["seq_len=~/x"], ["seq_len", "~/x", "quote"]),
     (["-m", "seq_len=64,abc"], ["seq_len=abc", "an integer"]),
 ]
@@ -136,6 +139,11 @@ WHEN_BUILT = [
     (["run_dir={tmp}/full"], ["run_dir={tmp}/full", "resume=last"]),
     (["run_dir={tmp}/begun"], ["run_dir={tmp}/begun: holds a run", "another folder", "no checkpoint"]),
     (["run_dir={tmp}/failed"], ["run_dir={tmp}/failed: holds a run", "another folder", "no checkpoint"]),
+    (
+        ["resume={tmp}/full/checkpoints/step-000005.ckpt", "run_dir={tmp}/full", "max_steps=20", "optimizer.lr=0.5"],
+        ["resume={tmp}/full/checkpoints/step-000005.ckpt", "step-000012.ckpt", "resume=last, or another run_dir"],
+    ),
+    (["-m", "seed=0,1", "run_dir={tmp}/sweep"], ["run_dir={tmp}/sweep/1: holds a run", "another run_dir"]),
     (["run_dir={tmp}/begun", "resume={tmp}/full/checkpoints/step-000005.ckpt"], ["run_dir={tmp}/begun: holds a run"]),
 ]
 
@@ -147,8 +155,9 @@ def test_when_built(flash_train, tiny, tmp_path, arguments, says):
     (tmp_path / "blank.txt").touch()
     checkpoint(tmp_path / "done" / "step-000005.ckpt")
     checkpoint(tmp_path / "full" / "checkpoints" / "step-000005.ckpt")
-    for name in ("begun/metrics.csv", "failed/summary.json"):
-        (tmp_path / name).parent.mkdir()
+    checkpoint(tmp_path / "full" / "checkpoints" / "step-000012.ckpt")
+    for name in ("begun/metrics.csv", "failed/summary.json", "sweep/1/metrics.csv"):
+        (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     llama = ModelConfig(vocab_size=320, n_layers=1, width=8, n_heads=1, n_kv_heads=1, head_dim=8, mlp_width=8)
     save_pretrained(Transformer(llama, attention="sdpa"), llama, tmp_path / "llama")

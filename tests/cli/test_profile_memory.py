@@ -98,6 +98,12 @@ def test_a_profile_that_cannot_fit_is_refused_too(monkeypatch, capsys, tiny, tmp
     assert not (tmp_path / "run" / "memory.json").exists()
 
 
+def test_several_values_are_refused(monkeypatch, capsys, tiny):
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, *tiny, "seed=0,1")
+    assert stop.value.code == 1 and "seed=0,1: several values, and one run is profiled" in capsys.readouterr().err
+
+
 def config(**values):
     base = {
         "seq_len": 16384, "batch_size": 1, "accumulate": 1, "precision": "bf16-mixed", "memory": {"mode": "none"},

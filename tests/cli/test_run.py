@@ -109,6 +109,17 @@ def test_resume_is_exact_and_stays_in_its_directory(in_process, tiny, tmp_path):
     assert len(losses_of(tmp_path / "whole")) == 4
 
 
+def test_a_schedule_that_is_bent_is_said(in_process, tiny, tmp_path):
+    in_process(*tiny, "max_steps=4", "stop_after=2")
+    assert "schedule:" not in in_process(*tiny, "max_steps=4", "stop_after=1", "resume=last")
+    out = in_process(*tiny, "max_steps=8", "resume=last")
+    (line,) = [line for line in out.splitlines() if line.startswith("schedule: ")]
+    with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
+        rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file) if row["train/learning_rate"]]
+    assert line.startswith("schedule: max_steps=8 bends it anew, as the run was planned for 4: ")
+    assert line.endswith(f"from {rates[3]:.3g} to {rates[4]:.3g}")
+
+
 def test_wandb_goes_on_under_one_id(in_process, tiny, tmp_path):
     in_process(*tiny, "logger=wandb", "stop_after=1")
     in_process(*tiny, "logger=wandb", "resume=last")

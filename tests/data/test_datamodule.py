@@ -1,3 +1,4 @@
+import re
 from itertools import islice
 
 import pytest
@@ -102,24 +103,26 @@ def test_resuming_with_another_batch_size_repeats_at_most_part_of_a_batch(make_d
     assert data.consumed_batches == 7  # 15 rows seen: 14 are whole batches of two
 
 
-def test_resuming_on_other_data_warns(make_data):
+def test_resuming_on_other_data_is_a_line(make_data, capsys):
     state = make_data().state_dict()
-    with pytest.warns(UserWarning, match="resuming on other data: seed was 7 and is 8"):
-        make_data(seed=8).load_state_dict(state)
-    with pytest.warns(UserWarning, match="resuming on other data: corpus_hash was"):
-        make_data(random_texts(200, 150, seed=1)).load_state_dict(state)
-    with pytest.warns(UserWarning, match="seq_len was 64 and is 32, seed was 7 and is 8") as warned:
-        make_data(seq_len=32, seed=8).load_state_dict(state)
-    assert len(warned) == 1
+    make_data().load_state_dict(state)
+    assert capsys.readouterr().err == ""
+    make_data(seed=8).load_state_dict(state)
+    assert capsys.readouterr().err == "data: resuming on others than before: seed was 7 and is 8\n"
+    make_data(random_texts(200, 150, seed=1)).load_state_dict(state)
+    assert capsys.readouterr().err.startswith("data: resuming on others than before: corpus_hash was")
+    make_data(seq_len=32, seed=8).load_state_dict(state)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("seq_len was 64 and is 32, seed was 7 and is 8")
 
 
-def test_resuming_on_a_corpus_of_another_kind_warns(make_data):
+def test_resuming_on_a_corpus_of_another_kind_is_a_line(make_data, capsys):
     text, recall = make_data(), PackedDataModule(RecallCorpus(n_pairs=8), seq_len=64, batch_size=3, seed=7)
     recall_to_text = "corpus_hash was recall-8-64-64 and is [0-9a-f]+, tokenizer was None and is bytes-259, packing was"
-    with pytest.warns(UserWarning, match=f"resuming on other data: {recall_to_text}"):
-        text.load_state_dict({**recall.state_dict(), "consumed_batches": 4})
-    with pytest.warns(UserWarning, match="resuming on other data: corpus_hash was .* and is recall-8-64-64"):
-        recall.load_state_dict({**text.state_dict(), "consumed_batches": 5})
+    text.load_state_dict({**recall.state_dict(), "consumed_batches": 4})
+    assert re.match(f"data: resuming on others than before: {recall_to_text}", capsys.readouterr().err)
+    recall.load_state_dict({**text.state_dict(), "consumed_batches": 5})
+    assert re.search("corpus_hash was .* and is recall-8-64-64", capsys.readouterr().err)
     assert (text.consumed_batches, recall.consumed_batches) == (4, 5)
 
 

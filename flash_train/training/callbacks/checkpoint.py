@@ -25,6 +25,11 @@ def checkpoints_by_age(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
+def step_of(path: Path) -> int:
+    """The optimizer step in the name of a checkpoint."""
+    return int(path.stem.removeprefix("step-"))
+
+
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
     """The checkpoint that was written last.
 

@@ -1,0 +1,91 @@
+"""`resume`: the checkpoint that it names, whether the run can go on from it, and what becomes of its schedule."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from flash_train.cli.errors import UsageError, blame
+from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of
+from flash_train.training import CausalLMModule, newest_checkpoint
+from flash_train.training.callbacks.checkpoint import checkpoints_by_age, read_checkpoint, step_of
+from flash_train.training.module import PLANNED_STEPS
+
+RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch keeps them in the optimizer's state, and loads them with it
+
+
+def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
+    """What `resume` points at; a directory whose run would be overwritten is refused."""
+    checkpoint = resumed(config.resume, run_dir) if config.resume is not None else None
+    if not config.validate_only and not goes_on(checkpoint, run_dir):
+        ways = "resume=last to go on with it, or another folder"
+        if not holds_checkpoint(run_dir):
+            ways = "another folder, or this one emptied, as it has no checkpoint to go on from"
+        require_no_run(run_dir, ways)
+    return checkpoint
+
+
+def goes_on(checkpoint: Path | None, run_dir: Path) -> bool:
+    """Whether a run from this checkpoint goes on with the one in `run_dir`: not with one of another run directory."""
+    if checkpoint is None:
+        return False
+    own = run_dir_of(checkpoint)
+    return own is None or own.resolve() == run_dir.resolve()
+
+
+def resumed(resume: str, run_dir: Path) -> Path:
+    """The checkpoint that `resume` names."""
+    if resume == "last":
+        with blame(f"resume=last: run_dir={run_dir}"):
+            return newest_checkpoint(run_dir / CHECKPOINTS)
+    path = Path(resume)
+    if path.is_dir():
+        raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
+    if not path.is_file():
+        raise UsageError(f"resume={path}: no such file; allowed: a checkpoint, or last with run_dir=FOLDER")
+    return path
+
+
+def read_own(path: Path, module: CausalLMModule) -> dict[str, Any]:
+    """What is in a checkpoint; a file that isn't one, or is of another model, is refused."""
+    with blame(f"resume={path}"):
+        checkpoint = read_checkpoint(path)
+        module.on_load_checkpoint(checkpoint)
+    return checkpoint
+
+
+def check_going_on(
+    path: Path, checkpoint: dict[str, Any], module: CausalLMModule, max_steps: int, run_dir: Path
+) -> None:
+    """Refuse a checkpoint with which training can't go on to `max_steps`, or not with the optimizer that is asked for.
+
+    So is one that goes back in its own directory: rows and checkpoints of later steps would be lost, or mixed up with
+    the new ones. Not so the one that `resume=last` takes: what lies beyond its step is of an older branch.
+    """
+    step = checkpoint["global_step"]
+    if step >= max_steps:
+        raise UsageError(f"max_steps={max_steps}: {path} is at step {step}; allowed: more than that")
+    saved, own = checkpoint["hyper_parameters"]["optimizer"], module.optimizer_config.to_dict()
+    for name in RESTORED:
+        if saved[name] != own[name]:
+            raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
+    there = checkpoints_by_age(run_dir / CHECKPOINTS)
+    later = [other for other in there if step_of(other) > step]
+    if later and path.resolve() != there[-1].resolve():
+        raise UsageError(
+            f"resume={path}: {run_dir} has newer checkpoints, up to {later[-1].name}; "
+            "allowed: resume=last, or another run_dir"
+        )
+
+
+def bent_schedule(checkpoint: dict[str, Any], module: CausalLMModule, max_steps: int) -> str | None:
+    """How the learning rate goes on under another `max_steps` than was planned; None where that is the same."""
+    planned = checkpoint.get(PLANNED_STEPS)
+    if planned in (None, max_steps):  # checkpoints of earlier versions don't say
+        return None
+    before = checkpoint["lr_schedulers"][0]["_last_lr"][0]
+    after = module.optimizer_config.learning_rate(checkpoint["global_step"] + 1, max_steps)  # one step has the old rate
+    return (
+        f"max_steps={max_steps} bends it anew, as the run was planned for {planned}: "
+        f"the learning rate goes from {before:.3g} to {after:.3g}"
+    )
