@@ -52,7 +52,8 @@ for part; do
       ;;
     collect)
       for name in ablation find_max training; do
-        [ ! -d "$out/$name" ] || python scripts/collect_runs.py "$out/$name"/* --out docs/results/$name.json "${commit[@]}"
+        [ ! -d "$out/$name" ] ||
+          python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done
       for name in memory attention; do
         [ ! -f "$out/$name.json" ] || cp "$out/$name.json" docs/results/$name.json

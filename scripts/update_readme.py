@@ -154,7 +154,9 @@ def ablation_summary(records: Records) -> str:
 def ablation_details(records: Records) -> str:
     picture = "![Time, memory and loss against length, by attention](results/ablation.png)"
     first = records[0]
-    common = [f"{most_steps(records)} steps", *first["settings"], *ablation.versions_in_words(first["versions"])]
+    each = (ablation.versions_in_words(record["versions"]) for record in records)
+    versions = (" or ".join(dict.fromkeys(words)) for words in zip(*each, strict=True))
+    common = [f"{most_steps(records)} steps", *first["settings"], *versions]
     text = ablation.describe_all(ablation_rows(records), common)
     if shorter := [record for record in records if record["steps"] < most_steps(records) and record["status"] == "ok"]:
         cells = (f"attention={r['axes']['attention']} seq_len={r['axes']['seq_len']} ({r['steps']})" for r in shorter)

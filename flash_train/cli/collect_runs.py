@@ -20,6 +20,7 @@ from flash_train.profiling import read_column, write_json
 from flash_train.profiling.ablation import from_csv
 
 LAST = 10
+RUN = ("model", "precision", "attention", "seq_len")  # what tells one training run from another
 ABLATION, LOSSES, FIND_MAX = "ablation.csv", "ablation_losses.csv", "find_max.json"
 
 Records = list[dict[str, Any]]
@@ -98,13 +99,16 @@ def collect_find_max(run_dir: Path, commit: str | None) -> Records:
     return [record | common for record in found["records"]]
 
 
-def collect_all(run_dirs: list[Path], commit: str | None) -> Records:
-    """The records of directories of one sort."""
+def collect_all(run_dirs: list[Path], commit: str | None, known: Records) -> Records:
+    """The records of directories of one sort, and those known that they do not measure again."""
     if all((run / ABLATION).is_file() for run in run_dirs):
-        return join_cells([record for run in run_dirs for record in collect_ablation(run, commit)])
+        return join_cells(known + [record for run in run_dirs for record in collect_ablation(run, commit)])
     if all((run / FIND_MAX).is_file() for run in run_dirs):
-        return [record for run in run_dirs for record in collect_find_max(run, commit)]
-    records = [collect(run, commit) for run in run_dirs]
+        found = known + [record for run in run_dirs for record in collect_find_max(run, commit)]
+        return list({(record["attention"], record["memory"]): record for record in found}.values())
+    found = [collect(run, commit) for run in run_dirs]
+    places = {tuple(map(record.get, RUN)) for record in found}
+    records = found + [record for record in known if tuple(map(record.get, RUN)) not in places]
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
 
 
@@ -112,10 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--add", action="store_true", help="keep what FILE has and these runs do not measure again")
     parser.add_argument("--commit", help="commit that ran, where the runs did not see a git checkout")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        records = collect_all(options.runs, options.commit)
+        known = json.loads(options.out.read_text(encoding="utf-8")) if options.add and options.out.is_file() else {}
+        records = collect_all(options.runs, options.commit, known.get("records", []))
     write_json(options.out, {"records": records})
     print(f"wrote {len(records)} records to {options.out}")
     return 0

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,7 +173,7 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     write_json(run / "cells" / "two" / "summary.json", CELL)
     write_text(run / "cells" / "two" / "config.yaml", "{seed: 7, batch_size: 2, data: {corpus: text}}")
     out = root / "docs" / "results" / "ablation.json"
-    assert collect_runs([str(run), "--out", str(out), "--commit", "abc"]) == 0
+    assert collect_runs([str(run), "--add", "--out", str(out), "--commit", "abc"]) == 0
     records = json.loads(out.read_text())["records"]
     assert [record["axes"] for record in records] == [dict(row.axes) for row in rows]
     assert {record["steps"] for record in records} == {5}
@@ -196,6 +198,17 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     picture.unlink()
     assert update(root, check=True) == 1
     assert update(root, check=False) == 0 and picture.is_file()
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    write_text(again / "ablation.csv", to_csv([replace(rows[0], measured={"step_seconds": 0.25})]))
+    assert collect_runs([str(again), "--add", "--out", str(out), "--commit", "def"]) == 0
+    joined = json.loads(out.read_text())["records"]
+    assert [record["axes"] for record in joined] == [record["axes"] for record in records]
+    assert [record["versions"]["commit"] for record in joined] == ["def", "abc", "abc", "abc"]
+    assert joined[0]["measured"]["step_seconds"] == 0.25
+    assert update(root, check=False) == 0
+    assert "commit def or commit abc." in (root / "docs" / "ablation.md").read_text()
+
     shorter = {**records[1], "axes": {**records[1]["axes"], "attention": "chunked"}, "steps": 2}
     write_json(out, {"records": [*records, shorter]})
     assert update(root, check=False) == 0
