@@ -85,20 +85,23 @@ def test_rescale_and_clip(dtype, max_norm):
     assert parameters[2].grad is None
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_a_fused_step_rescales_by_itself(max_norm):
+def test_a_fused_step_rescales_by_itself(max_norm, device):
     """Weights and gradients come out as where the gradients are multiplied beforehand; no scale is left behind."""
     config = OptimizerConfig(lr=0.1)
-    models = [nn.Linear(7, 5) for _ in range(2)]
+    models = [nn.Linear(7, 5, device=device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     fused, plain = build_adamw(models[0], config), torch.optim.AdamW(models[1].parameters(), lr=0.1, betas=config.betas)
     plain.param_groups[0]["weight_decay"] = 0.0
     fused.param_groups[0]["weight_decay"] = 0.0
     for step in range(3):
         for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(step))
+            ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(step)).to(device)
             theirs.grad = ours.grad.clone()
-        norms = [rescale_and_clip(optimizer, torch.tensor(3.0), max_norm) for optimizer in (fused, plain)]
+        norms = [
+            rescale_and_clip(optimizer, torch.tensor(3.0, device=device), max_norm) for optimizer in (fused, plain)
+        ]
         assert norms[0] == norms[1]
         fused.step()
         plain.step()
