@@ -103,6 +103,6 @@ def test_resume_goes_on_in_the_directory_of_its_checkpoint():
     assert compose_config(arguments).run_dir == "b"
 
 
-def test_init_from_brings_its_shape():
-    assert compose_config(prepare(["hardware=cpu", "init_from=folder"])).model.name == "pretrained"
-    assert compose_config(prepare(["hardware=cpu", "init_from=folder", "model=350m"])).model.name == "350m"
+def test_init_from_brings_its_shape(tmp_path):
+    assert compose_config(prepare(["hardware=cpu", f"init_from={tmp_path}"])).model.name == "pretrained"
+    assert compose_config(prepare(["hardware=cpu", f"init_from={tmp_path}", "model=350m"])).model.name == "350m"
