@@ -112,7 +112,7 @@ def require_files(config: DictConfig) -> None:
     """
     paths = OmegaConf.select(config, "data.path") or []
     for path in [paths] if isinstance(paths, str) else paths:
-        if not os.path.exists(os.path.expanduser(path)) and not glob.glob(os.path.expanduser(path)):
+        if not os.path.exists(os.path.expanduser(path)) and next(glob.iglob(os.path.expanduser(path)), None) is None:
             raise UsageError(f"data.path={path}: no such file or folder, and no glob that matches any")
     path = OmegaConf.select(config, "data.tokenizer")
     if path not in (None, "bytes") and not os.path.isfile(os.path.expanduser(path)):

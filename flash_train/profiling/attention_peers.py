@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_train.attention import RngState, attention
-from flash_train.attention.kernels.hopper.launch import device_unavailable
+from flash_train.attention.backends import hopper_unavailable
 from flash_train.profiling.attention_cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +28,7 @@ ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
 def implementations(case: Case) -> tuple[str, ...]:
     """Those that can be asked for a case on this machine: ours, then its peers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    own = OWN if device_unavailable(device) is None else (OURS,)
+    own = OWN if hopper_unavailable(device) is None else (OURS,)
     if case.lengths:
         return (*own, "varlen_attn", "flex")
     return (*own, "flex") if case.density < 1 else (*own, *SDPA, "flex")

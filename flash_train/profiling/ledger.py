@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 ROUND = 512  # what PyTorch's allocators round a tensor up to
 
+#: phases that are measured, as pages and pictures call them
+PHASE_NAMES = {"forward": "forward", "backward": "backward", "step": "optimizer"}
+
 
 @dataclass(frozen=True)
 class Moment:

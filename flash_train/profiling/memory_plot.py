@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from flash_train.profiling.ledger import Moment
+from flash_train.profiling.ledger import PHASE_NAMES, Moment
 from flash_train.profiling.memory import GIB
 from flash_train.profiling.plots import BLUE, GREEN, ORANGE, save_figure
 from flash_train.profiling.prediction import KINDS
@@ -49,7 +49,7 @@ def plot_memory(
 
 
 def _step(panel: Axes, moments: Sequence[tuple[str, Moment]]) -> None:
-    chosen = thinned([(phase, moment) for phase, moment in moments if phase in ("forward", "backward", "step")])
+    chosen = thinned([(phase, moment) for phase, moment in moments if phase in PHASE_NAMES])
     unit, name = _unit(max((moment.total for _, moment in chosen), default=1))
     kinds = [kind for kind in ORDER if any(moment.parts.get(kind) for _, moment in chosen)]
     heights = [[moment.parts.get(kind, 0) / unit for _, moment in chosen] for kind in kinds]
@@ -64,8 +64,9 @@ def _step(panel: Axes, moments: Sequence[tuple[str, Moment]]) -> None:
         if begin:
             panel.axvline(begin, color="black", linewidth=0.8, linestyle=":")
         if end - begin > 0.06 * len(chosen):  # a narrower stretch has no room for its name
-            phase = {"step": "optimizer"}.get(chosen[begin][0], chosen[begin][0])
-            panel.text((begin + end) / 2, 1.07 * top, phase, ha="center", va="center", fontsize=10)
+            panel.text(
+                (begin + end) / 2, 1.07 * top, PHASE_NAMES[chosen[begin][0]], ha="center", va="center", fontsize=10
+            )
     panel.set(ylabel=f"memory ({name})", xlabel="allocations and releases of one step, in order", xticks=[])
     panel.spines[["top", "right"]].set_visible(False)
     handles, labels = panel.get_legend_handles_labels()

@@ -9,14 +9,13 @@ from typing import Any
 
 from flash_train.attention.traffic import Traffic, flash_traffic, standard_traffic
 from flash_train.profiling.allocations import PHASES, MemoryProfile
-from flash_train.profiling.ledger import Moment
+from flash_train.profiling.ledger import PHASE_NAMES, Moment
 from flash_train.profiling.prediction import KINDS, Prediction
 from flash_train.profiling.records import write_json, write_text
 from flash_train.profiling.step import WIDTHS, Step
 
 MIB = 2**20
 DENSITIES = (0.5, 0.25, 0.125)
-PHASES_SHOWN = {"forward": "forward", "backward": "backward", "step": "optimizer's step"}
 PHASES_PREDICTED = {"forward": ("forward", "loss"), "backward": ("backward",), "step": ("step",)}
 
 Report = dict[str, Any]
@@ -94,7 +93,7 @@ def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
         parts.append(["of it not allocated (fragmentation)", _mib(found["fragmentation_bytes"]), "–"])
     phases = [
         [
-            PHASES_SHOWN[phase],
+            PHASE_NAMES[phase],
             _mib(both["measured_peak_bytes"]),
             _mib(both["predicted_peak_bytes"]),
             _largest(both["parts"]),

@@ -99,7 +99,7 @@ def test_records_say_what_they_were_measured_on(monkeypatch):
 
 
 def test_hoppers_kernels_are_asked_where_they_run(monkeypatch):
-    monkeypatch.setattr(attention_peers, "device_unavailable", lambda device: None)
+    monkeypatch.setattr(attention_peers, "hopper_unavailable", lambda device: None)
     assert [attention_peers.implementations(case)[:2] for case in CASES] == [("hopper", "triton")] * len(CASES)
     rows = [
         {"implementation": name, "direction": "forward", "tflops": rate}

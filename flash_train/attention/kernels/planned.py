@@ -117,6 +117,7 @@ def _key(
         tuple(call.origin),
         *call[-3:],
         *[x is None for x in made],
+        # as `form_of` has it, whose names a call does without
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *_tensors_of(call))],
     )
 

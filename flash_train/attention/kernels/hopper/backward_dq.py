@@ -17,17 +17,16 @@ from flash_train.attention.kernels.device.mask import count_edges, key_visits, v
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep_wide
-from flash_train.attention.kernels.hopper.forward import start_of_block
 from flash_train.attention.kernels.hopper.ring import (
     make_barriers,
     make_ring,
     once,
     release,
-    rows_of,
+    tile_of,
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row
+from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row, start_of_block
 
 BLOCK_M = gl.constexpr(128)
 
@@ -140,7 +139,7 @@ def _consume(
         if steps > 0:
             wait_full(k_ring, 0, STAGES)
             s_next = warpgroup_mma(
-                q_tile, rows_of(k_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                q_tile, tile_of(k_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             for i in range(0, steps):
                 own = W + (i >> 30)  # always W, of which the compiler keeps no addresses: see the README
@@ -153,7 +152,7 @@ def _consume(
                 product = warpgroup_mma_wait(0, deps=[s_next])
                 wait_full(v_ring, i, V_STAGES)
                 dp_next = warpgroup_mma(
-                    do_tile, rows_of(v_ring, i, V_STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    do_tile, tile_of(v_ring, i, V_STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
@@ -172,11 +171,11 @@ def _consume(
                 if score.softcap is not None:
                     ds *= capped_slope(product, score, False)
                 ds16 = gl.convert_layout(ds.to(dtype), A)
-                acc_next = warpgroup_mma(ds16, rows_of(k_ring, i, STAGES), acc, is_async=True)
+                acc_next = warpgroup_mma(ds16, tile_of(k_ring, i, STAGES), acc, is_async=True)
                 # The next logits; after the last block, of what is there, for nothing.
                 mbarrier.wait(k_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
                 s_next = warpgroup_mma(
-                    q_tile, rows_of(k_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    q_tile, tile_of(k_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
                 release(k_ring, i, STAGES)

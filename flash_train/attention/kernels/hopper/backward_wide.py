@@ -26,7 +26,7 @@ from flash_train.attention.kernels.hopper.ring import (
     make_ring,
     once,
     release,
-    rows_of,
+    tile_of,
     wait_empty,
     wait_full,
 )
@@ -107,7 +107,7 @@ def _consume_for_dv(
             wait_full(q_ring, 0, STAGES)
             k_own = k_tile.index(0).reshape([BLOCK_N, HEAD_DIM])
             s_next = warpgroup_mma(
-                k_own, rows_of(q_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                k_own, tile_of(q_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             for i in range(0, steps):
                 head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
@@ -138,12 +138,12 @@ def _consume_for_dv(
                 fence_async_shared()
                 mbarrier.arrive(p_ring.full.index(i % P_STAGES), count=1)
                 wait_full(do_ring, i, STAGES)
-                acc_next = warpgroup_mma(gl.convert_layout(kept16, A), rows_of(do_ring, i, STAGES), acc, is_async=True)
+                acc_next = warpgroup_mma(gl.convert_layout(kept16, A), tile_of(do_ring, i, STAGES), acc, is_async=True)
                 # The next logits; after the last step, of what is there, for nothing.
                 mbarrier.wait(q_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
                 k_own = k_tile.index(i >> 30).reshape([BLOCK_N, HEAD_DIM])  # always 0: see the README
                 s_next = warpgroup_mma(
-                    k_own, rows_of(q_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    k_own, tile_of(q_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
                 release(do_ring, i, STAGES)
@@ -181,7 +181,7 @@ def _consume_for_dk(
             wait_full(do_ring, 0, STAGES)
             v_own = v_tile.index(0).reshape([BLOCK_N, HEAD_DIM])
             dp_next = warpgroup_mma(
-                v_own, rows_of(do_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                v_own, tile_of(do_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             for i in range(0, steps):
                 dp = warpgroup_mma_wait(0, deps=[dp_next])
@@ -195,12 +195,12 @@ def _consume_for_dk(
                     p = gl.abs(p)
                 ds16 = (p * (dp - delta_row[None, :])).to(dtype)
                 wait_full(q_ring, i, STAGES)
-                acc_next = warpgroup_mma(gl.convert_layout(ds16, A), rows_of(q_ring, i, STAGES), acc, is_async=True)
+                acc_next = warpgroup_mma(gl.convert_layout(ds16, A), tile_of(q_ring, i, STAGES), acc, is_async=True)
                 # The next dP; after the last step, of what is there, for nothing.
                 mbarrier.wait(do_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
                 v_own = v_tile.index(i >> 30).reshape([BLOCK_N, HEAD_DIM])
                 dp_next = warpgroup_mma(
-                    v_own, rows_of(do_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    v_own, tile_of(do_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
                 release(q_ring, i, STAGES)

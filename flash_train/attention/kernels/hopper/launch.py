@@ -26,10 +26,10 @@ from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_w
 from flash_train.attention.kernels.hopper.descriptors import describable, describe, describe_rows, describe_sum
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
-from flash_train.attention.kernels.hopper.tiles import BACKWARD, WIDE, ForwardTile, backward_tile, dq_tile, forward_tile
+from flash_train.attention.kernels.hopper.tiles import WIDEST_SUM, ForwardTile, backward_tile, dq_tile, forward_tile
 from flash_train.attention.kernels.launch import lengths_of, make_output, sink_gradient, slope_gradient, slots_of
 from flash_train.attention.kernels.planned import Form, form_of, launch_all
-from flash_train.attention.kernels.tiles import Tile, block_d, cdiv, processors
+from flash_train.attention.kernels.tiles import block_d, cdiv, processors
 
 CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
 
@@ -67,7 +67,7 @@ def backward(
     dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    alone = block_d(q.shape[-1]) not in BACKWARD or needs_slopes or torch.are_deterministic_algorithms_enabled()
+    alone = block_d(q.shape[-1]) > WIDEST_SUM or needs_slopes or torch.are_deterministic_algorithms_enabled()
     dslope = torch.zeros_like(lse) if needs_slopes else None
     sums = make_sums(q, call, with_dq=not alone)
     with on_device(q):
@@ -235,28 +235,22 @@ def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, 
 
 
 def backward_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    sums: Sums,
-    dk: Tensor,
-    dv: Tensor,
-    call: Call,
-    tile: Tile | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: Sums, dk: Tensor, dv: Tensor, call: Call
 ) -> Launch:
-    columns = block_d(q.shape[-1])
-    if columns not in BACKWARD:
-        return _wide_launch(q, k, v, dout, sums, dk, dv, call)
-    tile = tile or backward_tile(columns, call)
-    group = q.shape[-2] // k.shape[-2]
+    columns, group = block_d(q.shape[-1]), q.shape[-2] // k.shape[-2]
+    tile = backward_tile(columns, call)
+    queries, keys = (tile.block_m, columns), (tile.block_n, columns)
     entries, rows_q, rows_k = lengths_of(q, k, call)
+    kernel: Any = hopper_backward_wide
+    sum_dq: tuple[Any, ...] = ()
+    with_dq: dict[str, Any] = {}
+    if columns <= WIDEST_SUM:
+        kernel, with_dq = hopper_backward, {"WITH_DQ": sums.dq is not None}
+        sum_dq = (None if sums.dq is None else describe_sum(sums.dq, dq_columns(tile.block_m, columns)),)
     arguments = (
-        describe(q, tile.block_m, columns), describe(k, 128, columns), describe(v, 128, columns),
-        describe(dout, tile.block_m, columns), describe_rows(sums.lse2, tile.block_m),
-        describe_rows(sums.delta, tile.block_m),
-        None if sums.dq is None else describe_sum(sums.dq, dq_columns(tile.block_m, columns)),
-        describe(dk, 128, columns), describe(dv, 128, columns), call.cu_seqlens_q, call.cu_seqlens_k,
+        describe(q, *queries), describe(k, *keys), describe(v, *keys), describe(dout, *queries),
+        describe_rows(sums.lse2, tile.block_m), describe_rows(sums.delta, tile.block_m), *sum_dq,
+        describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
         call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
         sums.padded,
@@ -266,36 +260,11 @@ def backward_launch(
         "BLOCK_M": tile.block_m,
         "HEAD_DIM": columns,
         "STAGES": tile.num_stages,
-        "WITH_DQ": sums.dq is not None,
+        **with_dq,
         "num_warps": 4,
         "maxnreg": 168,
     }
-    return Launch(hopper_backward, (_tasks(k, call.cu_seqlens_k, 128),), arguments, constants)
-
-
-def _wide_launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: Sums, dk: Tensor, dv: Tensor, call: Call
-) -> Launch:
-    columns, group = block_d(q.shape[-1]), q.shape[-2] // k.shape[-2]
-    entries, rows_q, rows_k = lengths_of(q, k, call)
-    arguments = (
-        describe(q, WIDE.block_m, columns), describe(k, WIDE.block_n, columns), describe(v, WIDE.block_n, columns),
-        describe(dout, WIDE.block_m, columns), describe_rows(sums.lse2, WIDE.block_m),
-        describe_rows(sums.delta, WIDE.block_m), describe(dk, WIDE.block_n, columns),
-        describe(dv, WIDE.block_n, columns), call.cu_seqlens_q, call.cu_seqlens_k,
-        mask_rule(call, WIDE, walks_keys=False), score_arguments(call), dropout_arguments(call),
-        call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
-        sums.padded,
-    )  # fmt: skip
-    constants = {
-        "GROUP": group,
-        "BLOCK_M": WIDE.block_m,
-        "HEAD_DIM": columns,
-        "STAGES": WIDE.num_stages,
-        "num_warps": 4,
-        "maxnreg": 168,
-    }
-    return Launch(hopper_backward_wide, (_tasks(k, call.cu_seqlens_k, WIDE.block_n),), arguments, constants)
+    return Launch(kernel, (_tasks(k, call.cu_seqlens_k, tile.block_n),), arguments, constants)
 
 
 def dq_launch(

@@ -38,7 +38,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(ring, i, STAGES: gl.constexpr):
+def tile_of(ring, i, STAGES: gl.constexpr):
     """Step i's tile, without the dimensions of one."""
     tile = ring.tiles.index(i % STAGES)
     return tile.reshape([tile.shape[-2], tile.shape[-1]])

@@ -41,9 +41,9 @@ class DQTile:
 FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
 LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and many rows: no consumer keeps the processor busy by itself
 LONG_ROWS = 8192
-BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2)}
-NARROW = Tile(64, 128, 4, 2)  #: where dropout, a softcap or terms take registers, too
-WIDE = Tile(64, 64, 4, 2)  #: for 256 columns, whose dQ always has a kernel of its own
+BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
+NARROW = BACKWARD[128]  #: for 64 columns, too, where dropout, a softcap or terms take registers
+WIDEST_SUM = 128  #: columns; of wider heads dQ is not added up in memory, but has a kernel of its own
 DQ = {64: DQTile(64, 4, 4), 128: DQTile(64, 4, 4), 256: DQTile(64, 2, 1)}
 NARROW_DQ = DQTile(32, 4, 2)  #: for 256 columns, where a softcap, a bias or terms take registers, too
 
@@ -58,8 +58,9 @@ def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
 
 
 def backward_tile(columns: int, call: Call) -> Tile:
-    """Of queries and keys, for dK, dV and dQ together."""
-    return NARROW if call.rng is not None or call.softcap or call.has_terms else BACKWARD[columns]
+    """Of queries and keys, for dK and dV."""
+    crowded = call.rng is not None or call.softcap or call.has_terms
+    return NARROW if columns == 64 and crowded else BACKWARD[columns]
 
 
 def dq_tile(columns: int, call: Call) -> DQTile:
