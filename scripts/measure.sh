@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer collect}
 shift
 commit=(${COMMIT:+--commit "$COMMIT"})
 model=(model=1b3 precision=bf16-true)
@@ -20,9 +20,17 @@ ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees wh
   python scripts/ablate.py run_dir="$out/ablation/$1" "${model[@]}" data.packing=concat logger=none "${@:2}"
 }
 
-find_max() { # ATTENTION OVERRIDE…
+find_max() { # ATTENTION OVERRIDE…: in short documents, as attention over one of 500,000 tokens takes minutes a step
+  python - "$out/documents.jsonl" <<'EOF'
+import json, pathlib, sys, sysconfig
+
+sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("**/[a-z]*.py"))
+text = "".join(path.read_text("utf-8", "ignore") for path in sources if "site-packages" not in path.parts)
+with open(sys.argv[1], "w") as file:
+    file.writelines(json.dumps({"text": text[start : start + 4096]}) + "\n" for start in range(0, len(text), 4096))
+EOF
   python scripts/profile_memory.py find_max=true "find_max.attention=[$1]" run_dir="$out/find_max/$1" "${model[@]}" \
-    logger=none "${@:2}"
+    data=text data.path="$out/documents.jsonl" logger=none "${@:2}"
 }
 
 train() { # NAME OVERRIDE…
@@ -46,6 +54,7 @@ for part; do
       ;;
     memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
     attention) python scripts/bench_attention.py --out "$out/attention.json" "${commit[@]}" ;;
+    training_peer) python scripts/bench_training.py --out "$out/training_peer.json" "${commit[@]}" ;;
     training)
       for attention in flash sdpa; do train "$attention-16k" attention=$attention seq_len=16384; done
       for attention in flash sdpa standard; do train "$attention-4k" attention=$attention seq_len=4096; done
@@ -55,7 +64,7 @@ for part; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done
-      for name in memory attention; do
+      for name in memory attention training_peer; do
         [ ! -f "$out/$name.json" ] || cp "$out/$name.json" docs/results/$name.json
       done
       ;;

@@ -1,5 +1,6 @@
 """AdamW with decay where it belongs, warm-up and cosine, and the one place where gradients are rescaled and clipped."""
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -77,11 +78,17 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `model`'s parameters, fused where the device has it."""
+    """AdamW over `model`'s parameters: by our own kernel on a GPU, else PyTorch's, fused where the device has it."""
     groups = parameter_groups(model, config.weight_decay)
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = devices <= set(FUSED_DEVICES)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if _one_gpu_has(parameters) and importlib.util.find_spec("triton"):
+        from flash_train.training.fused_adamw import FusedAdamW
+
+        if FusedAdamW.can_step(parameters):
+            return FusedAdamW(groups, **settings)
+    fused = {parameter.device.type for parameter in parameters} <= set(FUSED_DEVICES)
+    optimizer = torch.optim.AdamW(groups, fused=fused, **settings)
     # A fused step would divide by the loss scale by itself, after the clipping. Without this mark GradScaler (and
     # Lightning, which otherwise refuses to clip) unscales before the clipping instead, as for any other optimizer.
     optimizer._step_supports_amp_scaling = False
@@ -89,6 +96,10 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # see `rescale_and_clip`
         optimizer.register_step_post_hook(_forget_scale)
     return optimizer
+
+
+def _one_gpu_has(parameters: list[nn.Parameter]) -> bool:
+    return len({parameter.device for parameter in parameters}) == 1 and parameters[0].is_cuda
 
 
 def _forget_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -120,7 +131,7 @@ def warmup_cosine(
 def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: float | None) -> Tensor:
     """Multiply all gradients by `scale`, and by what brings their joint norm down to `max_norm`.
 
-    The fused step of `build_adamw` does so itself: in fp32, and without reading them once more.
+    The fused steps of `build_adamw` do so themselves: in fp32, and without reading them once more.
 
     Args:
         optimizer: of its parameters, those without a gradient are passed over.

@@ -1,7 +1,10 @@
 """Parameter groups, the schedule, and gradients rescaled and clipped in one pass."""
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,6 +112,32 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(ours.grad, theirs.grad)
         assert fused.grad_scale is None
+
+
+def test_our_own_step_in_the_interpreter():
+    """As exact as PyTorch's fused step, in fp32 and fp16, whatever is aligned, laid out or counted otherwise."""
+    script = Path(__file__).parent / "adamw_interpreted.py"
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_our_own_step(dtype, aligned):
+    from adamw_interpreted import errors
+
+    ours, pytorch = errors("cuda", dtype, aligned=aligned)
+    assert ours <= 2 * pytorch
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_our_own_step():
+    optimizer = build_adamw(nn.Linear(2, 2, device="cuda"), OptimizerConfig())
+    assert type(optimizer).__name__ == "FusedAdamW"
+    assert optimizer.defaults["fused"] is True
+    assert optimizer._step_supports_amp_scaling is False
+    assert type(build_adamw(nn.Linear(2, 2, device="cuda").double(), OptimizerConfig())) is torch.optim.AdamW
 
 
 def test_rescale_without_any_gradient():

@@ -1,0 +1,240 @@
+"""Training beside its peer, on one GPU: ``python scripts/bench_training.py --out FILE``.
+
+The peer is what one would write today: a Llama of transformers with liger-kernel's operations, PyTorch's scaled dot
+product attention and fused AdamW, its layers checkpointed where ours keep less. Both begin with the same weights, in
+bf16, see the same tokens (one random row of the case's length) and take the same steps; ours through Lightning's
+Trainer, as flash-train does. A step's rate is kept only where the losses agree.
+
+FILE is written after every case; started again with the same commit, GPU and versions, the command goes on behind the
+last one. The exit status is 0 only if all losses agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from flash_train.attention import attended_pairs
+from flash_train.cli.benchmark import (
+    SAME,
+    Records,
+    add_options,
+    environment_of,
+    known_records,
+    run_cases,
+    saving,
+    say_how_far,
+)
+from flash_train.cli.compose import compose_config
+from flash_train.cli.environment import grow_segments
+from flash_train.cli.train import quieten
+from flash_train.model import ModelConfig, Transformer
+from flash_train.model.ops import IGNORE_INDEX
+from flash_train.model.pretrained import load_pretrained, save_pretrained
+from flash_train.profiling import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
+from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer
+from flash_train.training.callbacks import Throughput
+
+VOCAB_SIZE = 32768
+ATTENTION = "flash"
+LOSS_TOLERANCE = 5e-3  # relative, of every step; two runs of one implementation differ by a tenth of it
+WARM_UP = 2  # steps: the first compiles, the second finds the allocator's blocks
+# What PyTorch's AdamW does where nothing but the learning rate is said, without its decay: ours spares norms.
+OPTIMIZER = OptimizerConfig(
+    lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None
+)
+PARTS = ("forward", "backward", "optimizer", "attention")
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    seq_len: int
+    memory: str
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"1b3-n{self.seq_len}-{self.memory}"
+
+
+CASES = (
+    TrainingCase(16384, "none", 12),
+    TrainingCase(65536, "selective", 6),
+    TrainingCase(131072, "selective", 5),
+)
+
+
+def shape() -> ModelConfig:
+    model = compose_config(("model=1b3",)).model
+    fields = {name: value for name, value in model.items() if name in ModelConfig.__dataclass_fields__}
+    return ModelConfig(**(fields | {"vocab_size": VOCAB_SIZE}))
+
+
+def first_weights(folder: Path) -> Path:
+    """Those that every run begins with, in bf16, as a folder of transformers' Llama."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Transformer(shape()).to(torch.bfloat16)
+    return save_pretrained(model, shape(), folder, max_seq_len=max(case.seq_len for case in CASES))
+
+
+def tokens_of(case: TrainingCase) -> Tensor:
+    """One row, int64 (1, seq_len)."""
+    return torch.randint(0, VOCAB_SIZE, (1, case.seq_len), generator=torch.Generator().manual_seed(1))
+
+
+class Watch(Callback):
+    """Each step's row of `Throughput`, which stands before it."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        (throughput,) = (callback for callback in callbacks if isinstance(callback, Throughput))
+        self.rows.append(dict(throughput.row))
+
+
+def train_ours(case: TrainingCase, weights: Path) -> dict[str, Any]:
+    config, state = load_pretrained(weights)
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as run_dir:
+        trainer = build_trainer(
+            run_dir=run_dir, max_steps=case.steps, precision="bf16-true", log_every=1, limit_val_batches=0,
+            checkpoints=False, progress=False, step_times=True, callbacks=[watch],
+        )  # fmt: skip
+        with trainer.init_module():
+            model = Transformer(config, attention=ATTENTION, memory=case.memory)
+        model.load_state_dict(state)
+        tokens = tokens_of(case)
+        labels = torch.cat((tokens[:, 1:], torch.full((1, 1), IGNORE_INDEX)), dim=1)
+        rows: Any = [{"tokens": tokens, "labels": labels}] * case.steps
+        trainer.fit(CausalLMModule(model, OPTIMIZER), DataLoader(rows, batch_size=None))
+    return {
+        "losses": [row["train/loss"] for row in watch.rows],
+        "seconds": [row["time/step_seconds"] for row in watch.rows],
+        **{f"{part}_seconds": [row[f"time/{part}_seconds"] for row in watch.rows] for part in PARTS},
+    }
+
+
+def train_peer(case: TrainingCase, weights: Path) -> dict[str, Any]:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers import LlamaForCausalLM
+
+    apply_liger_kernel_to_llama()
+    model: Any = LlamaForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.cuda().train()
+    model.config.use_cache = False
+    if case.memory != "none":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    tokens = tokens_of(case).cuda()
+    found: dict[str, list[float]] = {name: [] for name in ("losses", "seconds", *(f"{p}_seconds" for p in PARTS[:3]))}
+    for _ in range(case.steps):
+        moments = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        moments[0].record()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        moments[1].record()
+        loss.backward()
+        moments[2].record()
+        optimizer.step()
+        moments[3].record()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        found["seconds"].append(time.perf_counter() - start)
+        found["losses"].append(loss.item())
+        for part, begin, end in zip(PARTS, moments[:-1], moments[1:], strict=False):
+            found[f"{part}_seconds"].append(begin.elapsed_time(end) / 1e3)
+    return found
+
+
+IMPLEMENTATIONS: dict[str, Callable[[TrainingCase, Path], dict[str, Any]]] = {
+    "flash_train": train_ours,
+    "transformers": train_peer,
+}
+
+
+def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None]) -> Records:
+    """A record for each implementation; rates only where the losses agree."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        flops = Transformer(shape()).model_flops(case.seq_len, attended_pairs((case.seq_len,)))
+    peak = peak_flops(device_name(device), torch.bfloat16)
+    records: Records = []
+    for name, train in IMPLEMENTATIONS.items():
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        reset_peak_memory(device)
+        found = train(case, weights)
+        seconds = statistics.median(found["seconds"][WARM_UP:])
+        records.append(
+            {
+                "case": case.name, "implementation": name, "seq_len": case.seq_len, "memory": case.memory,
+                "steps": case.steps, "losses": found["losses"], "step_seconds": seconds,
+                **{key: statistics.median(v[WARM_UP:]) for key, v in found.items() if key.endswith("_seconds")},
+                "tokens_per_second": case.seq_len / seconds, "mfu": flops / seconds / peak if peak else None,
+                "peak_memory_gib": peak_memory(memory_use(device)),
+                **{key: environment[key] for key in SAME},
+            }
+        )  # fmt: skip
+    ours, theirs = records
+    error = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    for record in records:
+        record["loss_difference"] = error
+        if error > LOSS_TOLERANCE:
+            record |= {"tokens_per_second": None, "mfu": None, "step_seconds": None}
+    if ours["tokens_per_second"]:
+        ours["ratio_to_transformers"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    return records
+
+
+def shown(records: Records) -> str:
+    if records[0]["tokens_per_second"] is None:
+        return f"no rate, since the losses differ by {records[0]['loss_difference']:.1e}"
+    told = [
+        f"{r['implementation']} {r['tokens_per_second']:,.0f} tok/s {r['peak_memory_gib']:.1f} GiB" for r in records
+    ]
+    return f"{', '.join(told)}; ratio {records[0]['ratio_to_transformers']:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    grow_segments()
+    quieten()
+    environment = environment_of(options.commit)
+    wanted = [case for case in CASES if options.only in case.name]
+    records = known_records(options.out, environment)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = first_weights(Path(folder))
+        left = run_cases(
+            wanted,
+            records,
+            lambda case: measure(case, weights, environment),
+            shown,
+            saving(options.out, environment, [case.name for case in CASES]),
+            options.time_limit,
+        )
+    say_how_far(len(left), len(wanted), options.out)
+    return int(any(record["tokens_per_second"] is None for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

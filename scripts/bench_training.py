@@ -1,0 +1,9 @@
+#!/usr/bin/env python
+"""Training beside its peer; see flash_train/cli/bench_training.py."""
+
+import sys
+
+from flash_train.cli.bench_training import main
+
+if __name__ == "__main__":
+    sys.exit(main())
