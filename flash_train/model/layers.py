@@ -1,5 +1,7 @@
 """The parts of a decoder block. Activations are packed, (tokens, width), save inside unpacked attention."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
+
+
+class AddRMSNorm(RMSNorm):
+    """Takes the residual stream and what is added to it; gives the stream, and its norm for each of the `uses`."""
+
+    def __init__(self, width: int, eps: float, *, uses: int) -> None:
+        super().__init__(width, eps)
+        self.uses = uses
+
+    def forward(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return ops.add_rms_norm(x, update, self.weight, self.eps, self.uses)
 
 
 class AttentionCall(nn.Module):
@@ -55,17 +68,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int) -> Tensor:
-        """x (tokens, width). Without packing the tokens are `batch_size` sequences of equal length."""
-        q = self.q(x).view(-1, self.n_heads, self.head_dim)
-        k = self.k(x).view(-1, self.n_kv_heads, self.head_dim)
-        v = self.v(x).view(-1, self.n_kv_heads, self.head_dim)
+    def forward(
+        self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int
+    ) -> Tensor:
+        """x (tokens, width), for queries, keys and values. Without packing the tokens are `batch_size` equal rows."""
+        for_q, for_k, for_v = x
+        q = self.q(for_q).view(-1, self.n_heads, self.head_dim)
+        k = self.k(for_k).view(-1, self.n_kv_heads, self.head_dim)
+        v = self.v(for_v).view(-1, self.n_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, k, cos, sin)
         if packing is None:
             q, k, v = (t.unflatten(0, (batch_size, -1)) for t in (q, k, v))
-        return self.out(self.call(q, k, v, packing).reshape(len(x), -1))
+        return self.out(self.call(q, k, v, packing).reshape(len(for_q), -1))
 
 
 class SwiGLU(nn.Module):
@@ -75,8 +91,10 @@ class SwiGLU(nn.Module):
         self.up = Linear(config.width, config.mlp_width)
         self.down = Linear(config.mlp_width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate(x), self.up(x)))
+    def forward(self, x: Sequence[Tensor]) -> Tensor:
+        """x (tokens, width), for the gate and for what it is multiplied with."""
+        for_gate, for_up = x
+        return self.down(ops.swiglu(self.gate(for_gate), self.up(for_up)))
 
 
 class Block(nn.Module):
@@ -85,24 +103,24 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         self.residual_dropout = config.residual_dropout
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention_norm = AddRMSNorm(config.width, config.norm_eps, uses=3)
         self.attention = Attention(config, backend)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp_norm = AddRMSNorm(config.width, config.norm_eps, uses=2)
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int) -> Tensor:
         # Both masks are drawn before the attention: memory=selective does not run it again, so in the recomputation the
         # generator stands elsewhere after it than it did in the forward.
         masks = [self._keep_mask(x) for _ in range(2)]
-        x = self._add(x, self.attention(self.attention_norm(x), cos, sin, packing, batch_size), masks[0])
-        return self._add(x, self.mlp(self.mlp_norm(x)), masks[1])
+        x, *normed = self.attention_norm(x)
+        update = self.attention(normed, cos, sin, packing, batch_size)
+        x, *normed = self.mlp_norm(x, self._dropped(update, masks[0]))
+        return x + self._dropped(self.mlp(normed), masks[1])
 
     def _keep_mask(self, x: Tensor) -> Tensor | None:
         if not self.training or self.residual_dropout == 0.0:
             return None
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.residual_dropout)
 
-    def _add(self, x: Tensor, update: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:
-            return x + update
-        return x + (update * mask) * (1 / (1 - self.residual_dropout))
+    def _dropped(self, update: Tensor, mask: Tensor | None) -> Tensor:
+        return update if mask is None else (update * mask) * (1 / (1 - self.residual_dropout))

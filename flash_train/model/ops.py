@@ -1,4 +1,4 @@
-"""The model's fused operations: from liger-kernel on CUDA, plain PyTorch elsewhere, equal within rounding.
+"""The model's fused operations: kernels on CUDA, mostly liger-kernel's, plain PyTorch elsewhere; equal within rounding.
 
 Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their own dtype.
 Under `torch.compile` the plain formulas are used on every device, since Inductor fuses those itself.
@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100
 CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path
-# The same on the CUDA path, at most. Liger alone would take all tokens at once when vocab_size <= width.
-MAX_LOGIT_TOKENS = 4096
+MAX_LOGIT_TOKENS = 2048  # the same on the CUDA path: with fewer, adding up the weight's gradient begins to take time
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -26,18 +25,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The mean is taken in fp32 at least and the normalised value rounded before `weight`, as Llama does.
     """
-    if _liger_runs(x):
-        from flash_train.model import liger
+    return add_rms_norm(x, None, weight, eps)[1]
 
-        return liger.rms_norm(x, weight, eps)
+
+def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
+    """A step of the residual stream: x + update (x alone without one), then its `rms_norm`, as often as it has `uses`.
+
+    On CUDA one kernel each way, and the backward's adds up the gradients: of the normed rows one for each use, up to
+    three, and that of the stream, for which x may be asked to come through here although nothing is added.
+    """
+    if _kernels_run(x):
+        from flash_train.model import rms_norm as kernels
+
+        return kernels.add_rms_norm(x, update, weight, eps, uses)
+    x = x if update is None else x + update
     wide = x.to(_at_least_fp32(x.dtype))
     scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (scaled * weight).to(x.dtype)
+    return x, *[(scaled * weight).to(x.dtype)] * uses
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up (Shazeer 2020, arXiv:2002.05202)."""
-    if _liger_runs(gate):
+    if _kernels_run(gate):
         from flash_train.model import liger
 
         return liger.swiglu(gate, up)
@@ -49,7 +58,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
     Each token has its own row of the tables, so that positions may restart anywhere. May overwrite q and k.
     """
-    if _liger_runs(q):
+    if _kernels_run(q):
         from flash_train.model import liger
 
         return liger.apply_rotary(q, k, cos, sin)
@@ -65,7 +74,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     """
     hidden = hidden.to(compute_dtype(hidden))
     if hidden.is_cuda and hidden.dtype != torch.float64:
-        return _liger_linear_cross_entropy(hidden, weight, labels)
+        return _fused_linear_cross_entropy(hidden, weight, labels)
     total = torch.zeros((), dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
     for rows, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
         # Recomputing a chunk's logits in the backward is what keeps only one chunk alive.
@@ -75,11 +84,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     return total
 
 
-@torch.compiler.disable  # it reads a count on the host; the blocks before it stay compiled
-def _liger_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    from flash_train.model import liger
+@torch.compiler.disable  # what is launched here Inductor could not better; the blocks before it stay compiled
+def _fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from flash_train.model import cross_entropy
 
-    return liger.linear_cross_entropy(hidden, weight, labels)
+    return cross_entropy.linear_cross_entropy(hidden, weight, labels)
 
 
 def _chunk_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -97,5 +106,5 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _liger_runs(x: Tensor) -> bool:
+def _kernels_run(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling()

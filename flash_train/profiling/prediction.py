@@ -4,10 +4,10 @@ The step is walked through as PyTorch runs it, and every tensor that matters is 
 be and struck out when it goes: when its name in Python ends, or when the backward has used what autograd saved. There
 is nothing in it but shapes, sizes of dtypes, and this order of events; no number was fitted.
 
-`Step.fused` is the path on CUDA (liger-kernel's norm, rotary, SwiGLU and linear cross entropy), else PyTorch's own.
+`Step.fused` is the path on CUDA (kernels for norm, rotary, SwiGLU and linear cross entropy), else PyTorch's own.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
@@ -38,7 +38,8 @@ class Prediction:
 
 
 def predict(step: Step) -> Prediction:
-    """The memory of a step after the first, when optimizer state and the last step's gradients exist."""
+    """The memory of a step after the first, which has optimizer state; of several micro-batches, that of one after the
+    first, when gradients do, too."""
     walk = _Walk(step)
     walk.run()
     return Prediction(
@@ -82,7 +83,8 @@ class _Walk:
         self.ledger.phase = "forward"
         hold("weights", "weights", self.w * m.num_parameters)
         hold("optimizer", "optimizer state", 2 * self.w * m.num_parameters)
-        hold("gradients", "gradients", self.w * m.num_parameters)  # of the last step, until this one's backward
+        if self.step.accumulate > 1:
+            hold("gradients", "gradients", self.w * m.num_parameters)
         hold("workspace", "matrix-product workspace", self.step.workspace)
         hold("batch", "batch and tables", 3 * 8 * self.step.tokens)  # tokens, labels, positions
         hold("tables", "batch and tables", 2 * 4 * self.step.tokens * m.head_dim // 2)  # cosines and sines
@@ -130,8 +132,7 @@ class _Walk:
             self.attention.keep(layer)
         ends(*SAVED)
         ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
-        self.add(f"{layer}.middle", f"{layer}.mixed")
-        self.norm(f"{layer}.norm2")
+        self.add(f"{layer}.middle", f"{layer}.mixed", normed=f"{layer}.norm2")
         for name in ("gate", "up"):
             product(name, name, "mlp", self.hidden)
         if not self.step.fused:
@@ -145,13 +146,17 @@ class _Walk:
         if self.widens:  # the norms saved copies in fp32 in the stream's place
             self.ledger.drop(f"{layer}.middle", f"x{layer}" if self.step.memory == "none" else "")
 
-    def add(self, name: str, update: str) -> None:
-        """Onto the residual stream; with dropout the update is masked and scaled first."""
+    def add(self, name: str, update: str, *, normed: str | None = None) -> None:
+        """Onto the residual stream, and its norm behind it; with dropout the update is masked and scaled first."""
         if self.model.residual_dropout:
             for i in (1, 2):
                 self.ledger.hold(f"{update} {i}", "residual stream", self.e * self.stream)
         self.ledger.hold(name, "residual stream", self.e * self.stream)
+        if normed and self.step.fused:  # in one kernel
+            self.norm(normed)
         self.ledger.drop(update, f"{update} 1", f"{update} 2")
+        if normed and not self.step.fused:
+            self.norm(normed)
 
     def norm(self, name: str) -> None:
         """Its result, and what it saves beside its input: a number per row; PyTorch's own also the scaled rows."""
@@ -173,22 +178,15 @@ class _Walk:
         if not self.step.fused:
             self.chunk_of_logits("forward")
             return
-        per_width = math.ceil(m.vocab_size / m.width)
-        piece = min(self.step.tokens, MAX_LOGIT_TOKENS * per_width)
-        pieces = math.ceil(self.step.tokens / piece)
-        chunk = min(1 << (math.ceil(piece / per_width) - 1).bit_length(), piece)
-        kind = "logits and loss"
+        kind, chunk = "logits and loss", min(self.step.tokens, MAX_LOGIT_TOKENS)
+        ledger.hold("losses", kind, 4 * self.step.tokens)
         ledger.hold("gradient of the hidden states", kind, e * self.stream)
-        ledger.hold("gradient of the head", kind, (4 + (self.w if pieces > 1 else 0)) * head)
-        ledger.hold("losses", kind, 4 * piece)
-        # Under autocast a product makes a copy of the head, and its result is a new tensor.
-        ledger.pass_by("logits", kind, e * (chunk * m.vocab_size + (head + chunk * m.width if self.mixed else 0)))
-        if self.w < 4:
-            ledger.pass_by("gradient of the head in 16 bits", kind, self.w * head)
-        ledger.drop("losses", "gradient of the head")
+        ledger.hold("sum of the head's gradient", kind, 4 * head)
+        ledger.hold("copy of the head", kind, e * head if self.mixed else 0)
+        ledger.pass_by("logits", kind, e * chunk * m.vocab_size)
+        ledger.hold("gradient of the head", kind, self.w * head if self.w < 4 else 0)
+        ledger.drop("losses", "sum of the head's gradient", "copy of the head", "gradient of the head")
         ledger.hold("gradient of the head", kind, self.w * head)
-        if pieces > 1:
-            ledger.pass_by("its pieces joined", kind, e * self.stream)
         ledger.drop("final")
 
     def chunk_of_logits(self, phase: str) -> None:
@@ -202,8 +200,6 @@ class _Walk:
 
     def backward(self) -> None:
         ledger, m, e = self.ledger, self.model, self.e
-        if self.step.accumulate == 1:  # Lightning clears the last gradients between forward and backward
-            ledger.drop("gradients")
         head = m.vocab_size * m.width
         if self.step.fused:
             self.gradient("head", head, ready=True)
@@ -216,7 +212,7 @@ class _Walk:
         if m.tied_embeddings and self.step.accumulate > 1:  # the two are added up before they meet what is there
             ledger.hold("gradient that waits for the embedding's", "gradients", self.w * head)
         ledger.drop("final")
-        self.norm_backward("final", "gradient of the hidden states", f"x{m.n_layers}")
+        self.norm_backward("final", ["gradient of the hidden states"], f"x{m.n_layers}")
         ledger.hold("dx", "residual stream", e * self.stream)
         for layer in reversed(range(m.n_layers)):
             self.block_backward(layer)
@@ -257,8 +253,12 @@ class _Walk:
             held(f"d norm2 by {name}", "norms", self.stream)
             self.weight_gradient(layer, name)
             done(name, f"d {name}")
-        done("d norm2 by gate", "norm2")
-        self.norm_backward(f"{layer}.norm2", f"{layer}.d norm2 by up", f"{layer}.middle")
+            if name == "gate" and not fused:  # added to that by up; the kernel of the norm takes both
+                done("d norm2 by gate")
+        done("norm2")
+        self.norm_backward(
+            f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in ("up", "gate")], f"{layer}.middle"
+        )
         self.through_dropout(layer, "1")
         held("d mixed", "attention", self.attention.heads)
         self.weight_gradient(layer, "out")
@@ -266,9 +266,10 @@ class _Walk:
         for name in ("v", "k", "q"):
             held(f"d norm1 by {name}", "norms", self.stream)
             self.weight_gradient(layer, name)
-            done(f"d {name}", *(() if name == "v" else (f"d norm1 by {name}",)))
+            done(f"d {name}", *(() if name == "v" or fused else (f"d norm1 by {name}",)))
         done("norm1")
-        self.norm_backward(f"{layer}.norm1", f"{layer}.d norm1 by v", f"x{layer}")
+        by = [f"{layer}.d norm1 by {name}" for name in ("v", "k", "q")]
+        self.norm_backward(f"{layer}.norm1", by, f"x{layer}")
         ledger.drop(*[name for name in ledger.held if name.startswith(f"{layer}.")])
 
     def through_dropout(self, layer: int, which: str) -> None:
@@ -277,18 +278,18 @@ class _Walk:
                 self.ledger.hold(f"{layer}.{name} {which}", "residual stream", self.e * self.stream)
             self.ledger.drop(f"{layer}.scaled {which}", f"{layer}.mask{which}")
 
-    def norm_backward(self, name: str, gradient: str, of: str) -> None:
-        """From the gradient of its result to that of its input."""
+    def norm_backward(self, name: str, gradients: Sequence[str], of: str) -> None:
+        """From the gradients of its result to that of its input."""
         ledger, kind = self.ledger, "norms"
         ledger.hold(f"d {name}", kind, self.e * self.stream)
         if not self.step.fused:  # product by product: with the weight, with the scaled rows, and through the mean
             wide = f"d {name} in fp32"
             ledger.pass_by(f"d {name} of its weight", kind, self.e * self.stream)
-            ledger.drop(gradient, f"{name} scaled")
+            ledger.drop(*gradients, f"{name} scaled")
             ledger.hold(wide, kind, (4 if self.widens else 0) * self.stream)
             ledger.pass_by(f"{wide} by rows", kind, 2 * 4 * self.stream)
             ledger.drop(wide)
-        ledger.drop(of, gradient, *(f"{name} {part}" for part in ("rstd", "scaled", "wide")), f"d {name}")
+        ledger.drop(of, *gradients, *(f"{name} {part}" for part in ("rstd", "scaled", "wide")), f"d {name}")
 
     def weight_gradient(self, layer: int, name: str) -> None:
         self.gradient(f"{layer}.weights of {name}", self.linears[name])

@@ -142,6 +142,11 @@ class CausalLMModule(pl.LightningModule):
         finally:
             torch.set_default_dtype(outside)
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Lightning's, which keeps the gradients up to the next backward; a forward has better use for their memory."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,

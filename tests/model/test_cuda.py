@@ -1,4 +1,4 @@
-"""On the card: Liger's operations against fp64, beside PyTorch's in the same precision; and what they must not do.
+"""On the card: the fused operations against fp64, beside PyTorch's in the same precision; and what they must not do.
 
 The rule throughout: error against fp64 ≤ 2 × that of same-precision PyTorch, gradients ≤ 3 ×, plus one rounding of the
 dtype at the result's largest magnitude, where PyTorch happens to be exact.
@@ -64,6 +64,35 @@ def plain_rotary(q, k, cos, sin):
 def test_rms_norm(shape, dtype):
     x, weight = draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype, seed=1).abs() + 0.5
     check(lambda x, w: ops.rms_norm(x, w, 1e-5), plain_norm, (x, weight), (draw(*shape, dtype=dtype, seed=2),))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1000, 2048), (37, 8192), (333, 768), (999, 16, 128), (2, 20_000)])
+@pytest.mark.parametrize(("added", "uses"), [(True, 2), (False, 3), (True, 1)])
+def test_a_step_of_the_residual_stream(shape, dtype, added, uses):
+    x, update, *upstream = (draw(*shape, dtype=dtype, seed=seed) for seed in range(6))
+    weight = draw(shape[-1], dtype=dtype, seed=7).abs() + 0.5
+
+    def plain(x, weight, update=None):
+        x = x if update is None else x + update
+        return x * 1, *[plain_norm(x, weight)] * uses
+
+    inputs = (x, weight, update) if added else (x, weight)
+    check(lambda x, w, u=None: ops.add_rms_norm(x, u, w, 1e-5, uses), plain, inputs, upstream[: 1 + uses])
+
+
+def test_either_result_of_a_step_of_the_stream_may_be_unused():
+    x, update = (draw(64, 256, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
+    weight = torch.ones(256, device="cuda").requires_grad_()
+    stream, _, normed = ops.add_rms_norm(x, update, weight, 1e-5, 2)
+    (given,) = torch.autograd.grad(stream, x, torch.ones_like(x), retain_graph=True)
+    assert torch.equal(given, torch.ones_like(x))
+    got = torch.autograd.grad(normed, (x, update, weight), torch.ones_like(x))
+    exact = torch.autograd.grad(
+        plain_norm((x + update).double(), weight), (x, update, weight), torch.ones_like(x).double()
+    )
+    for ours, reference in zip(got, exact, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_rms_norm_leaves_its_gradient_alone_and_mixes_dtypes():
@@ -183,8 +212,8 @@ def test_the_model_with_liger_errs_no_more_than_with_pytorch(dtype, autocast, qk
     assert torch.get_float32_matmul_precision() == "highest"  # no TF32
     fused = on_card(dtype, autocast, qk_norm=qk_norm)
     exact = on_card(torch.float64, qk_norm=qk_norm, attention="standard")
-    monkeypatch.setattr(ops, "_liger_runs", lambda x: False)
-    monkeypatch.setattr(ops, "_liger_linear_cross_entropy", plain_loss)
+    monkeypatch.setattr(ops, "_kernels_run", lambda x: False)
+    monkeypatch.setattr(ops, "_fused_linear_cross_entropy", plain_loss)
     plain = on_card(dtype, autocast, qk_norm=qk_norm)
     for factor, got, peer, reference in zip((2, 3), fused, plain, exact, strict=True):
         assert (got - reference).norm() <= factor * (peer - reference).norm()
@@ -254,8 +283,8 @@ def test_the_logits_never_exist_at_once(vocab_size, autocast):
         assert torch.cuda.max_memory_allocated() - before < tokens_count * vocab_size * 2  # bf16 logits alone
 
 
-def test_loss_and_backward_do_not_wait_for_the_device_but_once(monkeypatch):
-    """Liger's forward reads one count on the host; nothing else may, in a packed step through flash."""
+def test_loss_and_backward_do_not_wait_for_the_device():
+    """In a packed step through flash."""
     model = tiny_model(attention="flash", memory="none").to("cuda", torch.bfloat16)
     tokens, labels = (t.cuda() for t in random_batch(SHAPE, 96))
     packing, positions = packing_of(LENGTHS, device="cuda"), positions_of(LENGTHS, SHAPE, "cuda")
@@ -263,11 +292,7 @@ def test_loss_and_backward_do_not_wait_for_the_device_but_once(monkeypatch):
     model.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        hidden = model.hidden(tokens, positions=positions, packing=packing)
-        torch.cuda.set_sync_debug_mode("default")
-        loss = ops.linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, labels.flatten())
-        torch.cuda.set_sync_debug_mode("error")
-        loss.backward()
+        model.loss(tokens, labels, positions=positions, packing=packing)[0].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

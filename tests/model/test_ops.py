@@ -1,5 +1,9 @@
 """The PyTorch path of the fused operations: against fp64, in chunks and whole, and within bounded memory."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,3 +118,23 @@ def test_the_compute_dtype_follows_autocast():
     assert ops.compute_dtype(x) == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.compute_dtype(x) == torch.bfloat16
+
+
+def test_our_own_kernels_in_the_interpreter():
+    """Residual addition with its norm, and the linear cross entropy: as exact as PyTorch in fp32 and fp16."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    script = Path(__file__).parent / "kernels_interpreted.py"
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_step_of_the_residual_stream(added):
+    draw = torch.Generator().manual_seed(0)
+    x, update = (torch.randn(7, 12, generator=draw) for _ in range(2))
+    weight = torch.rand(12, generator=draw)
+    stream, *normed = ops.add_rms_norm(x, update if added else None, weight, 1e-5, uses=3)
+    assert torch.equal(stream, x + update if added else x)
+    assert len(normed) == 3
+    for each in normed:
+        torch.testing.assert_close(each, torch.nn.functional.rms_norm(stream, (12,), weight, 1e-5))

@@ -7,6 +7,7 @@ import torch
 
 from flash_train.attention import Packing
 from flash_train.model import ModelConfig, Transformer
+from flash_train.model.ops import MAX_LOGIT_TOKENS
 from flash_train.profiling.allocations import Recording, profile_of
 from flash_train.profiling.prediction import KINDS, predict
 from flash_train.profiling.step import Step
@@ -23,7 +24,7 @@ DROPS = replace(MODEL, attention_dropout=0.1)
 
 
 def measured(step: Step):
-    """The second optimizer step, as Lightning runs it: the last gradients go between forward and backward."""
+    """The second optimizer step, as `CausalLMModule` takes it: gradients go as soon as they were used."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if step.precision == "bf16-true" else torch.float32
     model = Transformer(step.model, attention=step.attention, memory=step.memory).to(dtype)
@@ -35,24 +36,20 @@ def measured(step: Step):
 
     def take(recording=None):
         begin = recording.scopes.begin if recording else lambda phase: None
-        for micro_batch in range(step.accumulate):
+        for _ in range(step.accumulate):
             begin("forward")
             with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed", cache_enabled=False):
                 loss, _ = model.loss(tokens, labels, **context)
-            if micro_batch == 0 and step.accumulate == 1:
-                if recording:
-                    recording.release("gradients")
-                optimizer.zero_grad()
             begin("backward")
             loss.backward()
         begin("step")
         optimizer.step()
+        optimizer.zero_grad()
         begin("end")
 
     take()
     owned = [
         *(("weights", p) for p in model.parameters()),
-        *(("gradients", p.grad) for p in model.parameters()),
         *(("optimizer state", t) for state in optimizer.state.values() for t in state.values()),
         *(("batch and tables", t) for t in (tokens, labels, positions)),
     ]
@@ -125,26 +122,18 @@ B3 = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("seq_len", "peak_gib"), [(16384, 33.92757), (4096, 15.41531)])
-@pytest.mark.parametrize("attention", ["flash", "sdpa"])
-def test_what_an_h200_measured(seq_len, peak_gib, attention):
-    """docs/results/training.json: the peak of 100 steps. The allocator keeps up to a MiB beside a tensor."""
-    step = Step(B3, seq_len, precision="bf16-true", attention=attention, workspace=2 * 32 * 2**20)
-    assert 0 <= peak_gib * 2**30 - predict(step).peak_bytes < 8 * 2**20
-
-
-def test_under_autocast_the_loss_makes_tensors_that_it_else_computes_in_place():
-    """The logits of a piece; under autocast also the gradient of its hidden states, and the head's copy in 16 bits."""
+def test_under_autocast_the_loss_has_a_copy_of_the_head():
+    """The logits of a chunk, the gradients that are made with them, and the head in 16 bits."""
 
     def of_the_loss(precision: str) -> int:
         parts = predict(Step(B3, 4096, precision=precision)).phases["loss"].parts
         return parts["logits and loss"] + parts.get("autocast copies", 0)
 
     head, hidden = B3.vocab_size * B3.width, 4096 * B3.width
-    common = 2 * hidden + 4 * head + 4 * 4096 + 2 * 4096 * B3.vocab_size
+    common = 2 * hidden + 4 * head + 4 * 4096 + 2 * MAX_LOGIT_TOKENS * B3.vocab_size
     copies = 2 * B3.n_layers * (4 * 2048 * 2048 + 3 * 2048 * 5632)
     assert of_the_loss("bf16-true") == common
-    assert of_the_loss("bf16-mixed") == common + 2 * hidden + 2 * head + copies
+    assert of_the_loss("bf16-mixed") == common + 2 * head + copies
 
 
 def test_pytorchs_attention_sums_the_gradient_of_the_queries_in_fp32():

@@ -13,7 +13,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel exists for Linux only")
 from triton.runtime.jit import JITFunction
 
 from flash_train.attention import backends
-from flash_train.model import ModelConfig, liger, ops
+from flash_train.model import ModelConfig, cross_entropy, ops
 from flash_train.profiling.prediction import predict
 from flash_train.profiling.step import Step
 from tests.profiling.test_prediction import measured
@@ -34,12 +34,12 @@ STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), repl
 @pytest.fixture
 def empty_kernels(monkeypatch):
     def linear_cross_entropy(hidden, weight, labels):
-        return liger.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
+        return cross_entropy.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
 
     launched: list[str] = []
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
-    monkeypatch.setattr(ops, "_liger_runs", lambda x: True)
+    monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
     monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
     return launched
 
@@ -55,4 +55,4 @@ def test_the_peak_is_as_predicted(step, empty_kernels):
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
     for kept in found.kept_by_block.values():
         assert expected.per_layer == pytest.approx(kept, rel=0.01)
-    assert {"attention_backward_dq", "_triton_rope", "liger_cross_entropy_kernel"} <= set(empty_kernels)
+    assert {"attention_backward_dq", "_triton_rope", "cross_entropy_kernel"} <= set(empty_kernels)

@@ -101,6 +101,24 @@ def test_a_step_without_labels_is_harmless():
     assert all(torch.equal(a, b) for a, b in zip(before, (p for p in module.parameters() if p.ndim == 1), strict=True))
 
 
+def test_gradients_do_not_outlive_their_step():
+    """A forward has better use for their memory; of accumulated ones, those that wait for their step stay."""
+    held = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            held.append(sum(parameter.grad is not None for parameter in pl_module.parameters()))
+
+    module = tiny_module()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=2, accumulate_grad_batches=2, callbacks=[Look()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([packed_row(i) for i in range(4)], batch_size=None))
+    everything = len(list(module.parameters()))
+    assert held == [0, everything, 0, everything]
+
+
 def test_trainers_own_clipping_takes_precedence():
     rows = [packed_row(1)]
     ours, theirs = (

@@ -116,6 +116,7 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
 
 def test_our_own_step_in_the_interpreter():
     """As exact as PyTorch's fused step, in fp32 and fp16, whatever is aligned, laid out or counted otherwise."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
     script = Path(__file__).parent / "adamw_interpreted.py"
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,0 +1,105 @@
+"""The linear cross entropy for CUDA: a chunk's logits at a time, turned into their gradient where they lie.
+
+After Liger's fused linear cross entropy (arXiv:2410.10989), which waits for the device to count the labels and takes
+chunks that shrink with the row. Imported only once a tensor is on a CUDA device.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_train.model.ops import IGNORE_INDEX, MAX_LOGIT_TOKENS
+
+BLOCK = 4096  # logits of a row that a program takes at one time
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits, labels, losses, vocab_size, IGNORED: tl.constexpr, BLOCK: tl.constexpr, WITH_GRADIENT: tl.constexpr
+):  # fmt: skip
+    """One row: its loss, and its logits overwritten by their gradient. Both are 0 where the label is IGNORED."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab_size
+    label = tl.load(labels + row)
+    counts = label != IGNORED
+    own = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)  # before anything is overwritten
+    column = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -1.0e30, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        value = tl.load(logits + start + column, mask=start + column < vocab_size, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, value)
+        total = total * tl.exp2((largest - larger) * LOG2_E) + tl.exp2((value - larger) * LOG2_E)
+        largest = larger
+    top = tl.max(largest, axis=0)
+    lse = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0))
+    tl.store(losses + row, tl.where(counts, lse - own, 0.0))
+    if WITH_GRADIENT:
+        for start in range(0, vocab_size, BLOCK):
+            inside = start + column < vocab_size
+            value = tl.load(logits + start + column, mask=inside, other=0.0)
+            weight = tl.exp2((value.to(tl.float32) - lse) * LOG2_E)
+            gradient = tl.where(counts, weight - tl.where(start + column == label, 1.0, 0.0), 0.0)
+            tl.store(logits + start + column, gradient.to(value.dtype), mask=inside)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradients are made beside the loss, while the logits exist. The backward scales them where they lie, so that
+    a second one raises."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, with_gradient: bool) -> Tensor:
+        hidden, labels, tokens = hidden.contiguous(), labels.contiguous(), hidden.shape[0]
+        for_hidden, for_weight = (with_gradient and needed for needed in ctx.needs_input_grad[:2])
+        losses = hidden.new_empty(tokens, dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden) if for_hidden else None
+        d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if for_weight else None
+        with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
+            matrix = weight.to(hidden.dtype)
+            for start in range(0, tokens, MAX_LOGIT_TOKENS):
+                chunk = slice(start, start + MAX_LOGIT_TOKENS)
+                logits = hidden[chunk] @ matrix.T
+                cross_entropy_kernel[(len(logits),)](
+                    logits, labels[chunk], losses[chunk], len(weight), IGNORED=IGNORE_INDEX,
+                    BLOCK=min(BLOCK, triton.next_power_of_2(len(weight))), WITH_GRADIENT=for_hidden or for_weight,
+                    num_warps=8,
+                )  # fmt: skip
+                if d_hidden is not None:
+                    torch.mm(logits, matrix, out=d_hidden[chunk])
+                if d_weight is not None:
+                    _add_product(d_weight, logits.T, hidden[chunk])
+                del logits  # before the next are made
+        if with_gradient:
+            ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return (
+            None if d_hidden is None else d_hidden.mul_(grad_output),
+            None if d_weight is None else d_weight.mul_(grad_output),
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """As `ops.linear_cross_entropy`, `hidden` in the dtype to compute in."""
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, with_gradient)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in fp32 whatever a and b are."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b

@@ -1,0 +1,94 @@
+"""The model's own kernels in Triton's interpreter, beside PyTorch's formulas in fp64 and in the same precision.
+
+A script, run by a test: the interpreter has to be asked for before Triton is imported. In fp32 and fp16, which it
+computes rightly.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_train.model import cross_entropy, rms_norm
+from flash_train.model.ops import IGNORE_INDEX, add_rms_norm
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def gradients(function: Function, inputs: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
+    """Results and gradients, in fp64."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    results = function(*leaves)
+    torch.autograd.backward(results, [u.to(r.dtype) for u, r in zip(upstream, results, strict=True)])
+    return [x.detach().double() for x in (*results, *(leaf.grad for leaf in leaves))]
+
+
+def wrong(name: str, ours: Function, plain: Function, inputs: list[Tensor], upstream: list[Tensor]) -> int:
+    exact = gradients(plain, [x.double() for x in inputs], upstream)
+    errors = [
+        [(got - reference).norm().item() for got, reference in zip(found, exact, strict=True)]
+        for found in (gradients(ours, inputs, upstream), gradients(plain, inputs, upstream))
+    ]
+    allowed = [2.0] * len(upstream) + [3.0] * len(inputs)
+    bad = [i for i, factor in enumerate(allowed) if not errors[0][i] <= factor * errors[1][i] + 1e-7]
+    print(f"{name}: {'wrong in ' + str(bad) if bad else 'right'} {[f'{e:.0e}' for e in errors[0]]}")
+    return len(bad)
+
+
+def norms(dtype: torch.dtype) -> int:
+    failed = 0
+    for shape in ((37, 96), (3, 2500), (5, 4, 64)):
+        draw = torch.Generator().manual_seed(1)
+        x, update, *upstream = (torch.randn(shape, generator=draw).to(dtype) for _ in range(6))
+        weight = (torch.rand(shape[-1], generator=draw) + 0.5).to(dtype)
+        for uses in (1, 2, 3):
+            for added in (True, False):
+                inputs = [x, weight, *([update] if added else [])]
+
+                def plain(x: Tensor, weight: Tensor, update: Tensor | None = None, uses: int = uses) -> tuple:
+                    return add_rms_norm(x, update, weight, 1e-5, uses)
+
+                def ours(x: Tensor, weight: Tensor, update: Tensor | None = None, uses: int = uses) -> tuple:
+                    return rms_norm.add_rms_norm(x, update, weight, 1e-5, uses)
+
+                failed += wrong(f"norm {shape} {dtype} {uses} {added}", ours, plain, inputs, upstream[: 1 + uses])
+    return failed
+
+
+def losses(dtype: torch.dtype) -> int:
+    failed = 0
+    cross_entropy.BLOCK = 128
+    cross_entropy.MAX_LOGIT_TOKENS = 64  # the last chunk is not whole
+    for tokens, width, vocab_size in ((150, 32, 300), (64, 16, 96), (1, 16, 32)):
+        draw = torch.Generator().manual_seed(2)
+        hidden = torch.randn(tokens, width, generator=draw).to(dtype)
+        weight = (torch.randn(vocab_size, width, generator=draw) / width**0.5).to(dtype)
+        labels = torch.randint(vocab_size, (tokens,), generator=draw)
+        if tokens > 1:
+            labels[::7] = IGNORE_INDEX
+        upstream = [torch.tensor(3.0 / tokens)]
+
+        def plain(hidden: Tensor, weight: Tensor, labels: Tensor = labels) -> tuple:
+            logits = F.linear(hidden, weight)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return (F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum"),)
+
+        def ours(hidden: Tensor, weight: Tensor, labels: Tensor = labels) -> tuple:
+            return (cross_entropy.linear_cross_entropy(hidden, weight, labels),)
+
+        failed += wrong(f"loss {tokens} {vocab_size} {dtype}", ours, plain, [hidden, weight], upstream)
+    return failed
+
+
+def main() -> int:
+    return sum(check(dtype) for check in (norms, losses) for dtype in (torch.float32, torch.float16))
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
