@@ -53,7 +53,7 @@ for part; do
       find_max standard 'find_max.memory=[none,checkpoint]' # selective runs standard attention again whole: as checkpoint
       ;;
     memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
-    attention) python scripts/bench_attention.py --out "$out/attention.json" "${commit[@]}" ;;
+    attention) python scripts/bench_attention.py --out "$out/attention_h200.json" "${commit[@]}" ;;
     training_peer) python scripts/bench_training.py --out "$out/training_peer.json" "${commit[@]}" ;;
     training)
       for attention in flash sdpa; do train "$attention-16k" attention=$attention seq_len=16384; done
@@ -64,7 +64,7 @@ for part; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done
-      for name in memory attention training_peer; do
+      for name in memory attention_h200 training_peer; do
         [ ! -f "$out/$name.json" ] || cp "$out/$name.json" docs/results/$name.json
       done
       ;;

@@ -4,8 +4,8 @@ With --check it changes nothing, and its exit status says whether all is up to d
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, or for
 NAME.PART from that of NAME, which holds {"records": [...]}: for `training`, `recall`, `ablation` and `find_max` what
-collect_runs gathers, for `attention` and `memory` what their benchmarks write. Those that have a picture are drawn as
-docs/results/NAME.png. Where there is no such file, neither table nor picture stays.
+collect_runs gathers, for `attention_h200`, `memory` and `training_peer` what their benchmarks write. Those that have a
+picture are drawn as docs/results/NAME.png. Where there is no such file, neither table nor picture stays.
 """
 
 import argparse
@@ -29,6 +29,8 @@ DIRECTIONS = ("forward", "backward")
 OWN = {"hopper": "this project", "triton": "… portable"}  # the first where it was measured
 NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN"}
 MORE_NAMES = {"flex": "FlexAttention", "varlen_attn": "varlen_attn"}  # where they were measured
+PEERS = {"flash_train": "this project", "transformers": "transformers + Liger"}
+PARTS = ("forward", "backward", "optimizer")
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
@@ -46,6 +48,26 @@ def training_table(records: Records) -> str:
         for record in records
     ]
     return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
+
+
+def training_peer_table(records: Records) -> str:
+    """A row per case and implementation."""
+    rows = [
+        (
+            f"{record['seq_len']:,}",
+            record["memory"],
+            PEERS[record["implementation"]],
+            number(record["tokens_per_second"], ",.0f"),
+            number(record["mfu"], ".1%"),
+            number(record["peak_memory_gib"], ".1f"),
+            joined([record[f"{part}_seconds"] * 1e3 for part in PARTS], ",.0f"),
+            number(record.get("attention_seconds") and record["attention_seconds"] * 1e3, ",.0f"),
+            number(record.get("ratio_to_transformers"), ".2f"),
+        )
+        for record in records
+    ]
+    parts = f"{' · '.join(PARTS)} (ms)"
+    return table(("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "of it attention", "ratio"), rows)
 
 
 def attention_table(records: Records) -> str:
@@ -182,7 +204,8 @@ def most_steps(records: Records) -> int:
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_table,
-    "attention": attention_table,
+    "training_peer": training_peer_table,
+    "attention_h200": attention_table,
     "recall": recall_table,
     "memory": memory_summary,
     "memory.steps": memory_steps,
@@ -212,7 +235,7 @@ def draw_ablation(source: Path, picture: Path) -> None:
 
 
 PICTURES: dict[str, Callable[[Path, Path], Any]] = {
-    "attention": plot_attention,
+    "attention_h200": plot_attention,
     "memory": draw_memory,
     "find_max": draw_find_max,
     "ablation": draw_ablation,

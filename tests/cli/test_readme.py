@@ -49,6 +49,17 @@ def test_training(results):
     )
 
 
+def test_training_beside_its_peer(results):
+    record = {"seq_len": 16384, "memory": "none", "mfu": 0.55, "peak_memory_gib": 32.0, "tokens_per_second": 43210.0}
+    record |= {"forward_seconds": 0.1, "backward_seconds": 0.27, "optimizer_seconds": 0.006}
+    ours = {**record, "implementation": "flash_train", "attention_seconds": 0.15, "ratio_to_transformers": 1.061}
+    filled = fill(
+        marked("training_peer"), results("training_peer", [ours, {**record, "implementation": "transformers"}])
+    )
+    assert "| 16,384 | none | this project | 43,210 | 55.0% | 32.0 | 100 · 270 · 6 | 150 | 1.06 |\n" in filled
+    assert "| 16,384 | none | transformers + Liger | 43,210 | 55.0% | 32.0 | 100 · 270 · 6 | – | – |\n" in filled
+
+
 def test_attention(results):
     records = [
         {**CASE, "direction": "forward", "tflops": 400.4},
@@ -56,10 +67,10 @@ def test_attention(results):
         {**CASE, "implementation": "cudnn", "direction": "forward", "tflops": 320.3},
         {**CASE, "implementation": "cudnn", "direction": "backward", "reason": "wrong result"},
     ]
-    filled = fill(marked("attention"), results("attention", records))
+    filled = fill(marked("attention_h200"), results("attention_h200", records))
     assert "| d128-h16-n2048-causal | 400 · 333 | – · – | 320 · – | 1.25 · – |\n" in filled
     records.append({**CASE, "implementation": "hopper", "direction": "forward", "tflops": 640.6})
-    filled = fill(marked("attention"), results("attention", records))
+    filled = fill(marked("attention_h200"), results("attention_h200", records))
     assert "| case | this project | … portable | FlashAttention-2 | cuDNN | ratio to cuDNN |\n" in filled
     assert "| d128-h16-n2048-causal | 641 · – | 400 · 333 | – · – | 320 · – | 2.00 · – |\n" in filled
 
@@ -73,7 +84,7 @@ def test_more_peers_have_columns_where_they_were_measured(results):
         {**packed, "implementation": "triton", "direction": "forward", "tflops": 330.0},
         {**packed, "implementation": "varlen_attn", "direction": "forward", "tflops": 300.0},
     ]
-    filled = fill(marked("attention"), results("attention", records))
+    filled = fill(marked("attention_h200"), results("attention_h200", records))
     assert "| cuDNN | FlexAttention | varlen_attn | ratio to cuDNN (packed: varlen_attn) |\n" in filled
     assert "| d128-h16-n2048-causal | 400 · – | – · – | 200 · – | 300 · – | – · – | 2.00 · – |\n" in filled
     assert "| d128-h16-packed65536-causal | 330 · – | – · – | – · – | – · – | 300 · – | 1.10 · – |\n" in filled
@@ -87,19 +98,19 @@ def test_sparse_cases_have_a_table_of_their_own(results):
         {**sparse, "implementation": "triton", "direction": "backward", "time_to_dense": 0.2},
         {**sparse, "implementation": "flex", "direction": "forward", "reason": "wrong result"},
     ]
-    dense, _, below = fill(marked("attention"), results("attention", records)).partition("\n\n")
+    dense, _, below = fill(marked("attention_h200"), results("attention_h200", records)).partition("\n\n")
     assert "| d128-h16-n2048-causal | 400 · – |" in dense and "sparse" not in dense
     assert "| case | blocks attended | this project: time / dense | FlexAttention: time / dense |\n" in below
     assert "| d128-h16-n16384-full-sparse0.125 | 12.5% | 0.157 · 0.200 | – · – |\n" in below
 
 
 def test_a_picture_of_other_records_is_outdated(results, tmp_path):
-    source, picture = results("attention", [{**CASE, "direction": "forward", "tflops": 1.0}]), tmp_path / "a.png"
-    source = source / "attention.json"
+    source, picture = results("attention_h200", [{**CASE, "direction": "forward", "tflops": 1.0}]), tmp_path / "a.png"
+    source = source / "attention_h200.json"
     assert outdated(picture, source)  # there is none
     plot_attention(source, picture)
     assert not outdated(picture, source)
-    results("attention", [{**CASE, "direction": "forward", "tflops": 2.0}])
+    results("attention_h200", [{**CASE, "direction": "forward", "tflops": 2.0}])
     assert outdated(picture, source)
     source.unlink()
     assert outdated(picture, source)
