@@ -1,4 +1,4 @@
-"""The model's fused operations: kernels on CUDA, mostly liger-kernel's, plain PyTorch elsewhere; equal within rounding.
+"""The model's fused operations: on CUDA kernels of our own or liger-kernel's, else PyTorch; equal within rounding.
 
 Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their own dtype.
 Under `torch.compile` the plain formulas are used on every device, since Inductor fuses those itself.

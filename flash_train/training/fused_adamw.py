@@ -115,20 +115,25 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _alike(self, parameters: list[Tensor]) -> dict[tuple[int, torch.dtype], list[Tensor]]:
         """The weights that have a gradient, by their number of steps, this one included, and by dtype."""
+        weights = [parameter for parameter in parameters if parameter.grad is not None]
+        if not weights:
+            return {}
+        steps = [self._state_of(weight)["step"] for weight in weights]
+        torch._foreach_add_(steps, 1)
         found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise RuntimeError("AdamW has no sparse gradients: use torch.optim.SparseAdam for such embeddings")
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["step"] += 1
-            found.setdefault((int(state["step"]), parameter.dtype), []).append(parameter)
+        for step, weight in zip(torch.stack(steps).tolist(), weights, strict=True):
+            found.setdefault((int(step), weight.dtype), []).append(weight)
         return found
+
+    def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
+        state = self.state[weight]
+        if not state:
+            if weight.grad is not None and weight.grad.is_sparse:
+                raise RuntimeError("AdamW takes no sparse gradients: use torch.optim.SparseAdam for such embeddings")
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return state
 
     def _launch(self, place: tuple[int, torch.dtype], group: dict[str, Any], step: int, weights: list[Tensor]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
