@@ -38,6 +38,7 @@ from flash_train.cli.benchmark import (
     saving,
     say_how_far,
 )
+from flash_train.cli.build import build_model_config
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments
 from flash_train.cli.train import quieten
@@ -78,9 +79,7 @@ CASES = (
 
 
 def shape() -> ModelConfig:
-    model = compose_config(("model=1b3",)).model
-    fields = {name: value for name, value in model.items() if name in ModelConfig.__dataclass_fields__}
-    return ModelConfig(**(fields | {"vocab_size": VOCAB_SIZE}))
+    return build_model_config(compose_config(("model=1b3", f"model.vocab_size={VOCAB_SIZE}")), VOCAB_SIZE, None)
 
 
 def first_weights(folder: Path) -> Path:

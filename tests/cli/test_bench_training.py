@@ -28,6 +28,12 @@ def small(monkeypatch):
     return bend
 
 
+def test_the_shape_is_that_of_the_published_peer():
+    shape = bench_training.shape()
+    assert (shape.vocab_size, shape.n_layers, shape.width, shape.mlp_width) == (32768, 24, 2048, 5632)
+    assert shape.num_parameters == 1_367_443_456
+
+
 def test_records_and_goes_on(small, tmp_path, capsys):
     out = tmp_path / "training.json"
     arguments = ["--out", str(out), "--commit", "c0ffee"]
