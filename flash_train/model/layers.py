@@ -113,8 +113,9 @@ class Block(nn.Module):
         # generator stands elsewhere after it than it did in the forward.
         masks = [self._keep_mask(x) for _ in range(2)]
         x, *normed = self.attention_norm(x)
-        update = self.attention(normed, cos, sin, packing, batch_size)
-        x, *normed = self.mlp_norm(x, self._dropped(update, masks[0]))
+        update = self._dropped(self.attention(normed, cos, sin, packing, batch_size), masks[0])
+        x, *normed = self.mlp_norm(x, update)
+        del update  # the MLP has better use for its memory
         return x + self._dropped(self.mlp(normed), masks[1])
 
     def _keep_mask(self, x: Tensor) -> Tensor | None:

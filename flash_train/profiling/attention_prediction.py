@@ -91,14 +91,15 @@ class AttentionWalk:
         ledger, e, m = self.ledger, self.e, self.model
         kv = self.ledger.size_of(f"{layer}.k")
         ledger.drop(f"{layer}.joined")
-        if self.step.attention == "standard":
-            _, document = self.pairs()
-            ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * document * (2 if m.attention_dropout else 1))
         if self.step.by_formula:
             ledger.pass_by(f"{layer}.d pairs", "attention workspace", 4 * self.pairs()[1])
         ledger.hold(f"{layer}.d q", "attention", e * self.heads)
         for name in ("k", "v"):
             ledger.hold(f"{layer}.d {name}", "attention", kv)
+        if self.step.attention == "standard":  # beside them the output's gradient, of the queries that see something
+            _, document = self.pairs()
+            widened = document if m.attention_dropout and not self.step.fused else 0  # a CPU's copy of the dropout mask
+            ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * (document + widened + self.heads))
         rows = 2 if self.step.attention in OWN else 1  # delta, and the log-sum-exp in base 2
         rows *= self.step.tokens * m.n_heads
         if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 adds up the queries' gradient in fp32

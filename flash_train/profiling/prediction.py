@@ -83,6 +83,8 @@ class _Walk:
         self.ledger.phase = "forward"
         hold("weights", "weights", self.w * m.num_parameters)
         hold("optimizer", "optimizer state", 2 * self.w * m.num_parameters)
+        if self.step.fused:  # which block of which weight: 8 bytes a block of 2048
+            hold("optimizer's blocks", "optimizer state", 8 * m.num_parameters // 2048)
         if self.step.accumulate > 1:
             hold("gradients", "gradients", self.w * m.num_parameters)
         hold("workspace", "matrix-product workspace", self.step.workspace)
@@ -240,8 +242,7 @@ class _Walk:
 
         self.through_dropout(layer, "2")
         held("d product", "mlp", self.hidden)
-        self.weight_gradient(layer, "down")
-        done("product")
+        self.weight_gradient(layer, "down", "product")
         if not fused:
             held("d silu", "mlp", self.hidden)
             held("d up", "mlp", self.hidden)
@@ -251,23 +252,21 @@ class _Walk:
         done("d product")
         for name in ("up", "gate"):  # liger's gradients lie where these were
             held(f"d norm2 by {name}", "norms", self.stream)
-            self.weight_gradient(layer, name)
-            done(name, f"d {name}")
+            self.weight_gradient(layer, name, name, f"d {name}", *(["norm2"] if name == "gate" else []))
             if name == "gate" and not fused:  # added to that by up; the kernel of the norm takes both
                 done("d norm2 by gate")
-        done("norm2")
         self.norm_backward(
             f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in ("up", "gate")], f"{layer}.middle"
         )
         self.through_dropout(layer, "1")
         held("d mixed", "attention", self.attention.heads)
-        self.weight_gradient(layer, "out")
+        self.weight_gradient(layer, "out", "joined")
         self.attention.backward(layer)
         for name in ("v", "k", "q"):
             held(f"d norm1 by {name}", "norms", self.stream)
-            self.weight_gradient(layer, name)
-            done(f"d {name}", *(() if name == "v" or fused else (f"d norm1 by {name}",)))
-        done("norm1")
+            self.weight_gradient(layer, name, f"d {name}", *(["norm1"] if name == "q" else []))
+            if name != "v" and not fused:
+                done(f"d norm1 by {name}")
         by = [f"{layer}.d norm1 by {name}" for name in ("v", "k", "q")]
         self.norm_backward(f"{layer}.norm1", by, f"x{layer}")
         ledger.drop(*[name for name in ledger.held if name.startswith(f"{layer}.")])
@@ -291,15 +290,18 @@ class _Walk:
             ledger.drop(wide)
         ledger.drop(of, *gradients, *(f"{name} {part}" for part in ("rstd", "scaled", "wide")), f"d {name}")
 
-    def weight_gradient(self, layer: int, name: str) -> None:
-        self.gradient(f"{layer}.weights of {name}", self.linears[name])
-        self.ledger.drop(f"copy {layer}.{name}")
+    def weight_gradient(self, layer: int, name: str, *uses: str) -> None:
+        """Of a product, whose input and whose result's gradient, `uses`, end before the weight's is widened."""
+        ends = [f"copy {layer}.{name}", *(f"{layer}.{used}" for used in uses)]
+        self.gradient(f"{layer}.weights of {name}", self.linears[name], ends)
 
-    def gradient(self, name: str, size: int, *, ready: bool = False) -> None:
+    def gradient(self, name: str, size: int, ends: Sequence[str] = (), *, ready: bool = False) -> None:
         """A weight's gradient; under autocast it comes in 16 bits first. `ready`: it is of the weight's dtype."""
-        if self.mixed and not ready:
-            self.ledger.hold("gradient in 16 bits", "gradients", self.e * size)
-        self.ledger.hold(f"gradient {name}", "gradients", self.w * size)
-        self.ledger.drop("gradient in 16 bits")
+        comes_as = "gradient in 16 bits" if self.mixed and not ready else f"gradient {name}"
+        self.ledger.hold(comes_as, "gradients", (self.e if self.mixed and not ready else self.w) * size)
+        self.ledger.drop(*ends)
+        if comes_as != f"gradient {name}":
+            self.ledger.hold(f"gradient {name}", "gradients", self.w * size)
+            self.ledger.drop(comes_as)
         if self.step.accumulate > 1:  # it is added to what is there
             self.ledger.drop(f"gradient {name}")

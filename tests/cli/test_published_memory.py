@@ -1,4 +1,4 @@
-"""The published peaks of memory were measured on an H200; what is predicted today must still be within the bound."""
+"""The published peaks of memory were measured on an H200; what is predicted today must still agree."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ import torch
 from flash_train.cli import predict as module
 from flash_train.cli.bench_memory import FIXED
 from flash_train.cli.compose import compose_config
-from flash_train.profiling.memory_results import allowed_error
 from flash_train.profiling.prediction import predict
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results" / "memory.json"
+TODAY = 0.005  # much less than a prediction may be off by: a change of what a step holds is to show
 STEPS = [r for r in json.loads(PUBLISHED.read_text())["records"] if r["kind"] == "step" and r["status"] == "ok"]
 
 
@@ -31,6 +31,6 @@ def test_predictions_still_agree_with_what_was_measured(model, monkeypatch):
         monkeypatch.setattr(module, "choose_attention", lambda *_, name=record["attention"]: (name, ""))
         step, _ = module.step_before_run(compose_config((*FIXED, "hardware=cuda", *record["overrides"])))
         difference = predict(step).peak_bytes - record["measured_bytes"]
-        if abs(difference) > allowed_error(record["measured_bytes"]):
+        if abs(difference) > TODAY * record["measured_bytes"]:
             off.append(f"{record['case']}: {difference / 2**20:+.0f} MiB")
     assert not off, off
