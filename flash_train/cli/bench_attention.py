@@ -1,8 +1,9 @@
 """Speed of the attention operator beside its peers on one GPU: ``python scripts/bench_attention.py --out FILE``.
 
 Every implementation is checked against fp32 before it is timed, on the inputs that are timed; a wrong one gets no
-figure. Rates are model FLOPs (causal: half; backward: 2.5 times the forward) over the median time. FILE is written
-after every case; started again with the same commit, GPU and versions, the command goes on behind the last one.
+figure. Those of a case take turns, so that each meets the same clocks. Rates are model FLOPs (causal: half; backward:
+2.5 times the forward) over the median time. FILE is written after every case; started again with the same commit, GPU
+and versions, the command goes on behind the last one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def measure_all(
 ) -> Records:
     """Records of a case's implementations, or of those of them that are named, with ratios and the surroundings."""
     wanted = [name for name in implementations(case) if not names or name in names]
-    rows = [row for name in wanted for row in measure(name, case, timer)]
+    rows = measure(wanted, case, timer)
     add_ratios(rows)
     return [row | {key: environment[key] for key in SAME} for row in rows]
 
@@ -55,7 +56,7 @@ def _shown(rows: Records) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--rep", type=int, default=120, help="milliseconds of repetitions per figure")
+    parser.add_argument("--rep", type=int, default=40, help="milliseconds of repetitions per figure and turn")
     parser.add_argument(
         "--implementations",
         nargs="+",

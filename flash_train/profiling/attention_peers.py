@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
 OURS = "triton"
 OWN = ("hopper", OURS)  #: this project's kernels; the first for compute capability 9.0
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+ROUNDS = 3  #: turns of each implementation of a case
 ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
 
 
@@ -152,34 +154,84 @@ def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor,
     return max(((part(a) - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
 
 
-def measure(name: str, case: Case, timer: Timer, device: torch.device | str = "cuda") -> list[dict[str, Any]]:
-    """A record per direction; one without a rate, and with the reason, where the call fails or the result is wrong.
+def measure(
+    names: Sequence[str], case: Case, timer: Timer, device: torch.device | str = "cuda"
+) -> list[dict[str, Any]]:
+    """A record per implementation and direction; one without a rate, and with the reason, where a call fails or its
+    result is wrong.
 
+    All are built and checked first. Then they take turns, `ROUNDS` of them, on the same inputs, and a rate is of the
+    median time: a card's clock follows what it did in the seconds before, so that whoever came later would be slower.
     Rates are model FLOPs (the backward's are 2.5 times the forward's) over the time. A sparse case is also timed
     without its pattern: ``time_to_dense`` is the ratio.
     """
     from triton.errors import TritonError
 
-    base = {"case": case.name, "implementation": name, "dropout": case.dropout, "density": case.density}
     tensors = case.inputs(device)
-    try:
+    timed: dict[str, _Timed] = {}
+    failed: dict[str, dict[str, Any]] = {}
+
+    def attempt(name: str, step: Callable[[str], None]) -> None:
+        try:
+            step(name)
+        except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
+            raise
+        except (RuntimeError, ValueError, TritonError) as failure:
+            failed[name] = {"reason": str(failure).strip().splitlines()[0]}
+
+    def prepare(name: str) -> None:
         call = build(name, case, device)
         error = check(name, call, case, tensors)
         if not error < ALLOWED_ERROR:  # NaN fails too
-            return [base | {"direction": "forward", "error": error, "reason": "wrong result"}]
-        forward, backward = _time(call, tensors, timer)
-        dense: tuple[float, float] | None = None
-        if case.density < 1:
-            dense = _time(build(name, replace(case, density=1.0), device), tensors, timer)
-    except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
-        raise
-    except (RuntimeError, ValueError, TritonError) as failure:
-        return [base | {"direction": "forward", "reason": str(failure).strip().splitlines()[0]}]
+            failed[name] = {"error": error, "reason": "wrong result"}
+            return
+        timed[name] = _Timed(
+            error, call, None if case.density == 1 else build(name, replace(case, density=1.0), device)
+        )
+
+    def take_turn(name: str) -> None:
+        timed[name].take_turn(tensors, timer)
+
+    for name in names:
+        attempt(name, prepare)
+    for _ in range(ROUNDS):
+        for name in timed:
+            if name not in failed:
+                attempt(name, take_turn)
     records = []
-    for i, (direction, ms, work) in enumerate((("forward", forward, 1.0), ("backward", backward, 2.5))):
-        record = base | {"direction": direction, "ms": ms, "tflops": work * case.flops / ms / 1e9, "error": error}
-        records.append(record if dense is None else record | {"time_to_dense": ms / dense[i]})
+    for name in names:
+        base = {"case": case.name, "implementation": name, "dropout": case.dropout, "density": case.density}
+        if name in failed:
+            records.append(base | {"direction": "forward"} | failed[name])
+        else:
+            records += [base | found for found in timed[name].records(case.flops)]
     return records
+
+
+@dataclass
+class _Timed:
+    """An implementation whose result is right, and its times: of each round, milliseconds forward and backward."""
+
+    error: float
+    call: Attention
+    dense: Attention | None  #: without the case's pattern
+    times: list[tuple[float, float]] = field(default_factory=list)
+    dense_times: list[tuple[float, float]] = field(default_factory=list)
+
+    def take_turn(self, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> None:
+        self.times.append(_time(self.call, tensors, timer))
+        if self.dense is not None:
+            self.dense_times.append(_time(self.dense, tensors, timer))
+
+    def records(self, flops: float) -> list[dict[str, Any]]:
+        found = []
+        for i, (direction, work) in enumerate((("forward", 1.0), ("backward", 2.5))):
+            ms = median(times[i] for times in self.times)
+            record = {"direction": direction, "ms": ms, "tflops": work * flops / ms / 1e9, "error": self.error}
+            if self.dense is not None:
+                record["time_to_dense"] = ms / median(times[i] for times in self.dense_times)
+            found.append(record)
+        return found
 
 
 def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> tuple[float, float]:

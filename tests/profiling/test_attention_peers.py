@@ -121,29 +121,57 @@ def timer(call):
 
 
 def test_a_record_per_direction():
-    forward, backward = measure("fa2", SMALL, timer, "cpu")
+    forward, backward = measure(["fa2"], SMALL, timer, "cpu")
     assert (forward["direction"], backward["direction"]) == ("forward", "backward")
     assert forward["tflops"] == SMALL.flops / 2.0 / 1e9 and backward["tflops"] == 2.5 * forward["tflops"]
     assert 0 < forward["error"] < 1e-2 and "time_to_dense" not in forward
 
 
 def test_a_sparse_case_is_compared_with_dense(ours_in_pytorch):
-    times = iter([1.0, 3.0, 4.0, 6.0])
+    times = iter([1.0, 3.0, 4.0, 6.0] + [9.0, 2.0, 9.0, 5.0] + [0.5, 7.0, 3.0, 8.0])  # of three turns
 
     def clock(call):
         call()
         return next(times)
 
-    forward, backward = measure(OURS, KINDS["sparse"], clock, "cpu")
+    forward, backward = measure([OURS], KINDS["sparse"], clock, "cpu")
     assert (forward["time_to_dense"], backward["time_to_dense"]) == (0.25, 0.5)
     assert forward["ms"] == 1.0
 
 
+def test_implementations_take_turns(monkeypatch):
+    """Whoever is slower later in the day is so for all; and one that fails on the way leaves the others alone."""
+    right, order = build("fa2", SMALL, "cpu"), []
+
+    def built(name, *_):
+        def call(q, k, v):
+            order.append(name)
+            if name == "flex" and order.count("flex") > 4:
+                raise RuntimeError("no longer\nat all")
+            return right(q, k, v)
+
+        return call
+
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(attention_peers, "build", built)
+
+    def slower_and_slower(call):
+        call()
+        return float(next(clock))
+
+    records = measure(["fa2", "flex", "cudnn"], SMALL, slower_and_slower, "cpu")
+    assert [row["implementation"] for row in records] == ["fa2", "fa2", "flex", "cudnn", "cudnn"]
+    assert records[2]["reason"] == "no longer"
+    turns = [name for i, name in enumerate(order[3:]) if not i or order[3:][i - 1] != name]
+    assert turns == ["fa2", "flex", "cudnn", "fa2", "flex", "cudnn", "fa2", "cudnn"]
+    assert records[0]["ms"] == sorted(record["ms"] for record in records if "ms" in record)[0]
+
+
 def test_what_cannot_run_says_why():
-    (record,) = measure("flex", replace(SMALL, dropout=0.1), timer, "cpu")
+    (record,) = measure(["flex"], replace(SMALL, dropout=0.1), timer, "cpu")
     assert record["reason"] == "FlexAttention has no dropout" and "tflops" not in record
     if not torch.cuda.is_available():
-        (record,) = measure(OURS, SMALL, timer, "cpu")
+        (record,) = measure([OURS], SMALL, timer, "cpu")
         assert "no NVIDIA GPU" in record["reason"] and "tflops" not in record
 
 
@@ -151,7 +179,7 @@ def test_what_cannot_run_says_why():
 def test_a_wrong_result_gets_no_rate(monkeypatch, factor):
     right = build("fa2", SMALL, "cpu")
     monkeypatch.setattr(attention_peers, "build", lambda *_: lambda q, k, v: right(q, k, v) * factor)
-    (record,) = measure("fa2", SMALL, timer, "cpu")
+    (record,) = measure(["fa2"], SMALL, timer, "cpu")
     assert record["reason"] == "wrong result" and "tflops" not in record and "ms" not in record
 
 
@@ -172,7 +200,7 @@ def test_ratios():
 
 def test_the_plot_knows_its_source(tmp_path):
     source, picture = tmp_path / "a.json", tmp_path / "a.png"
-    records = measure("fa2", SMALL, timer, "cpu") + measure("flex", replace(SMALL, dropout=0.1), timer, "cpu")
+    records = measure(["fa2"], SMALL, timer, "cpu") + measure(["flex"], replace(SMALL, dropout=0.1), timer, "cpu")
     source.write_text(json.dumps({"records": records}))
     assert plot_attention(source, picture) == picture
     assert picture.read_bytes().startswith(b"\x89PNG") and fingerprint(source).encode() in picture.read_bytes()
