@@ -96,8 +96,9 @@ class Scopes:
             self._log(self._stack[-1])
             if len(self._stack) == 1:
                 self._stack.pop()
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._log(name))
+            for result in output if isinstance(output, tuple) else (output,):
+                if isinstance(result, Tensor) and result.requires_grad:
+                    result.register_hook(lambda _: self._log(name))
 
         return hook
 
@@ -240,14 +241,13 @@ def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) ->
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.weight.element_size() != activation_bytes
     }
-    end = max((e[0] for e in recording.scopes.entries), default=0)
+    step = min((e[0] for e in recording.scopes.entries if e[1] == "step"), default=0)
     first_block = min((e[0] for e in recording.scopes.entries if e[2].startswith("blocks")), default=0)
 
     def kind_of(a: Allocation) -> str:
         if a.owner:
             return a.owner
-        stays = a.end is None or a.end >= end
-        if a.phase == "backward" and stays:
+        if a.phase == "backward" and (a.end is None or a.end >= step):
             return "gradients"
         if a.phase == "step":
             return "optimizer state"

@@ -153,11 +153,12 @@ class _Walk:
         if self.model.residual_dropout:
             for i in (1, 2):
                 self.ledger.hold(f"{update} {i}", "residual stream", self.e * self.stream)
-        self.ledger.hold(name, "residual stream", self.e * self.stream)
-        if normed and self.step.fused:  # in one kernel
+        in_norm = normed is not None and self.step.fused  # by its kernel
+        self.ledger.hold(name, "norms" if in_norm else "residual stream", self.e * self.stream)
+        if normed and in_norm:
             self.norm(normed)
         self.ledger.drop(update, f"{update} 1", f"{update} 2")
-        if normed and not self.step.fused:
+        if normed and not in_norm:
             self.norm(normed)
 
     def norm(self, name: str) -> None:
@@ -215,7 +216,7 @@ class _Walk:
             ledger.hold("gradient that waits for the embedding's", "gradients", self.w * head)
         ledger.drop("final")
         self.norm_backward("final", ["gradient of the hidden states"], f"x{m.n_layers}")
-        ledger.hold("dx", "residual stream", e * self.stream)
+        ledger.hold("dx", "norms" if self.step.fused else "residual stream", e * self.stream)
         for layer in reversed(range(m.n_layers)):
             self.block_backward(layer)
         if self.mixed:
