@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 
 out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer collect}
 shift
+mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
 model=(model=1b3 precision=bf16-true)
 short='sweep.seq_len=[1024,2048,4096,8192,16384]'
@@ -21,12 +22,12 @@ ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees wh
 }
 
 find_max() { # ATTENTION OVERRIDE…: in short documents, as attention over one of 500,000 tokens takes minutes a step
-  python - "$out/documents.jsonl" <<'EOF'
+  [ -e "$out/documents.jsonl" ] || python - "$out/documents.jsonl" <<'EOF'
 import json, pathlib, sys, sysconfig
 
 sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("**/[a-z]*.py"))
 text = "".join(path.read_text("utf-8", "ignore") for path in sources if "site-packages" not in path.parts)
-with open(sys.argv[1], "w") as file:
+with open(sys.argv[1], "w", encoding="utf-8") as file:
     file.writelines(json.dumps({"text": text[start : start + 4096]}) + "\n" for start in range(0, len(text), 4096))
 EOF
   python scripts/profile_memory.py find_max=true "find_max.attention=[$1]" run_dir="$out/find_max/$1" "${model[@]}" \

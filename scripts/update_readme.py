@@ -51,23 +51,36 @@ def training_table(records: Records) -> str:
 
 
 def training_peer_table(records: Records) -> str:
-    """A row per case and implementation."""
+    """What was compared, and a row per case and implementation."""
+    words = (
+        "Training beside what one would write today, a Llama of `transformers` with Liger's operations: the same\n"
+        "weights (`1b3` with a vocabulary of 32,768), tokens and AdamW, bf16, one document a row; where ours keeps\n"
+        "less, the peer checkpoints its layers. Ours runs in Lightning's `Trainer`, with its gradients' norm and its\n"
+        "log. The losses of every step agree within 0.5 %.\n\n"
+    )
     rows = [
         (
             f"{record['seq_len']:,}",
             record["memory"],
             PEERS[record["implementation"]],
-            number(record["tokens_per_second"], ",.0f"),
-            number(record["mfu"], ".1%"),
-            number(record["peak_memory_gib"], ".1f"),
-            joined([record[f"{part}_seconds"] * 1e3 for part in PARTS], ",.0f"),
-            number(record.get("attention_seconds") and record["attention_seconds"] * 1e3, ",.0f"),
+            number(record.get("tokens_per_second"), ",.0f"),
+            number(record.get("mfu"), ".1%"),
+            number(record.get("peak_memory_gib"), ".1f"),
+            joined([milliseconds(record, part) for part in PARTS], ",.0f"),
+            number(milliseconds(record, "attention"), ",.0f"),
             number(record.get("ratio_to_transformers"), ".2f"),
         )
         for record in records
     ]
     parts = f"{' · '.join(PARTS)} (ms)"
-    return table(("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "of it attention", "ratio"), rows)
+    return words + table(
+        ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "of it attention", "ratio"), rows
+    )
+
+
+def milliseconds(record: dict[str, Any], part: str) -> float | None:
+    seconds = record.get(f"{part}_seconds")
+    return None if seconds is None else seconds * 1e3
 
 
 def attention_table(records: Records) -> str:

@@ -65,7 +65,7 @@ from flash_train.profiling.memory_results import allowed_error, compared, own_si
 from flash_train.profiling.prediction import predict
 from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
-# Two steps: the first makes the optimizer's state, the second has it and meets the gradients of the first.
+# Two steps: the first makes the optimizer's state, the second has it.
 FIXED = ("max_steps=2", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false", "force=true")
 TRAFFIC = {"flash": flash_traffic, "standard": standard_traffic}
 

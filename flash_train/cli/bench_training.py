@@ -3,16 +3,17 @@
 The peer is what one would write today: a Llama of transformers with liger-kernel's operations, PyTorch's scaled dot
 product attention and fused AdamW, its layers checkpointed where ours keep less. Both begin with the same weights, in
 bf16, see the same tokens (one random row of the case's length) and take the same steps; ours through Lightning's
-Trainer, as flash-train does. A step's rate is kept only where the losses agree.
+Trainer, as flash-train does. A rate is kept only where the losses of all steps agree.
 
 FILE is written after every case; started again with the same commit, GPU and versions, the command goes on behind the
-last one. The exit status is 0 only if all losses agree.
+last one. The exit status is 0 only if all cases have their rates.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -139,7 +140,8 @@ def train_peer(case: TrainingCase, weights: Path) -> dict[str, Any]:
     model.config.use_cache = False
     if case.memory != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    settings: dict[str, Any] = {"lr": OPTIMIZER.lr, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps}
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=OPTIMIZER.weight_decay, fused=True, **settings)
     tokens = tokens_of(case).cuda()
     found: dict[str, list[float]] = {name: [] for name in ("losses", "seconds", *(f"{p}_seconds" for p in PARTS[:3]))}
     for _ in range(case.steps):
@@ -169,7 +171,7 @@ IMPLEMENTATIONS: dict[str, Callable[[TrainingCase, Path], dict[str, Any]]] = {
 
 
 def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None]) -> Records:
-    """A record for each implementation; rates only where the losses agree."""
+    """A record for each implementation; rates only where both trained and their losses agree, else a `reason`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         flops = Transformer(shape()).model_flops(case.seq_len, attended_pairs((case.seq_len,)))
@@ -180,59 +182,84 @@ def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None
         if device.type == "cuda":
             torch.cuda.empty_cache()
         reset_peak_memory(device)
-        found = train(case, weights)
-        seconds = statistics.median(found["seconds"][WARM_UP:])
-        records.append(
-            {
-                "case": case.name, "implementation": name, "seq_len": case.seq_len, "memory": case.memory,
-                "steps": case.steps, "losses": found["losses"], "step_seconds": seconds,
-                **{key: statistics.median(v[WARM_UP:]) for key, v in found.items() if key.endswith("_seconds")},
-                "tokens_per_second": case.seq_len / seconds, "mfu": flops / seconds / peak if peak else None,
-                "peak_memory_gib": peak_memory(memory_use(device)),
-                **{key: environment[key] for key in SAME},
-            }
-        )  # fmt: skip
+        record: dict[str, Any] = {"case": case.name, "implementation": name, "seq_len": case.seq_len}
+        record |= {"memory": case.memory, "steps": case.steps, **{key: environment[key] for key in SAME}}
+        try:
+            found = train(case, weights)
+        except torch.AcceleratorError:  # the device is lost to this process
+            raise
+        except RuntimeError as failure:  # out of memory, mostly
+            records.append(record | {"reason": str(failure).strip().splitlines()[0]})
+            continue
+        record |= {"losses": found["losses"], "peak_memory_gib": peak_memory(memory_use(device))}
+        record |= {key: statistics.median(v[WARM_UP:]) for key, v in found.items() if key.endswith("_seconds")}
+        records.append(record | {"step_seconds": statistics.median(found["seconds"][WARM_UP:])})
     ours, theirs = records
-    error = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    if "reason" in ours or "reason" in theirs:
+        for record in records:
+            record.setdefault("reason", "the other did not train")
+        return records
+    errors = [abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
     for record in records:
-        record["loss_difference"] = error
-        if error > LOSS_TOLERANCE:
-            record |= {"tokens_per_second": None, "mfu": None, "step_seconds": None}
-    if ours["tokens_per_second"]:
+        record["loss_difference"] = max(errors)
+        if not all(error <= LOSS_TOLERANCE for error in errors):  # NaN fails too
+            record["reason"] = f"the losses differ by {max(errors):.1e}"
+            continue
+        seconds = record["step_seconds"]
+        record |= {"tokens_per_second": case.seq_len / seconds, "mfu": flops / seconds / peak if peak else None}
+    if "reason" not in ours:
         ours["ratio_to_transformers"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
     return records
 
 
 def shown(records: Records) -> str:
-    if records[0]["tokens_per_second"] is None:
-        return f"no rate, since the losses differ by {records[0]['loss_difference']:.1e}"
-    told = [
-        f"{r['implementation']} {r['tokens_per_second']:,.0f} tok/s {r['peak_memory_gib']:.1f} GiB" for r in records
-    ]
-    return f"{', '.join(told)}; ratio {records[0]['ratio_to_transformers']:.3f}"
+    told = (
+        f"{record['implementation']} "
+        + (
+            f"{record['tokens_per_second']:,.0f} tok/s {record['peak_memory_gib']:.1f} GiB"
+            if "reason" not in record
+            else f"none ({record['reason']})"
+        )
+        for record in records
+    )
+    ratio = records[0].get("ratio_to_transformers")
+    return ", ".join(told) + (f"; ratio {ratio:.3f}" if ratio else "")
+
+
+def unavailable() -> str | None:
+    """Why nothing can be measured here."""
+    if not torch.cuda.is_available():
+        return "bench_training needs an NVIDIA GPU: none was found"
+    missing = [name for name in ("transformers", "liger_kernel") if importlib.util.find_spec(name) is None]
+    return f"bench_training needs {' and '.join(missing)}: pip install -e '.[test]'" if missing else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     options = parser.parse_args(arguments)
+    wanted = [case for case in CASES if options.only in case.name]
+    if not wanted:
+        parser.error(f"--only {options.only!r} is part of no case's name; names are like {CASES[0].name}")
+    if reason := unavailable():
+        print(reason, file=sys.stderr)
+        return 1
     grow_segments()
     quieten()
     environment = environment_of(options.commit)
-    wanted = [case for case in CASES if options.only in case.name]
     records = known_records(options.out, environment)
     with tempfile.TemporaryDirectory() as folder:
-        weights = first_weights(Path(folder))
-        left = run_cases(
-            wanted,
-            records,
-            lambda case: measure(case, weights, environment),
-            shown,
-            saving(options.out, environment, [case.name for case in CASES]),
-            options.time_limit,
-        )
+        weights: list[Path] = []
+
+        def measure_case(case: TrainingCase) -> Records:
+            if not weights:
+                weights.append(first_weights(Path(folder)))
+            return measure(case, weights[0], environment)
+
+        save = saving(options.out, environment, [case.name for case in CASES])
+        left = run_cases(wanted, records, measure_case, shown, save, options.time_limit)
     say_how_far(len(left), len(wanted), options.out)
-    return int(any(record["tokens_per_second"] is None for record in records))
+    return int(any("reason" in record for record in records))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from flash_train.profiling.prediction import predict
 from flash_train.profiling.step import Step
 
 TRIALS, TOLERANCE = 4, 0.02
-TRIAL_STEPS = "2"  # the first makes the optimizer's state, the second meets it and the gradients of the first
+TRIAL_STEPS = "2"  # the first makes the optimizer's state, the second has it
 TRIAL = (
     *(
         f"max_steps={TRIAL_STEPS}",

@@ -21,12 +21,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def cross_entropy_kernel(
     logits, labels, losses, vocab_size, IGNORED: tl.constexpr, BLOCK: tl.constexpr, WITH_GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """One row: its loss, and its logits overwritten by their gradient. Both are 0 where the label is IGNORED."""
+    """One row: its loss, and its logits overwritten by their gradient. Both are 0 where the label is IGNORED; a label
+    that there is not has NaN for a loss."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab_size
     label = tl.load(labels + row)
     counts = label != IGNORED
-    own = tl.load(logits + tl.where(counts, label, 0)).to(tl.float32)  # before anything is overwritten
+    known = (label >= 0) & (label < vocab_size)
+    own = tl.load(logits + tl.where(known, label, 0), mask=known, other=float("nan")).to(tl.float32)  # as it was
     column = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -76,7 +76,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int
     ) -> tuple[Tensor, ...]:
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         update = None if update is None else update.contiguous()
         stream = x if update is None else torch.empty_like(x)
         out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -114,7 +114,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
-    """As `ops.add_rms_norm`; at most `USES` uses."""
+    """As `ops.add_rms_norm`."""
+    if not 1 <= uses <= USES:
+        raise ValueError(f"uses={uses}: the normed rows have 1 to {USES}")
     return _AddRMSNorm.apply(x, update, weight, eps, uses)
 
 

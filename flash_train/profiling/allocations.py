@@ -91,13 +91,14 @@ class Scopes:
         return hook
 
     def _leaving(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def hook(_module: nn.Module, inputs: Any, output: Any) -> None:
             self._stack.pop()
             self._log(self._stack[-1])
             if len(self._stack) == 1:
                 self._stack.pop()
             for result in output if isinstance(output, tuple) else (output,):
-                if isinstance(result, Tensor) and result.requires_grad:
+                passed_on = any(result is given for given in inputs)  # whose gradient is another module's beginning
+                if isinstance(result, Tensor) and result.requires_grad and not passed_on:
                     result.register_hook(lambda _: self._log(name))
 
         return hook
@@ -127,11 +128,6 @@ class Recording:
         if device.type == "cuda":  # mostly what matrix products keep for themselves
             rest = torch.cuda.memory_allocated(device) - sum(size for _, size in self.before.values())
             self.before[-1] = ("matrix-product workspace", max(0, rest))
-
-    def release(self, owner: str) -> None:
-        """What was owned under this name goes now: a CPU's profiler does not see the end of what it saw not begin."""
-        now = time.time_ns()
-        self.events += [Event(now, at, -size) for at, (name, size) in self.before.items() if name == owner]
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -241,7 +237,7 @@ def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) ->
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.weight.element_size() != activation_bytes
     }
-    step = min((e[0] for e in recording.scopes.entries if e[1] == "step"), default=0)
+    step = min((e[0] for e in recording.scopes.entries if e[1] == "step"), default=float("inf"))
     first_block = min((e[0] for e in recording.scopes.entries if e[2].startswith("blocks")), default=0)
 
     def kind_of(a: Allocation) -> str:

@@ -19,6 +19,7 @@ KINDS = (
     "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
     "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
 )  # fmt: skip
+OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel takes
 PHASES = ("forward", "loss", "backward", "step")
 
 
@@ -83,8 +84,8 @@ class _Walk:
         self.ledger.phase = "forward"
         hold("weights", "weights", self.w * m.num_parameters)
         hold("optimizer", "optimizer state", 2 * self.w * m.num_parameters)
-        if self.step.fused:  # which block of which weight: 8 bytes a block of 2048
-            hold("optimizer's blocks", "optimizer state", 8 * m.num_parameters // 2048)
+        if self.step.fused:  # two int32 a block: whose it is, and which
+            hold("optimizer's blocks", "optimizer state", 2 * 4 * m.num_parameters // OPTIMIZER_BLOCK)
         if self.step.accumulate > 1:
             hold("gradients", "gradients", self.w * m.num_parameters)
         hold("workspace", "matrix-product workspace", self.step.workspace)
@@ -187,8 +188,9 @@ class _Walk:
         ledger.hold("sum of the head's gradient", kind, 4 * head)
         ledger.hold("copy of the head", kind, e * head if self.mixed else 0)
         ledger.pass_by("logits", kind, e * chunk * m.vocab_size)
-        ledger.hold("gradient of the head", kind, self.w * head if self.w < 4 else 0)
-        ledger.drop("losses", "sum of the head's gradient", "copy of the head", "gradient of the head")
+        if self.w < 4:  # else the sum is the gradient
+            ledger.pass_by("gradient of the head", kind, self.w * head)
+        ledger.drop("losses", "sum of the head's gradient", "copy of the head")
         ledger.hold("gradient of the head", kind, self.w * head)
         ledger.drop("final")
 

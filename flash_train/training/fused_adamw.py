@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 BLOCK = 2048  # elements of a program; in 16 bits, 16 bytes of each of the four for a thread
+AVERAGES = ("exp_avg", "exp_avg_sq")  # PyTorch's names
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -27,7 +28,7 @@ def adamw_kernel(
     addresses int64 (4 · count,): of weights, gradients, averages of gradients, averages of their squares.
     sizes int64 (count,) in elements; block_tensor, block_start int32 (programs,): whose block, and which of its blocks.
     grad_scale fp32, one number that divides every gradient, or None.
-    decay = 1 − lr · weight_decay, step_size = lr / (1 − beta1^step), unbias2 = 1 / √(1 − beta2^step).
+    decay = lr · weight_decay, step_size = lr / (1 − beta1^step), unbias2 = 1 / √(1 − beta2^step).
     """
     block = tl.program_id(0)
     tensor = tl.load(block_tensor + block)
@@ -71,7 +72,7 @@ def _update(
     v = tl.load(square + at, mask=mask).to(tl.float32)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
-    w = w * decay - step_size * m / (tl.sqrt(v) * unbias2 + eps)
+    w -= decay * w + step_size * m / (tl.sqrt(v) * unbias2 + eps)  # 1 - decay would round away a small decay
     tl.store(weight + at, w.to(weight.dtype.element_ty), mask=mask)
     tl.store(average + at, m.to(weight.dtype.element_ty), mask=mask)
     tl.store(square + at, v.to(weight.dtype.element_ty), mask=mask)
@@ -80,26 +81,41 @@ def _update(
 class FusedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, stepped by one kernel; computes in fp32. Its state and its checkpoints are PyTorch's.
 
-    Weights are contiguous, fp32, bf16 or fp16, and all on one CUDA device. `grad_scale`, an fp32 scalar tensor or None,
-    divides the gradients of the next step, which then forgets it.
+    Weights are contiguous, fp32, bf16 or fp16, and all on one CUDA device; their averages are like them. `grad_scale`,
+    a scalar tensor or None, divides the gradients of the next step, which then forgets it.
+
+    Raises:
+        ValueError: by a step, where weights were moved or cast since their averages were made; by loading the state of
+            an optimizer that was asked for `amsgrad` or `maximize`.
     """
 
     def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> None:
         # Called fused, so that a checkpoint that PyTorch's own fused optimizer loads keeps that.
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self._begin()
+
+    def _begin(self) -> None:
         self._step_supports_amp_scaling = False  # see `build_adamw`
         self.grad_scale: Tensor | None = None
-        self._tables: dict[tuple[int, torch.dtype], _Blocks] = {}
+        self._tables: dict[tuple[int, int, torch.dtype, torch.device], _Blocks] = {}
 
     @staticmethod
     def can_step(parameters: list[nn.Parameter]) -> bool:
         """Whether the kernel has a form for weights that are on one GPU."""
         return all(parameter.dtype in DTYPES and parameter.is_contiguous() for parameter in parameters)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()  # a copy has nothing but what a checkpoint has
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if asked := [name for name in ("amsgrad", "maximize") if any(g.get(name) for g in state_dict["param_groups"])]:
+            raise ValueError(f"the state is of an AdamW with {' and '.join(asked)}, which FusedAdamW has not")
         super().load_state_dict(state_dict)
-        for state in self.state.values():  # PyTorch's own counts steps on the device; here the host must know
-            state["step"] = state["step"].cpu()
+        for state in self.state.values():
+            state["step"] = state["step"].cpu()  # PyTorch's own counts on the device; here the host must know
+            for name in AVERAGES:
+                state[name] = state[name].contiguous()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,22 +124,23 @@ class FusedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            for (step, dtype), weights in self._alike(group["params"]).items():
-                self._launch((number, dtype), group, step, weights)
+            for order, (step, weights) in enumerate(self._alike(group["params"])):
+                self._launch((number, order), group, step, weights)
         self.grad_scale = None
         return loss
 
-    def _alike(self, parameters: list[Tensor]) -> dict[tuple[int, torch.dtype], list[Tensor]]:
-        """The weights that have a gradient, by their number of steps, this one included, and by dtype."""
+    def _alike(self, parameters: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """The weights that have a gradient, those together that have taken as many steps and are of one dtype; with the
+        number of steps, this one included."""
         weights = [parameter for parameter in parameters if parameter.grad is not None]
         if not weights:
-            return {}
+            return []
         steps = [self._state_of(weight)["step"] for weight in weights]
         torch._foreach_add_(steps, 1)
         found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for step, weight in zip(torch.stack(steps).tolist(), weights, strict=True):
             found.setdefault((int(step), weight.dtype), []).append(weight)
-        return found
+        return [(step, alike) for (step, _), alike in found.items()]
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         state = self.state[weight]
@@ -131,32 +148,42 @@ class FusedAdamW(torch.optim.AdamW):
             if weight.grad is not None and weight.grad.is_sparse:
                 raise RuntimeError("AdamW takes no sparse gradients: use torch.optim.SparseAdam for such embeddings")
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in AVERAGES:
                 state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return state
 
-    def _launch(self, place: tuple[int, torch.dtype], group: dict[str, Any], step: int, weights: list[Tensor]) -> None:
+    def _launch(self, place: tuple[int, int], group: dict[str, Any], step: int, weights: list[Tensor]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        states = [self.state[weight] for weight in weights]
-        kinds = [
-            weights,
-            [weight.grad.contiguous() for weight in weights],  # the kernel goes through memory
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-        ]
+        gradients = [weight.grad.contiguous() for weight in weights if weight.grad is not None]
+        averages = [[self.state[weight][name] for weight in weights] for name in AVERAGES]
+        kinds = [weights, gradients, *averages]
         sizes = [weight.numel() for weight in weights]
-        blocks = self._tables.get(place)
+        dtype, device = weights[0].dtype, weights[0].device
+        blocks = self._tables.get((*place, dtype, device))
         if blocks is None or blocks.sizes != sizes:
-            blocks = self._tables[place] = _Blocks.of(sizes, weights[0].device)
+            blocks = self._tables[*place, dtype, device] = _Blocks.of(sizes, device)
         addresses = [tensor.data_ptr() for tensors in kinds for tensor in tensors]
-        blocks.point_to(addresses)
+        if addresses != blocks.known:  # the allocator mostly puts gradients where the last step's were
+            _require_alike([tensor for tensors in kinds for tensor in tensors], dtype, device)
+            blocks.point_to(addresses)
+        scale = None if self.grad_scale is None else self.grad_scale.to(device, torch.float32, non_blocking=True)
         with torch.cuda.device_of(weights[0]):
             adamw_kernel[(len(blocks.tensor),)](
-                blocks.addresses, len(weights), blocks.sizes_there, blocks.tensor, blocks.start, self.grad_scale,
-                1 - lr * group["weight_decay"], lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** -0.5,
-                group["eps"], DTYPE=DTYPES[place[1]], ALIGNED=all(address % 16 == 0 for address in addresses),
+                blocks.addresses, len(weights), blocks.sizes_there, blocks.tensor, blocks.start, scale,
+                lr * group["weight_decay"], lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** -0.5,
+                group["eps"], DTYPE=DTYPES[dtype], ALIGNED=all(address % 16 == 0 for address in addresses),
                 BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
+
+
+def _require_alike(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    """The kernel gets addresses alone: what lies there must be what it takes it for."""
+    for tensor in tensors:
+        if dtype not in DTYPES or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+            raise ValueError(
+                f"FusedAdamW was built for other weights than these: {dtype} on {device} beside {tensor.dtype} on "
+                f"{tensor.device}; build the optimizer after the model is moved and cast"
+            )
 
 
 @dataclass
@@ -178,7 +205,6 @@ class _Blocks:
         return cls(sizes, torch.tensor(sizes).to(device), tensor.int().to(device), start.int().to(device))
 
     def point_to(self, addresses: list[int]) -> None:
-        if addresses != self.known:  # the allocator mostly puts gradients where the last step's were
-            there = self.sizes_there.device
-            pinned = torch.tensor(addresses, pin_memory=there.type == "cuda")
-            self.addresses, self.known = pinned.to(there, non_blocking=True), addresses
+        there = self.sizes_there.device
+        pinned = torch.tensor(addresses, pin_memory=there.type == "cuda")
+        self.addresses, self.known = pinned.to(there, non_blocking=True), addresses

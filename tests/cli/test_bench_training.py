@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from flash_train.cli import bench_training
 from flash_train.cli.bench_training import TrainingCase, main
@@ -17,6 +18,8 @@ def small(monkeypatch):
     bend = [1.0]
 
     def peer(case, weights):
+        if bend[0] is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
         found = bench_training.train_ours(case, weights)
         return found | {"losses": [loss * bend[0] for loss in found["losses"]]}
 
@@ -24,6 +27,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench_training, "VOCAB_SIZE", TINY.vocab_size)
     monkeypatch.setattr(bench_training, "CASES", (TrainingCase(32, "none", 3), TrainingCase(64, "selective", 3)))
     monkeypatch.setattr(bench_training, "ATTENTION", "sdpa")
+    monkeypatch.setattr(bench_training, "unavailable", lambda: None)
     monkeypatch.setitem(bench_training.IMPLEMENTATIONS, "transformers", peer)
     return bend
 
@@ -54,9 +58,33 @@ def test_records_and_goes_on(small, tmp_path, capsys):
     assert ours["commit"] == "c0ffee"
 
 
-def test_no_rate_where_losses_differ(small, tmp_path, capsys):
-    small[0] = 1.01
+@pytest.mark.parametrize("bent, said", [(1.01, "9.9e-03"), (float("nan"), "nan")])
+def test_no_rate_where_losses_differ(small, tmp_path, capsys, bent, said):
+    small[0] = bent
     out = tmp_path / "training.json"
     assert main(["--out", str(out), "--only", "n32-"]) == 1
-    assert "no rate, since the losses differ by 9.9e-03" in capsys.readouterr().out
-    assert {record["tokens_per_second"] for record in json.loads(out.read_text())["records"]} == {None}
+    assert f"flash_train none (the losses differ by {said})" in capsys.readouterr().out
+    assert not any("tokens_per_second" in record for record in json.loads(out.read_text())["records"])
+
+
+def test_one_that_does_not_train_is_recorded(small, tmp_path, capsys):
+    small[0] = None
+    out = tmp_path / "training.json"
+    assert main(["--out", str(out)]) == 1
+    assert "transformers none (CUDA out of memory. Tried to allocate)" in capsys.readouterr().out
+    records = json.loads(out.read_text())["records"]
+    assert [record["reason"][:9] for record in records] == ["the other", "CUDA out "] * 2
+    assert len(records[0]["losses"]) == 3
+
+
+def test_mistakes_are_told_at_once(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "n17"])
+    assert "--only 'n17' is part of no case's name; names are like 1b3-n16384-none" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 1
+    assert capsys.readouterr().err == "bench_training needs an NVIDIA GPU: none was found\n"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_training.importlib.util, "find_spec", lambda name: None)
+    assert main([]) == 1
+    assert "needs transformers and liger_kernel: pip install" in capsys.readouterr().err

@@ -52,6 +52,10 @@ def test_training(results):
 def test_training_beside_its_peer(results):
     record = {"seq_len": 16384, "memory": "none", "mfu": 0.55, "peak_memory_gib": 32.0, "tokens_per_second": 43210.0}
     record |= {"forward_seconds": 0.1, "backward_seconds": 0.27, "optimizer_seconds": 0.006}
+    lost = {"seq_len": 9, "memory": "none", "implementation": "transformers", "reason": "out of memory"}
+    assert "| 9 | none | transformers + Liger | – | – | – | – · – · – | – | – |\n" in fill(
+        marked("training_peer"), results("training_peer", [lost])
+    )
     ours = {**record, "implementation": "flash_train", "attention_seconds": 0.15, "ratio_to_transformers": 1.061}
     filled = fill(
         marked("training_peer"), results("training_peer", [ours, {**record, "implementation": "transformers"}])

@@ -26,7 +26,8 @@ def gradients(function: Function, inputs: list[Tensor], upstream: list[Tensor]) 
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     results = function(*leaves)
     torch.autograd.backward(results, [u.to(r.dtype) for u, r in zip(upstream, results, strict=True)])
-    return [x.detach().double() for x in (*results, *(leaf.grad for leaf in leaves))]
+    found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return [x.detach().double() for x in (*results, *found)]
 
 
 def wrong(name: str, ours: Function, plain: Function, inputs: list[Tensor], upstream: list[Tensor]) -> int:
@@ -86,8 +87,36 @@ def losses(dtype: torch.dtype) -> int:
     return failed
 
 
+def uncommon() -> int:
+    """Results that are not used, rows that are strided or not there, labels that there are not."""
+    draw = torch.Generator().manual_seed(3)
+    x, update, up = (torch.randn(6, 10, 8, generator=draw).transpose(0, 1) for _ in range(3))
+    weight = torch.rand(16, generator=draw)[::2]
+    failed = 0
+    for used in ((0,), (1,), (2, 3), (0, 3)):
+
+        def some(results: tuple, used: tuple = used) -> tuple:
+            return tuple(results[i] for i in used)
+
+        failed += wrong(
+            f"norm, of whose results {used} are used",
+            lambda x, w, u: some(rms_norm.add_rms_norm(x, u, w, 1e-5, 3)),
+            lambda x, w, u: some(add_rms_norm(x, u, w, 1e-5, 3)),
+            [x, weight, update],
+            [up] * len(used),
+        )
+    nothing = torch.zeros(0, 8, requires_grad=True)
+    rms_norm.add_rms_norm(nothing, None, weight, 1e-5)[1].sum().backward()
+    hidden, head = torch.randn(3, 8, generator=draw), torch.randn(20, 8, generator=draw)
+    for label in (20, 25, -1):
+        loss = cross_entropy.linear_cross_entropy(hidden, head, torch.tensor([0, label, 5]))
+        failed += not loss.isnan()
+    failed += cross_entropy.linear_cross_entropy(hidden[:0], head, torch.tensor([], dtype=torch.int64)).item() != 0
+    return failed
+
+
 def main() -> int:
-    return sum(check(dtype) for check in (norms, losses) for dtype in (torch.float32, torch.float16))
+    return uncommon() + sum(check(dtype) for check in (norms, losses) for dtype in (torch.float32, torch.float16))
 
 
 if __name__ == "__main__":

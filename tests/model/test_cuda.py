@@ -208,7 +208,7 @@ def on_card(model_dtype=torch.float32, autocast=None, **options):
         (torch.float32, torch.float16),
     ],
 )
-def test_the_model_with_liger_errs_no_more_than_with_pytorch(dtype, autocast, qk_norm, monkeypatch):
+def test_the_fused_model_errs_no_more_than_plain_pytorch(dtype, autocast, qk_norm, monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"  # no TF32
     fused = on_card(dtype, autocast, qk_norm=qk_norm)
     exact = on_card(torch.float64, qk_norm=qk_norm, attention="standard")

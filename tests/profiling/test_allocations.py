@@ -1,6 +1,11 @@
-"""What is read out of a CUDA allocator's history; needs no GPU, as a history is a list of dictionaries."""
+"""What is read out of a CUDA allocator's history, which is a list of dictionaries; and which module was at work."""
 
-from flash_train.profiling.allocations import Event, events_of
+from itertools import groupby
+
+import torch
+
+from flash_train.model import ModelConfig, Transformer
+from flash_train.profiling.allocations import Event, Scopes, events_of
 
 
 def entry(action: str, address: int, size: int, time_us: int) -> dict:
@@ -27,3 +32,20 @@ def test_tensors_come_and_go_in_whole_blocks():
         Event(13_000, 4096, -1024),
         Event(15_000, 4096, 512),
     ]
+
+
+def test_the_backward_goes_through_the_modules_in_their_order():
+    """Also where a module's result is what it was given, as the residual stream is of a norm that adds nothing."""
+    config = ModelConfig(64, n_layers=2, width=32, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64)
+    model, scopes = Transformer(config, attention="sdpa"), Scopes()
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with scopes.watching(model):
+        scopes.begin("forward")
+        loss, _ = model.loss(tokens, tokens)
+        scopes.begin("backward")
+        loss.backward()
+    names = [name for name, _ in groupby(name for _, phase, name in scopes.entries if phase == "backward")]
+    mlp = (".mlp.down", ".mlp", ".mlp.up", ".mlp.gate", ".mlp_norm")
+    attention = (".out", "", ".call", ".v", ".k", ".q")
+    block = ["", *mlp, *(f".attention{part}" for part in attention), ".attention_norm"]
+    assert names == ["", "norm", *(f"blocks.{i}{part}" for i in (1, 0) for part in block), "embedding"]

@@ -1,5 +1,6 @@
 """Steps of `FusedAdamW` beside PyTorch's. As a script: in Triton's interpreter, asked for before Triton is imported."""
 
+import copy
 import os
 import sys
 
@@ -14,21 +15,20 @@ from flash_train.training.fused_adamw import FusedAdamW
 
 SHAPES = [(64, 129), (7,), (40, 1), (1,), (3000,)]  # blocks that are whole, and that are not
 DECAYED, KEPT = (0, 2, 4), (1, 3)
+SETTINGS = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
 LAGGARD = 3  # has a gradient once only, so that its bias corrections lag behind
 
 
 def errors(device: str, dtype: torch.dtype, *, aligned: bool = True) -> tuple[float, float]:
     """Of the weights after four steps, ours and those of PyTorch's fused step of the same dtype, relative to what the
     steps change in fp64."""
-    fused_adamw.BLOCK = 1024
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     ours = [nn.Parameter(_placed(start, device, aligned)) for start in starts]
     same = [nn.Parameter(start.clone().to(device)) for start in starts]
     exact = [nn.Parameter(start.double()) for start in starts]
-    settings = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
-    fused = FusedAdamW(_groups(ours), **settings)
-    others = [torch.optim.AdamW(_groups(same), fused=True, **settings), torch.optim.AdamW(_groups(exact), **settings)]
+    fused = FusedAdamW(_groups(ours), **SETTINGS)
+    others = [torch.optim.AdamW(_groups(same), fused=True, **SETTINGS), torch.optim.AdamW(_groups(exact), **SETTINGS)]
     for step in range(4):
         scale = 4.0 if step else 1.0
         for i, shape in enumerate(SHAPES):
@@ -39,13 +39,13 @@ def errors(device: str, dtype: torch.dtype, *, aligned: bool = True) -> tuple[fl
             ours[i].grad = gradient.to(device) if present else None
             same[i].grad = (gradient / scale).contiguous().to(device) if present else None
             exact[i].grad = gradient.double() / scale if present else None
-        if step:
-            fused.grad_scale = torch.tensor(scale, device=device)
         if step == 3:  # as from a checkpoint of PyTorch's own fused step, which counts on the device
             saved = fused.state_dict()
             for state in saved["state"].values():
                 state["step"] = state["step"].to(device)
             fused.load_state_dict(saved)
+        if step:
+            fused.grad_scale = torch.tensor(scale, device=device)
         fused.step()
         assert fused.grad_scale is None
         for other in others:
@@ -73,12 +73,98 @@ def _norm(differences: list[Tensor]) -> float:
     return torch.cat([difference.flatten() for difference in differences]).norm().item()
 
 
+def stepped(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: int = 1) -> list[Tensor]:
+    for step in range(steps):
+        for i, weight in enumerate(weights):
+            generator = torch.Generator().manual_seed(10 * step + i)
+            weight.grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        optimizer.step()
+    return [weight.detach().clone() for weight in weights]
+
+
+def two(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((6, 8), (5,))]
+
+
+def check_checkpoints() -> None:
+    """Our state goes on in PyTorch's optimizer, and PyTorch's, whatever its strides, in ours."""
+    for first, second in ((FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)):
+        weights = two()
+        begun = first(weights, **SETTINGS)
+        stepped(weights, begun, 2)
+        saved = begun.state_dict()
+        copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+        laid_out = _turned if second is FusedAdamW else torch.clone  # PyTorch's own, fused, takes them as contiguous
+        saved["state"] = {i: {k: laid_out(v) for k, v in state.items()} for i, state in saved["state"].items()}
+        other = second(copies, **SETTINGS)
+        other.load_state_dict(saved)
+        for ours, theirs in zip(stepped(weights, begun), stepped(copies, other), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    for name in ("amsgrad", "maximize"):
+        weights = two()
+        plain = torch.optim.AdamW(weights, **SETTINGS, **{name: True})
+        stepped(weights, plain)
+        _raises(lambda p=plain: FusedAdamW(two(), **SETTINGS).load_state_dict(p.state_dict()), f"AdamW with {name}")
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT if x.dim() == 2 else x.clone()
+
+
+def check_copies() -> None:
+    weights = two()
+    optimizer = FusedAdamW(weights, **SETTINGS)
+    stepped(weights, optimizer)
+    copied_weights, copied = copy.deepcopy((weights, optimizer))
+    assert copied._step_supports_amp_scaling is False
+    for ours, theirs in zip(stepped(weights, optimizer), stepped(copied_weights, copied), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def check_mistakes() -> None:
+    weights = two()
+    optimizer = FusedAdamW(weights, **SETTINGS)
+    stepped(weights, optimizer)
+    for weight in weights:
+        weight.data = weight.data.half()
+    _raises(lambda: stepped(weights, optimizer), "build the optimizer after")
+    _raises(lambda: stepped(w := two(torch.float64), FusedAdamW(w, **SETTINGS)), "build the optimizer after")
+
+
+def check_laggards() -> None:
+    """Weights that have their first gradient later do not have the blocks laid out anew at every step."""
+    weights, built = two(), []
+    optimizer = FusedAdamW(weights, **SETTINGS)
+    lay_out = fused_adamw._Blocks.of
+    fused_adamw._Blocks.of = lambda *arguments: built.append(1) or lay_out(*arguments)
+    try:
+        for step in range(8):
+            for i, weight in enumerate(weights):
+                weight.grad = torch.ones_like(weight) if i == 0 or step > 2 else None
+            optimizer.step()
+    finally:
+        fused_adamw._Blocks.of = lay_out
+    assert len(built) == 2, built
+
+
+def _raises(call, words: str) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"nothing said {words}")
+
+
 def main() -> int:
     wrong = 0
-    for dtype, aligned in ((torch.float32, True), (torch.float32, False), (torch.float16, True)):
-        ours, pytorch = errors("cpu", dtype, aligned=aligned)
-        print(f"{dtype}, {'aligned' if aligned else 'not aligned'}: error {ours:.1e}, PyTorch's {pytorch:.1e}")
+    for dtype in (torch.float32, torch.float16):
+        ours, pytorch = errors("cpu", dtype)
+        print(f"{dtype}: error {ours:.1e}, PyTorch's {pytorch:.1e}")
         wrong += not ours <= 2 * pytorch
+    for check in (check_checkpoints, check_copies, check_mistakes, check_laggards):
+        check()
     return wrong
 
 

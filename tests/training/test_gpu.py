@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
 
-from flash_train.model import ops
 from flash_train.training import NonFiniteLoss, NonFiniteLossError, newest_checkpoint
 
 pytestmark = [
@@ -86,21 +85,8 @@ def test_nan_is_found_one_step_later_and_named_exactly(tmp_path):
         )
 
 
-def test_training_between_logged_steps_does_not_wait_for_the_device(tmp_path, monkeypatch):
-    """PyTorch raises here at any synchronisation but those that are known: events, logged steps, and Liger's.
-
-    Liger's cross entropy reads the count of labels on the host, when the whole forward is already queued.
-    """
-    liger_cross_entropy = ops._liger_linear_cross_entropy
-
-    def excused(*arguments):
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        loss = liger_cross_entropy(*arguments)
-        torch.cuda.set_sync_debug_mode(mode)
-        return loss
-
-    monkeypatch.setattr(ops, "_liger_linear_cross_entropy", excused)
+def test_training_between_logged_steps_does_not_wait_for_the_device(tmp_path):
+    """PyTorch raises here at any synchronisation but those that are known: events and logged steps."""
     config = tiny_config(width=64, head_dim=32, mlp_width=128, attention_dropout=0.0, residual_dropout=0.0)
 
     class Watch(NonFiniteLoss):

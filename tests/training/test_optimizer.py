@@ -12,6 +12,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from flash_train.model import Transformer
+from flash_train.profiling.prediction import OPTIMIZER_BLOCK
 from flash_train.training.optimizer import (
     OptimizerConfig,
     build_adamw,
@@ -102,9 +103,7 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
         for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
             ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(step)).to(device)
             theirs.grad = ours.grad.clone()
-        norms = [
-            rescale_and_clip(optimizer, torch.tensor(3.0, device=device), max_norm) for optimizer in (fused, plain)
-        ]
+        norms = [rescale_and_clip(optimizer, torch.tensor(3.0), max_norm) for optimizer in (fused, plain)]
         assert norms[0] == norms[1]
         fused.step()
         plain.step()
@@ -115,11 +114,16 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
 
 
 def test_our_own_step_in_the_interpreter():
-    """As exact as PyTorch's fused step, in fp32 and fp16, whatever is aligned, laid out or counted otherwise."""
+    """As exact as PyTorch's fused step; its checkpoints go both ways, its copies go on, its mistakes are told."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     script = Path(__file__).parent / "adamw_interpreted.py"
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_predicted_memory_knows_our_blocks():
+    fused_adamw = pytest.importorskip("flash_train.training.fused_adamw", reason="Triton exists for Linux only")
+    assert fused_adamw.BLOCK == OPTIMIZER_BLOCK
 
 
 @pytest.mark.gpu

@@ -68,10 +68,6 @@ class MemorySnapshot(StepCallback):
             self._begin(trainer, pl_module, batch)
         self._phase("forward")
 
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        if self.recording is not None:
-            self.recording.release("gradients")
-
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
         self._phase("backward")
 
@@ -115,8 +111,6 @@ def _owned(trainer: Trainer, pl_module: Any, batch: Any) -> Iterator[tuple[str, 
     """The tensors that outlive a step, by what they are."""
     for parameter in pl_module.parameters():
         yield "weights", parameter
-        if parameter.grad is not None:
-            yield "gradients", parameter.grad
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             yield from (("optimizer state", value) for value in state.values() if isinstance(value, Tensor))
