@@ -5,6 +5,7 @@ stream and its gradient and those of the normed rows, one for each use of them, 
 addend. Liger's norm leaves the addition, and the sums of gradients, to kernels of their own.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
     return _AddRMSNorm.apply(x, update, weight, eps, uses)
 
 
+@functools.cache
 def _tile(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     return {
@@ -129,5 +131,6 @@ def _tile(width: int) -> dict[str, int]:
     }
 
 
+@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
