@@ -61,6 +61,16 @@ class Scopes:
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
         return self.entries[index][1:] if index >= 0 else ("", "")
 
+    def last_module(self, when: int) -> str | None:
+        """The module that was at work last in the phase that then was; None where there was none yet."""
+        index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
+        phase = self.entries[index][1] if index >= 0 else ""
+        while index >= 0 and self.entries[index][1] == phase:
+            if self.entries[index][2]:
+                return self.entries[index][2]
+            index -= 1
+        return None
+
     def change_after(self, when: int) -> int | None:
         """When something else was at work; None if never."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0])
@@ -238,7 +248,6 @@ def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) ->
         if isinstance(module, nn.Linear) and module.weight.element_size() != activation_bytes
     }
     step = min((e[0] for e in recording.scopes.entries if e[1] == "step"), default=float("inf"))
-    first_block = min((e[0] for e in recording.scopes.entries if e[2].startswith("blocks")), default=0)
 
     def kind_of(a: Allocation) -> str:
         if a.owner:
@@ -249,8 +258,10 @@ def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) ->
             return "optimizer state"
         if copies.get(a.scope) == a.size:
             return "autocast copies"
-        if a.scope == "" and a.start < first_block:
-            return "batch and tables"
+        if a.scope == "" and a.phase == "forward":
+            last = recording.scopes.last_module(a.start)
+            if last in (None, "embedding"):  # behind which comes its cast to autocast's dtype
+                return "batch and tables" if last is None else "residual stream"
         kind = kind_of_module(a.scope)
         if kind == "attention" and a.end is not None:
             change = recording.scopes.change_after(a.start)
