@@ -49,6 +49,8 @@ from flash_train.model.pretrained import load_pretrained, save_pretrained
 from flash_train.profiling import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
 from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer
 from flash_train.training.callbacks import Throughput
+from flash_train.training.callbacks.base import find_callback
+from flash_train.training.callbacks.step_times import PARTS
 
 VOCAB_SIZE = 32768
 ATTENTION = "flash"
@@ -58,7 +60,6 @@ WARM_UP = 2  # steps: the first compiles, the second finds the allocator's block
 OPTIMIZER = OptimizerConfig(
     lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None
 )
-PARTS = ("forward", "backward", "optimizer", "attention")
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class Watch(Callback):
         self.rows: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        (throughput,) = (callback for callback in callbacks if isinstance(callback, Throughput))
+        throughput = find_callback(trainer, Throughput, before=self)
+        assert throughput is not None
         self.rows.append(dict(throughput.row))
 
 

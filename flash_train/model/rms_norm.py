@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_train.attention.kernels.tiles import processors
+
 USES = 3  # of the normed rows, at most
 BLOCK = 2048  # elements of a program's rows at one time, or one row where that is more
 PROGRAMS = 4  # of the backward, per multiprocessor: each adds up a gradient of the weight
@@ -103,7 +105,7 @@ class _AddRMSNorm(torch.autograd.Function):
         dstream = None if dstream is None else dstream.contiguous()
         rows, width = rstd.numel(), stream.shape[-1]
         tile = _tile(width)
-        programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS * _processors(stream.device))
+        programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS * processors(stream.device))
         dx, dweight = torch.empty_like(stream), stream.new_empty((programs, width), dtype=torch.float32)
         if rows:
             with torch.cuda.device_of(stream):
@@ -129,8 +131,3 @@ def _tile(width: int) -> dict[str, int]:
         "COLUMNS": columns,
         "num_warps": max(4, min(16, columns // 512)),
     }
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -171,7 +171,7 @@ class FusedAdamW(torch.optim.AdamW):
             adamw_kernel[(len(blocks.tensor),)](
                 blocks.addresses, len(weights), blocks.sizes_there, blocks.tensor, blocks.start, scale,
                 lr * group["weight_decay"], lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** -0.5,
-                group["eps"], DTYPE=DTYPES[dtype], ALIGNED=all(address % 16 == 0 for address in addresses),
+                group["eps"], DTYPE=DTYPES[dtype], ALIGNED=blocks.aligned,
                 BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
 
@@ -196,6 +196,7 @@ class _Blocks:
     start: Tensor
     addresses: Tensor | None = None
     known: list[int] | None = None
+    aligned: bool = False
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device) -> "_Blocks":
@@ -208,3 +209,4 @@ class _Blocks:
         there = self.sizes_there.device
         pinned = torch.tensor(addresses, pin_memory=there.type == "cuda")
         self.addresses, self.known = pinned.to(there, non_blocking=True), addresses
+        self.aligned = all(address % 16 == 0 for address in addresses)
