@@ -92,7 +92,8 @@ def test_rescale_and_clip(dtype, max_norm):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_a_fused_step_rescales_by_itself(max_norm, device):
-    """Weights and gradients come out as where the gradients are multiplied beforehand; no scale is left behind."""
+    """Weights come out as where the gradients are multiplied beforehand; no scale is left behind. PyTorch's fused step
+    writes the multiplied gradients, too, which ours, on a GPU, only reads."""
     config = OptimizerConfig(lr=0.1)
     models = [nn.Linear(7, 5, device=device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -103,13 +104,15 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
         for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
             ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(step)).to(device)
             theirs.grad = ours.grad.clone()
+        given = [weight.grad.clone() for weight in models[0].parameters()]
         norms = [rescale_and_clip(optimizer, torch.tensor(3.0), max_norm) for optimizer in (fused, plain)]
         assert norms[0] == norms[1]
         fused.step()
         plain.step()
         for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(ours.grad, theirs.grad)
+            written = theirs.grad if device == "cpu" else given.pop(0)
+            torch.testing.assert_close(ours.grad, written, rtol=1e-6, atol=0)
         assert fused.grad_scale is None
 
 
