@@ -51,8 +51,8 @@ def hopper_backward(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
-    [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of [64, dq_columns] in
-    (heads, padded, HEAD_DIM), and None without dQ. Grid: a program for each task (``tasks.find_task``)."""
+    [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of pieces (``rows``), and
+    None without dQ. Grid: a program for each task (``tasks.find_task``)."""
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -91,7 +91,7 @@ def hopper_backward(
             )),
             (_write, (
                 dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
-                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
                 GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
             )),
         ],
@@ -137,7 +137,7 @@ def load_walk(
 @gluon.jit
 def _write(
     dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
-    cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_q is not None
@@ -150,11 +150,10 @@ def _write(
             first = padded_row(seq, cu_q, seqlen_q)
             for i in range(0, GROUP * (visits.stop - visits.first)):
                 head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                piece = (head * padded + first + start_m) // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
                 for w in gl.static_range(2):
-                    row = first + start_m + (64 * w if BLOCK_M == 128 else 0)
-                    column = 0 if BLOCK_M == 128 else w * dq_columns(BLOCK_M, HEAD_DIM)
                     mbarrier.wait(dq_full.index(w), i & 1)
-                    tma_reduce_add(dq, [head, row, column], dq_tiles.index(w))
+                    tma_reduce_add(dq, [(piece + w) * dq.block_shape[0], 0], dq_tiles.index(w))
                 tma.store_wait(1)
                 mbarrier.arrive(dq_empty.index(0), count=1)
                 tma.store_wait(0)
@@ -268,7 +267,7 @@ def _consume(
                 if WITH_DQ:
                     mbarrier.arrive(ds_ring.empty.index(before % DS_STAGES), count=1, pred=i > 0)
                     mbarrier.wait(dq_empty.index(W), i & 1, pred=i > 0)
-                    dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
+                    dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
                     fence_async_shared()
                     mbarrier.arrive(dq_full.index(W), count=1, pred=i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
@@ -277,7 +276,7 @@ def _consume(
                 dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dq_half = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.wait(dq_empty.index(W), steps & 1)
-                dq_tiles.index(W).reshape([64, COLUMNS]).store(dq_half)
+                dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
                 fence_async_shared()
                 mbarrier.arrive(dq_full.index(W), count=1)
 
@@ -302,6 +301,14 @@ def _start_dq(ds_ring, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.cons
     else:
         k_all = k_all.slice(HEAD_DIM // 2 * W, HEAD_DIM // 2, 1)
     return warpgroup_mma(ds_tile.permute((1, 0)), k_all, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _by_thread(tile, COLUMNS: gl.constexpr):
+    """[64, COLUMNS] in the order of the registers that hold it: it goes to shared memory by 16 bytes a thread, side by
+    side, where the rows of a tile would meet at the same banks. ``rows.in_rows`` is the inverse."""
+    parts = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, row + 8, row; columns by 8, by 2, by 1
+    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
 
 
 @gluon.jit

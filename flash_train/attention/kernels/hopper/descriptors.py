@@ -73,9 +73,15 @@ def _form_of_rows(size: int, block: int) -> dict[str, Any]:
 
 
 def describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
-    """Tiles [64, columns] of fp32 x (heads, rows, head_dim)."""
-    block = [1, 64, columns]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(tuple(block), x.dtype))
+    """Pieces of 64 x ``columns`` of fp32 x (heads, rows, head_dim), each in one stretch (``rows``): of rows of 128."""
+    return _described(x, _form_of_pieces(x.numel(), columns))
+
+
+@functools.lru_cache(maxsize=4096)
+def _form_of_pieces(size: int, columns: int) -> dict[str, Any]:
+    block = [columns // 2, 128]
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return vars(TensorDescriptor(torch.empty(0, dtype=torch.float32), [size // 128, 128], [128, 1], block, layout))
 
 
 @functools.cache

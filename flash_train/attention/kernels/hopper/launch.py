@@ -306,7 +306,9 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
     arguments = (
         sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded
     )  # fmt: skip
-    constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": block_d(dq.shape[-1]), "BLOCK": PAD}
+    columns = block_d(dq.shape[-1])
+    piece = int(dq_columns(backward_tile(columns, call).block_m, columns))
+    constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": columns, "BLOCK": PAD, "COLUMNS": piece}
     return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
 
 

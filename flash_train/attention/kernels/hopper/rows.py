@@ -1,5 +1,8 @@
 """Before and after Hopper's backward: row statistics, and the sum of dQ, in rows padded to whole blocks.
 
+The sum of dQ lies in pieces of 64 rows and some columns, one behind the other, and within a piece as the registers of
+the threads had it that computed it (``backward._by_thread``).
+
 The padded rows of a head are those of its entries, each from a multiple of PAD on, so that TMA finds every block
 aligned; entry e of a packing begins at ``(cu[e] // PAD + e) * PAD``, as the slots of ``device.schedule.find_tile`` do.
 """
@@ -53,15 +56,23 @@ def hopper_prepare(
 @triton.jit(do_not_specialize=["n_entries", "seqlen_q"])
 def hopper_finish(
     dq_ptr, dq, cu_q, grad_scale, n_entries, seqlen_q, padded,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of dQ, scaled, in q's dtype. Grid (padded / BLOCK, heads)."""
+    """The sum of dQ, scaled, in q's dtype and order. COLUMNS: of a piece. Grid (padded / BLOCK, heads)."""
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
     seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
     start = tile * BLOCK
-    at = head * padded + slot * BLOCK + tl.arange(0, BLOCK)
-    tile_sum = tl.load(dq_ptr + at[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+    pieces = tl.load(dq_ptr + (head * padded + slot * BLOCK) * BLOCK_D + tl.arange(0, BLOCK * BLOCK_D))
+    tile_sum = in_rows(pieces, BLOCK, BLOCK_D, COLUMNS)
     dq_ptrs = row_pointers(dq, seq.batch, head, seq.q_row + start, BLOCK, BLOCK_D)
     store_tile(dq_ptrs, tile_sum * grad_scale, seq.len_q - start, BLOCK, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit
+def in_rows(pieces, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):
+    """[BLOCK, BLOCK_D] of its pieces of 64 x COLUMNS: of eight columns after eight, the four numbers of each of 128
+    threads, which are two in a row, and two in the eighth row below."""
+    parts = tl.reshape(pieces, [BLOCK // 64, BLOCK_D // COLUMNS, COLUMNS // 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(parts, [0, 3, 6, 4, 1, 2, 5, 7]), [BLOCK, BLOCK_D])
