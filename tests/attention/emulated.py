@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from flash_train.attention import backends
 from flash_train.attention.kernels import arguments
@@ -22,8 +23,10 @@ COMPILER_OPTIONS = ("num_stages", "maxnreg")
 @contextmanager
 def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
     """Inside it, the launches of Hopper's kernels run in the emulator, on ``programs`` processors; ``seed`` draws in
-    which order partitions and copies go on. Gives the names of the kernels that ran."""
-    ran = []
+    which order partitions and copies go on. Gives the names of the kernels that ran. All launches share one counter of
+    tasks, as on a stream: what one leaves in it, the next begins with."""
+    ran: list[str] = []
+    counter = torch.zeros(1, dtype=torch.int32)
 
     def run(launch: arguments.Launch) -> None:
         ran.append(launch.kernel.__name__)
@@ -38,8 +41,10 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
         patch.object(hopper, "device_unavailable", lambda device: None),
         patch.object(hopper, "processors", lambda device: programs),
+        patch.object(hopper, "_task_counter", lambda q: counter),
     ):
         yield ran
+    assert counter.item() == 0
 
 
 def _keep(transposed: bool):

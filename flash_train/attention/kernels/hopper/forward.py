@@ -37,6 +37,7 @@ from flash_train.attention.kernels.hopper.tasks import (
     count_tasks,
     find_task,
     lanes,
+    leave_counter,
     start_of_block,
     told_task,
 )
@@ -58,8 +59,8 @@ def hopper_forward(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and out are descriptors (``descriptors.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM];
-    lse is natural and fp32; counter is an int32 of 0. Grid: as many programs as there are processors, or tasks where
-    those are fewer."""
+    lse is natural and fp32; counter is an int32 of 0, and so again at the end. Grid: as many programs as there are
+    processors, or tasks where those are fewer."""
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_shape, q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
@@ -161,6 +162,7 @@ def _produce(
                 tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
                 step += 1
         task = told_task(following)
+    leave_counter(counter, task, tasks)
     wait_empty(q_ring, done, Q_STAGES)
     write_word(words, done % Q_STAGES, task * 0 - 1)
     mbarrier.arrive(q_ring.full.index(done % Q_STAGES), count=1)

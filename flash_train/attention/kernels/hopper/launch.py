@@ -39,9 +39,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            counter = q.new_zeros(1, dtype=torch.int32)
-            launch_all(_forward_launches, (q, k, v), (out, lse, counter), call)
+            launch_all(_forward_launches, (q, k, v), (out, lse, _task_counter(q)), call)
     return out, lse
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _task_counter(q: Tensor) -> Tensor:
+    """An int32 of 0, as every launch leaves it: one for each stream, on which launches follow each other. A CUDA graph,
+    which may be replayed on any, has its own."""
+    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return q.new_zeros(1, dtype=torch.int32)
+    place = (q.device.index, torch.cuda.current_stream(q.device).cuda_stream)
+    counter = _counters.get(place)
+    if counter is None:
+        counter = _counters[place] = q.new_zeros(1, dtype=torch.int32)
+    return counter
 
 
 def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
@@ -168,7 +182,7 @@ def forward_launch(
     call: Call,
     tile: ForwardTile | None = None,
 ) -> Launch:
-    """``counter``: an int32 of 0, which the launch uses up."""
+    """``counter``: an int32 of 0, also behind the launch."""
     columns = block_d(q.shape[-1])
     tile = tile or forward_tile(columns, _mean_rows(q, call.cu_seqlens_q), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]

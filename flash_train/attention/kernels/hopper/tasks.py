@@ -34,6 +34,14 @@ def told_task(asked):
 
 
 @gluon.jit
+def leave_counter(counter, told, tasks):
+    """Make the counter 0 again for the next launch: by the program that was told last, beyond all tasks. Each task of a
+    launch has asked for one other, so that nobody asks after it."""
+    lane = gl.arange(0, 32, _LANES)
+    gl.store(counter + lane * 0, lane * 0, mask=(lane == 0) & (told == tasks + gl.num_programs(0) - 1))
+
+
+@gluon.jit
 def find_task(
     task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once,
     BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr,
