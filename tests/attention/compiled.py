@@ -186,7 +186,7 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
     q, k, lse = variant.tensors()
     call, counter = variant.call(q, k), torch.zeros(1, dtype=torch.int32)
     yield "forward", None, hopper.forward_launch(q, k, k, q, lse, counter, call)
-    long = hopper_tiles.forward_tile(block_d(variant.head_dim), hopper_tiles.LONG_ROWS, call)
+    long = hopper_tiles.forward_tile(block_d(variant.head_dim), 2 * hopper_tiles.LONG_WALK, call)
     if long != hopper_tiles.forward_tile(block_d(variant.head_dim), LENGTH, call):
         yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
     sums = hopper.make_sums(q, call)

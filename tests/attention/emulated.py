@@ -8,13 +8,15 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from triton.experimental.gluon import language as gl
 
 from flash_train.attention import backends
 from flash_train.attention.kernels import arguments
-from flash_train.attention.kernels.hopper import draws
+from flash_train.attention.kernels.hopper import draws, pairs
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper.backward import tma_reduce_add
 from flash_train.attention.kernels.hopper.ring import ONCE
+from flash_train.attention.kernels.hopper.softmax import multiply_unless_one
 from tests.attention import gluon
 
 COMPILER_OPTIONS = ("num_stages", "maxnreg")
@@ -48,15 +50,39 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
 
 
 def _keep(transposed: bool):
-    """``draws.keep`` and ``keep_wide``, on fragments [a, b, c, d, A, B, C, D] and flags of even and odd columns."""
+    """``draws.keep_wide``, on fragments [a, b, c, d, A, B, C, D] and flags of even and odd columns."""
 
     def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
         _, b, _, _, _, B, _, D = np.ix_(*map(np.arange, x.shape))
-        byte = 2 * B + b if transposed else 2 * b + B
-        flags = np.where(D == 1, odd, even)
-        return np.where((flags >> (8 * byte + 7).astype(flags.dtype)) & 1, x, np.zeros_like(x))
+        return np.where(_flag(np.where(D == 1, odd, even), b, B, transposed), x, np.zeros_like(x))
 
     return keep
+
+
+def _keep_pairs(transposed: bool):
+    """``draws.keep``, on fragments [a, b, c, d, A, B, C]."""
+
+    def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
+        _, b, _, _, _, B, _ = np.ix_(*map(np.arange, x.shape))
+        low = np.where(_flag(even, b, B, transposed), 0xFFFF, 0)
+        high = np.where(_flag(odd, b, B, transposed), -0x10000, 0)
+        return x & (low | high).astype(np.int32)
+
+    return keep
+
+
+def _flag(flags: np.ndarray, b: np.ndarray, B: np.ndarray, transposed: bool) -> np.ndarray:
+    byte = 2 * B + b if transposed else 2 * b + B
+    return (flags >> (8 * byte + 7).astype(flags.dtype)) & 1
+
+
+def _pack(dtype: torch.dtype):
+    """``pairs.pack`` of even and odd columns."""
+
+    def bits(x: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(dtype).view(torch.int16).numpy().astype(np.int32)
+
+    return lambda even, odd: (bits(even) & 0xFFFF) | (bits(odd) << 16)
 
 
 def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -65,9 +91,12 @@ def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 
 ASSEMBLY = {
+    **{multiply_unless_one(n): lambda acc, factors: acc * factors for n in (64, 128)},
     draws.BELOW.value: _below,
     draws.SWAP.value: lambda flags: np.flip(flags, 2),  # along d of [a, c, d, A, C]
     ONCE.value: lambda x: x,
-    **{draws.keep_pairs(transposed): _keep(transposed) for transposed in (False, True)},
+    pairs.rounding(gl.bfloat16): _pack(torch.bfloat16),
+    pairs.rounding(gl.float16): _pack(torch.float16),
+    **{draws.keep_pairs(transposed): _keep_pairs(transposed) for transposed in (False, True)},
     **{draws.keep_singles(transposed): _keep(transposed) for transposed in (False, True)},
 }

@@ -63,8 +63,8 @@ def judge(subject: Subject, number: int) -> str:
             from flash_train.attention.kernels.hopper import tiles
 
             planned._plans.clear()  # which are made with the tiles of before
-            long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_ROWS
-            stack.enter_context(mock.patch.object(tiles, "LONG_ROWS", long))
+            long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_WALK
+            stack.enter_context(mock.patch.object(tiles, "LONG_WALK", long))
         if subject.backend == "hopper" and subject.device == "cpu":
             from tests.attention.emulated import hopper_on_cpu
 

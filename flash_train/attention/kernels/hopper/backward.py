@@ -22,6 +22,7 @@ from flash_train.attention.kernels.device.mask import query_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
+from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
 from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row, query_tile, step_needs_mask
 
@@ -227,10 +228,10 @@ def _consume(
                 p = gl.exp2(s * score.factor - lse_row[None, :])
                 if step_needs_mask(visits, i, GROUP) | partial:
                     p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
-                kept = p.to(dtype)
+                kept = pack(p, dtype)
                 if dropout.state is not None:
-                    kept = keep(kept, even, odd, S, BLOCK_M, True)
-                dv_next = warpgroup_mma(gl.convert_layout(kept, A), do_tile, dv_acc, is_async=True)
+                    kept = keep(kept, even, odd, BLOCK_M, True)
+                dv_next = warpgroup_mma(unpack(kept, dtype, A), do_tile, dv_acc, is_async=True)
                 wait_full(do_ring, i, STAGES)  # as above
                 dp = warpgroup_mma_wait(1, deps=[dp_next])
                 delta_row = delta_tiles.index(i % STAGES).load(COLS)

@@ -149,16 +149,18 @@ def _below(words, threshold):
 
 
 @gluon.jit
-def keep(x, even_columns, odd_columns, LAYOUT: gl.constexpr, COLS: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """16-bit x [64, COLS] where its flag is set, else 0: two instructions for two elements."""
+def keep(pairs, even_columns, odd_columns, COLS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """``pairs`` (``pairs.pack``) of [64, COLS], with 0 where an element's flag is not set: two instructions a pair."""
     ASSEMBLY: gl.constexpr = keep_pairs(TRANSPOSED)
-    x = gl.convert_layout(x.reshape([4, 2, 4, 2, COLS // 16, 2, 4, 2]), fragment(COLS), assert_trivial=True)
-    even = even_columns[:, None, :, :, :, None, :, None]
-    odd = odd_columns[:, None, :, :, :, None, :, None]
-    x = gl.inline_asm_elementwise(
-        ASSEMBLY, "=r,=r,=r,=r" + ",r" * 20, [x, even, odd], dtype=x.dtype, is_pure=True, pack=8
+    PAIRS: gl.constexpr = gl.SliceLayout(7, fragment(COLS))
+    LAYOUT: gl.constexpr = pairs.type.layout
+    pairs = gl.convert_layout(pairs.reshape([4, 2, 4, 2, COLS // 16, 2, 4]), PAIRS, assert_trivial=True)
+    even = even_columns[:, None, :, :, :, None, :]
+    odd = odd_columns[:, None, :, :, :, None, :]
+    pairs = gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r" + ",r" * 12, [pairs, even, odd], dtype=pairs.dtype, is_pure=True, pack=4
     )
-    return gl.convert_layout(x.reshape([64, COLS]), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(pairs.reshape([64, COLS // 2]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -183,12 +185,12 @@ def _byte(row, column, transposed):
 
 @triton.constexpr_function
 def keep_pairs(transposed):
-    """A call's elements in a thread are registers [B, b, D]; a pair takes its byte of either word, and their signs."""
+    """A call's pairs in a thread are registers [B, b]; each takes its byte of either word, and their signs."""
     lines = []
     for i in range(4):
         byte = _byte(i % 2, i // 2, transposed)
         signs = f"0x{12 + byte:x}{12 + byte:x}{8 + byte:x}{8 + byte:x}"  # of the even word, then of the odd one
-        lines.append(f"prmt.b32 m, $8, $16, {signs}; and.b32 ${i}, ${4 + i}, m;")
+        lines.append(f"prmt.b32 m, $8, $12, {signs}; and.b32 ${i}, ${4 + i}, m;")
     return "{ .reg .b32 m; " + " ".join(lines) + " }"
 
 

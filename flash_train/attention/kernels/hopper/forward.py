@@ -19,6 +19,7 @@ from flash_train.attention.kernels.device.mask import count_edges, key_visits, v
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
+from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import (
     make_barriers,
     make_ring,
@@ -31,6 +32,7 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_full,
     write_word,
 )
+from flash_train.attention.kernels.hopper.softmax import new_maximum, rescale, rescale_sums, sum_by_thread
 from flash_train.attention.kernels.hopper.tasks import (
     ask_task,
     at,
@@ -43,12 +45,7 @@ from flash_train.attention.kernels.hopper.tasks import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
-#: of a fragment's first 8 columns
-THREADS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
-    )
-)
+NARROW = gl.constexpr(64)  #: columns of an output whose products end before its logits' exponentials begin
 
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
@@ -216,9 +213,11 @@ def _consume(
             s_next, 0, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
             offs_m, 0, STAGES, BLOCK_N, S,
         )  # fmt: skip
-        alpha, reference, m_i = _new_maximum(s, m_i, score)
+        alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW)
         p = gl.exp2(s * score.factor - reference[:, None])
-        sums = _sum_by_thread(p, BLOCK_N)  # running sums of exponentials
+        sums = sum_by_thread(p)  # running sums of exponentials
+        if dropout.state is None:
+            p = pack(p, dtype)
         for j in range(1, visits.stop - visits.first):
             acc, p, even, odd, m_i, sums = _step(
                 acc, p, even, odd, m_i, sums, j, words, done % Q_STAGES, task, q_tile, k_ring, v_ring, turns, step,
@@ -226,7 +225,7 @@ def _consume(
                 STAGES, BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
             )  # fmt: skip
             step += 1
-        p = _thin(p, even, odd, dropout, S, gl.DotOperandLayout(0, OUT, 2), dtype, BLOCK_N)
+        p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
         wait_full(v_ring, step, STAGES)
         acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
@@ -273,14 +272,13 @@ def _step(
 ):  # fmt: skip
     """Begin the logits of block j, add the weights p of the block before to the output, and weigh block j meanwhile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p = _thin(p, even, odd, dropout, S, gl.DotOperandLayout(0, OUT, 2), q_tile.dtype, BLOCK_N)
+    dtype: gl.constexpr = v_ring.tiles.dtype
+    p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
     wait_full(k_ring, step + 1, STAGES)
     _take_turn(turns, step + 1, W, PINGPONG)
     s_next = _start_logits(q_tile, k_ring, step + 1, STAGES, BLOCK_N, HEAD_DIM, S)
     wait_full(v_ring, step, STAGES)
     acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
-    _pass_turn(turns, W, CONSUMERS, PINGPONG)
     if dropout.state is not None:
         # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
         # up the other consumer's.
@@ -290,16 +288,28 @@ def _step(
         s_next, j, k_ring, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
         offs_m, 1, STAGES, BLOCK_N, S,
     )  # fmt: skip
-    alpha, reference, m_i = _new_maximum(s, m_i, score)
-    # A narrow product ends before the exponentials, and the registers of p are free for them.
-    if HEAD_DIM <= 64:
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, OUT)
-    p = gl.exp2(s * score.factor - reference[:, None])
-    sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, THREADS))[:, None] + _sum_by_thread(p, BLOCK_N)
-    if HEAD_DIM > 64:
+    _pass_turn(turns, W, CONSUMERS, PINGPONG)  # only now, so that their logits come one at a time
+    alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW)
+    x = s * score.factor - reference[:, None]
+    if HEAD_DIM <= NARROW:  # the registers that its product read are free for the exponentials
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
+        p = gl.exp2(x)
+    elif dropout.state is not None:
+        p = gl.exp2(x)
         # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
         wait_full(v_ring, step, STAGES)
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, OUT)
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
+    else:
+        # Between the exponentials: what else is to be done for the weights, the assembler does while the second half
+        # of them runs; behind the last one it would not.
+        x, rest = _halves(x)
+        p = gl.exp2(x)
+        wait_full(v_ring, step, STAGES)  # as above
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
+        p = _whole(p, gl.exp2(rest), S)
+    sums = rescale_sums(sums, alpha) + sum_by_thread(p)
+    if dropout.state is None:
+        p = pack(p, dtype)
     return acc, p, even, odd, m_i, sums
 
 
@@ -315,15 +325,16 @@ def _start_logits(
 @gluon.jit
 def _start_output(p, v_ring, acc, step, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
     v_tile = v_ring.tiles.index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
-    return warpgroup_mma(p, v_tile, acc, is_async=True)
+    weights = unpack(p, v_tile.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(weights, v_tile, acc, is_async=True)
 
 
 @gluon.jit
-def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr, OUT: gl.constexpr):
+def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr):
     """Wait for the output so far, and refer it to the new maximum."""
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     release(v_ring, step, STAGES)
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    return rescale(acc, alpha, acc.shape[1] > NARROW)
 
 
 @gluon.jit
@@ -356,27 +367,24 @@ def _take_logits(
 
 
 @gluon.jit
-def _new_maximum(s, m_i, score):
-    """The running maximum with the logits s, what to subtract from them, and the factor for what was summed before
-    (FlashAttention-2, algorithm 1)."""
-    m_new = gl.maximum(m_i, gl.max(s, 1) * score.factor)
-    reference = gl.where(m_new == float("-inf"), 0.0, m_new)  # of rows that have seen nothing yet
-    return gl.exp2(m_i - reference), reference, m_new
-
-
-@gluon.jit
-def _sum_by_thread(p, BLOCK_N: gl.constexpr):
-    """Sums of rows, [64, 8], as far as a thread has them: the threads of a row meet once, at the end."""
-    return gl.convert_layout(gl.sum(p.reshape([64, BLOCK_N // 8, 8]), 1), THREADS, assert_trivial=True)
-
-
-@gluon.jit
-def _thin(p, even, odd, dropout, S: gl.constexpr, P: gl.constexpr, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Weights as an operand in 16 bits, without those that are dropped."""
-    p = p.to(dtype)
+def _thin(p, even, odd, dropout, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Weights as pairs in 16 bits: without dropout they are that already. With it they are rounded, and those dropped
+    taken out, just before they are used: sooner was slower."""
     if dropout.state is not None:
-        p = keep(p, even, odd, S, BLOCK_N, False)
-    return gl.convert_layout(p, P)
+        p = keep(pack(p, dtype), even, odd, BLOCK_N, False)
+    return p
+
+
+@gluon.jit
+def _halves(x):
+    """Its columns' first half, and their second."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _whole(a, b, LAYOUT: gl.constexpr):
+    x = gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -39,8 +39,8 @@ class DQTile:
 
 #: by columns of a tile
 FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
-LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and many rows: no consumer keeps the processor busy by itself
-LONG_ROWS = 8192
+LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and long walks: two consumers don't keep the processor busy
+LONG_WALK = 2048  #: keys
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
 NARROW = BACKWARD[128]  #: for 64 columns, too, where dropout, a softcap or terms take registers
 WIDEST_SUM = 128  #: columns; of wider heads dQ is not added up in memory, but has a kernel of its own
@@ -54,7 +54,8 @@ def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
         return replace(tile, block_n=64)
     # what draws or biases wants registers, and lists of blocks have no blocks of 192 queries
     plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
-    return LONG if columns == 64 and rows >= LONG_ROWS and plain else tile
+    walk = rows if call.bounds[1] < 0 else rows // 2  # keys of a query, of as many as there are queries
+    return LONG if columns == 64 and walk >= LONG_WALK and plain else tile
 
 
 def backward_tile(columns: int, call: Call) -> Tile:
