@@ -45,6 +45,9 @@ WIDE = [
     Case("packed-64", ((5, 5), (0, 9), (300, 300), (140, 270)), head_dim=64, packed=True, tail=(20, 7), dropout=0.1),
     Case("causal-128", same(333), head_dim=128, heads=4, kv_heads=1),
     Case("full-dropout-128", ((200, 290),), head_dim=72, v_head_dim=128, band=Full(), dropout=0.5),
+    # maxima that grow by more than what the forward lets pass, in some rows and not in others
+    Case("large-scores-128", same(520), head_dim=128, spread=2.5),
+    Case("large-scores-dropout-256", ((260, 390),), head_dim=256, band=Full(), spread=2.0, dropout=0.1, sinks=True),
     Case("softcap-128", same(290), head_dim=128, softcap=3.0, terms=(Documents(90),)),
     Case("packed-128", ((130, 130), (0, 0), (257, 140)), head_dim=128, packed=True, tail=(9, 9), strided=True),
     Case(

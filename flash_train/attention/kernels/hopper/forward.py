@@ -279,6 +279,9 @@ def _step(
     s_next = _start_logits(q_tile, k_ring, step + 1, STAGES, BLOCK_N, HEAD_DIM, S)
     wait_full(v_ring, step, STAGES)
     acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
+    LATE: gl.constexpr = HEAD_DIM > NARROW or dropout.state is not None
+    if not LATE:
+        _pass_turn(turns, W, CONSUMERS, PINGPONG)
     if dropout.state is not None:
         # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
         # up the other consumer's.
@@ -288,7 +291,8 @@ def _step(
         s_next, j, k_ring, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
         offs_m, 1, STAGES, BLOCK_N, S,
     )  # fmt: skip
-    _pass_turn(turns, W, CONSUMERS, PINGPONG)  # only now, so that their logits come one at a time
+    if LATE:  # so that the consumers' logits come one at a time
+        _pass_turn(turns, W, CONSUMERS, PINGPONG)
     alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW)
     x = s * score.factor - reference[:, None]
     if HEAD_DIM <= NARROW:  # the registers that its product read are free for the exponentials

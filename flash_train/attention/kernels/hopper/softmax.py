@@ -16,15 +16,17 @@ SLACK = gl.constexpr(8.0)  #: how far, in powers of 2, logits may come to lie ab
 
 @gluon.jit
 def new_maximum(s, m_i, score, LAZY: gl.constexpr):
-    """What is subtracted from the logits s, once as it is carried on (-inf: nothing was seen yet) and once as it is
-    subtracted, and the factor for what was summed before.
+    """The factor for what was summed before, and what is subtracted from the logits s, as it is subtracted and as it is
+    carried on (-inf: nothing was seen yet).
 
-    It is the running maximum; LAZY, one up to SLACK below: weights of 256 for 1 lose nothing, and what was summed
-    before is then mostly left as it is.
+    That is the running maximum; LAZY, a number up to SLACK below it: weights of 256 for 1 lose nothing, and what was
+    summed before is then mostly left as it is.
     """
-    m_new = gl.maximum(m_i, _row_maximum(s) * score.factor)
     if LAZY:
+        m_new = gl.maximum(m_i, _row_maximum(s) * score.factor)
         m_new = gl.where(m_new - m_i > SLACK, m_new, m_i)
+    else:
+        m_new = gl.maximum(m_i, gl.max(s, 1) * score.factor)
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)
     return gl.exp2(m_i - reference), reference, m_new
 
