@@ -135,7 +135,7 @@ class _Walk(NamedTuple):
             shift = _finite(top)
             rescale = torch.exp(before - shift)
             total, out = total * rescale + torch.exp(sink - shift), out * rescale[..., None]
-        seeing = total > 0
+        seeing = total != 0  # also what is not a number
         total = torch.where(seeing, total, 1.0)
         lse = torch.where(seeing, _finite(top) + total.log(), float("-inf"))
         return (out / total[..., None]).to(q.dtype), lse

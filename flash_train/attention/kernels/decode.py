@@ -94,7 +94,7 @@ def attention_decode(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
 
-    seen = l_i > 0.0
+    seen = l_i != 0.0  # also of what is not a number
     norm = tl.where(seen, l_i, 1.0)
     if dropout.state is not None:
         norm *= dropout.threshold * (1.0 / 256.0)
@@ -151,7 +151,7 @@ def attention_decode_merge(
         place = tl.cast(s, tl.int64) * n_rows + row
         weight = tl.exp2((tl.load(part_lse + place) - top) * LOG2_E)
         acc += weight * tl.load(part + place * HEAD_DIM_V + columns, mask=columns < HEAD_DIM_V, other=0.0)
-    acc = acc / tl.where(total > 0.0, total, 1.0)
+    acc = acc / tl.where(total != 0.0, total, 1.0)
     tl.store(out + row * HEAD_DIM_V + columns, acc.to(out.dtype.element_ty), mask=columns < HEAD_DIM_V)
-    full = tl.where(total > 0.0, top + tl.log2(total) * LN_2, float("-inf"))
+    full = tl.where(total != 0.0, top + tl.log2(total) * LN_2, float("-inf"))
     tl.store(lse + (batch * n_heads + head) * len_q + query, full)

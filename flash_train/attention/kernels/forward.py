@@ -63,7 +63,7 @@ def attention_forward(
         acc = acc * alpha[:, None]
         l_i = l_i * alpha + tl.exp2(sink - reference)
         m_i = m_new
-    seen = l_i > 0.0
+    seen = l_i != 0.0  # also of what is not a number
     lse_tile = tl.where(seen, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
     if cu_q is not None:
         lse_tile = tl.where(entry < n_entries, lse_tile, float("-inf"))  # the tail has no sink either

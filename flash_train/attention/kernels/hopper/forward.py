@@ -45,7 +45,7 @@ from flash_train.attention.kernels.hopper.tasks import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
-NARROW = gl.constexpr(64)  #: columns of an output whose products end before its logits' exponentials begin
+NARROW_OUTPUT = gl.constexpr(64)  #: columns, whose products end before the exponentials begin
 
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
@@ -199,7 +199,7 @@ def _consume(
         offs_m = first_m + gl.arange(0, 64, S_ROWS)
         tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W)
         q_tile = tile.reshape([64, HEAD_DIM])
-        m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # running maximum, in units of log2
+        m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # what was subtracted from logits, in units of log2
         acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
 
         wait_full(k_ring, step, STAGES)
@@ -213,7 +213,7 @@ def _consume(
             s_next, 0, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
             offs_m, 0, STAGES, BLOCK_N, S,
         )  # fmt: skip
-        alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW)
+        alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW_OUTPUT)
         p = gl.exp2(s * score.factor - reference[:, None])
         sums = sum_by_thread(p)  # running sums of exponentials
         if dropout.state is None:
@@ -241,7 +241,7 @@ def _consume(
             acc = acc * gl.convert_layout(alpha, OUT_ROWS)[:, None]
             l_i = l_i * alpha + gl.exp2(sink - reference)
             m_i = m_new
-        visible_row = l_i > 0.0
+        visible_row = l_i != 0.0  # also of what is not a number
         lse_tile = gl.where(visible_row, (m_i + gl.log2(l_i)) * LN_2, float("-inf"))
         if PACKED:
             lse_tile = gl.where(seq.index < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
@@ -279,7 +279,7 @@ def _step(
     s_next = _start_logits(q_tile, k_ring, step + 1, STAGES, BLOCK_N, HEAD_DIM, S)
     wait_full(v_ring, step, STAGES)
     acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
-    LATE: gl.constexpr = HEAD_DIM > NARROW or dropout.state is not None
+    LATE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT or dropout.state is not None
     if not LATE:
         _pass_turn(turns, W, CONSUMERS, PINGPONG)
     if dropout.state is not None:
@@ -293,9 +293,9 @@ def _step(
     )  # fmt: skip
     if LATE:  # so that the consumers' logits come one at a time
         _pass_turn(turns, W, CONSUMERS, PINGPONG)
-    alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW)
+    alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW_OUTPUT)
     x = s * score.factor - reference[:, None]
-    if HEAD_DIM <= NARROW:  # the registers that its product read are free for the exponentials
+    if HEAD_DIM <= NARROW_OUTPUT:  # the registers that its product read are free for the exponentials
         acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
         p = gl.exp2(x)
     elif dropout.state is not None:
@@ -335,10 +335,10 @@ def _start_output(p, v_ring, acc, step, STAGES: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr):
-    """Wait for the output so far, and refer it to the new maximum."""
+    """Wait for the output so far, and refer it to what is subtracted from the logits now."""
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     release(v_ring, step, STAGES)
-    return rescale(acc, alpha, acc.shape[1] > NARROW)
+    return rescale(acc, alpha, acc.shape[1] > NARROW_OUTPUT)
 
 
 @gluon.jit

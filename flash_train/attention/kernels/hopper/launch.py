@@ -43,19 +43,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return out, lse
 
 
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[int, Tensor] = {}
 
 
 def _task_counter(q: Tensor) -> Tensor:
-    """An int32 of 0, as every launch leaves it: one for each stream, on which launches follow each other. A CUDA graph,
-    which may be replayed on any, has its own."""
-    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
-        return q.new_zeros(1, dtype=torch.int32)
-    place = (q.device.index, torch.cuda.current_stream(q.device).cuda_stream)
-    counter = _counters.get(place)
+    """An int32 of 0, as every launch leaves it: one for all launches on a device's default stream, where they follow
+    each other. Elsewhere every launch has its own: a graph may be replayed on any stream and takes its memory from a
+    pool that it frees, as do the runs by which `torch.compile` prepares one."""
+    counter = _counters.get(q.device.index) if _on_default_stream(q) else None
     if counter is None:
-        counter = _counters[place] = q.new_zeros(1, dtype=torch.int32)
+        counter = q.new_zeros(1, dtype=torch.int32)
+        if _on_default_stream(q):
+            _counters[q.device.index] = counter
     return counter
+
+
+def _on_default_stream(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream == 0
 
 
 def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
@@ -184,7 +188,7 @@ def forward_launch(
 ) -> Launch:
     """``counter``: an int32 of 0, also behind the launch."""
     columns = block_d(q.shape[-1])
-    tile = tile or forward_tile(columns, _mean_rows(q, call.cu_seqlens_q), call)
+    tile = tile or forward_tile(columns, _mean_rows(k, call.cu_seqlens_k), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     arguments = (
@@ -214,7 +218,7 @@ class Sums:
 
     delta: Tensor  #: fp32 (heads, padded)
     lse2: Tensor  #: fp32 (heads, padded)
-    dq: Tensor | None  #: fp32 (heads, padded, columns); None where dQ has a kernel of its own
+    dq: Tensor | None  #: fp32 (heads, padded, columns), in pieces (``rows``); None where dQ has a kernel of its own
 
     @property
     def padded(self) -> int:

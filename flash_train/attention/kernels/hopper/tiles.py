@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flash_train.attention.kernels.arguments import Call
+from flash_train.attention.kernels.arguments import UNUSED, Call
 from flash_train.attention.kernels.tiles import Tile
 
 
@@ -48,13 +48,16 @@ DQ = {64: DQTile(64, 4, 4), 128: DQTile(64, 4, 4), 256: DQTile(64, 2, 1)}
 NARROW_DQ = DQTile(32, 4, 2)  #: for 256 columns, where a softcap, a bias or terms take registers, too
 
 
-def forward_tile(columns: int, rows: int, call: Call) -> ForwardTile:
+def forward_tile(columns: int, keys: int, call: Call) -> ForwardTile:
     tile = FORWARD[columns]
     if call.has_terms:  # numbers of their own for every pair
         return replace(tile, block_n=64)
     # what draws or biases wants registers, and lists of blocks have no blocks of 192 queries
     plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
-    walk = rows if call.bounds[1] < 0 else rows // 2  # keys of a query, of as many as there are queries
+    left, right = call.bounds[:2]
+    walk = keys if right == UNUSED else keys // 2  # of as many queries: half of the keys lie behind theirs
+    if left != UNUSED:
+        walk = min(walk, left)
     return LONG if columns == 64 and walk >= LONG_WALK and plain else tile
 
 
