@@ -283,7 +283,6 @@ def _figures(
     row: Row, ran: Sequence[Row], columns: Sequence[Column], compared: Mapping[tuple[Any, ...], Row]
 ) -> list[str]:
     group = [other for other in ran if other.without(*COMPARED) == row.without(*COMPARED)]
-    few = any(_few(other) for other in group)
     figures = []
     for column in columns:
         value = row.measured.get(column.name)
@@ -292,7 +291,7 @@ def _figures(
         if (
             value is not None
             and column.best
-            and not few
+            and not _few(row)  # whose figure may be chance; others are measured against it all the same
             and len(known) > 1
             and figure == column.shown(column.best(known))
         ):

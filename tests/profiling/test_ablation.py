@@ -122,6 +122,11 @@ def test_of_few_steps_nothing_is_the_best():
     few = [row(step=step, losses=[3.0, 3.0], attention=name) for name, step in (("sdpa", 0.1), ("flash", 0.2))]
     text = to_markdown(few, "title")
     assert "**" not in text and "that takes 3 steps" in text
+    for slow, marked in ((0.5, ["**200.0**", "300.0"]), (0.1, ["200.0", "300.0"])):  # nor beside one that was faster
+        rows = [few[0], row(step=0.2, attention="flash"), row(step=0.3, attention="standard")]
+        rows[0].measured["step_seconds"] = slow
+        steps = [line.split("|")[3].strip() for line in lines_of(to_markdown(rows, "title"))[2:]]
+        assert steps == [f"{slow * 1e3:.1f}", *marked]
 
 
 def test_csv_has_a_line_for_every_cell_with_all_digits():
