@@ -125,7 +125,7 @@ def test_other_tiles(tile, monkeypatch):
 
 @pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
 def test_long_calls(case, monkeypatch):
-    """By the tiles that narrow heads get where there are many rows."""
+    """By the tiles that narrow heads get where queries walk over many keys."""
     monkeypatch.setattr(tiles, "LONG_WALK", 0)
     check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
 

@@ -55,8 +55,7 @@ def test_the_peak_is_as_predicted(step, empty_kernels):
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
     for kept in found.kept_by_block.values():
         assert expected.per_layer == pytest.approx(kept, rel=0.01)
-    for kind in (
-        ("norms", "attention", "residual stream") if step.model is MODEL else ()
-    ):  # norms of queries and keys are either
+    kinds = ("norms", "attention", "residual stream") if step.model is MODEL else ()  # else norms of q and k are either
+    for kind in kinds:
         assert expected.peak.parts[kind] == pytest.approx(found.peak.parts[kind], rel=0.02), kind
     assert {"attention_backward_dq", "_triton_rope", "cross_entropy_kernel"} <= set(empty_kernels)

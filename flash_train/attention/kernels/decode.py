@@ -12,9 +12,8 @@ import triton.language as tl
 from flash_train.attention.kernels.device.mask import key_visits, visible
 from flash_train.attention.kernels.device.philox import draw_elements, load_key, thin
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
+from flash_train.attention.kernels.device.softmax import LN_2, finish_rows
 from flash_train.attention.varlen import Entry
-
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Cache(NamedTuple):
@@ -94,15 +93,13 @@ def attention_decode(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
 
-    seen = l_i != 0.0  # also of what is not a number
-    norm = tl.where(seen, l_i, 1.0)
+    lse, norm = finish_rows(m_i, l_i)
     if dropout.state is not None:
         norm *= dropout.threshold * (1.0 / 256.0)
     acc = acc / norm[:, None]
     place = ((split.to(tl.int64) * tl.num_programs(2) + index) * len_q + query) * n_heads + head
     columns = tl.arange(0, BLOCK_DV)[None, :]
     tl.store(part + place * HEAD_DIM_V + columns, acc, mask=(rows < len_q * GROUP) & (columns < HEAD_DIM_V))
-    lse = tl.where(seen, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
     tl.store(part_lse + place, lse[:, None], mask=rows < len_q * GROUP)
 
 

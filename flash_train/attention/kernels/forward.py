@@ -6,10 +6,9 @@ import triton.language as tl
 from flash_train.attention.kernels.device.mask import block_start, count_edges, edge_block, key_visits, visible
 from flash_train.attention.kernels.device.philox import draw_tile, load_key, thin
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
-from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
+from flash_train.attention.kernels.device.score import load_slope, logits
+from flash_train.attention.kernels.device.softmax import add_sink, finish_rows
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
-
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
@@ -55,19 +54,12 @@ def attention_forward(
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=True,
         )  # fmt: skip
 
-    if sinks is not None:  # a logit without a value
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        m_new = tl.maximum(m_i, sink)
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m_i - reference)
+    if sinks is not None:
+        alpha, m_i, l_i = add_sink(m_i, l_i, tl.load(sinks + head))
         acc = acc * alpha[:, None]
-        l_i = l_i * alpha + tl.exp2(sink - reference)
-        m_i = m_new
-    seen = l_i != 0.0  # also of what is not a number
-    lse_tile = tl.where(seen, (m_i + tl.log2(l_i)) * LN_2, float("-inf"))
+    lse_tile, norm = finish_rows(m_i, l_i)
     if cu_q is not None:
         lse_tile = tl.where(entry < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
-    norm = tl.where(seen, l_i, 1.0)
     if dropout.state is not None:
         norm *= dropout.threshold * (1.0 / 256.0)
     acc = acc / norm[:, None]

@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_train.attention.kernels.device.mask import count_edges, key_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
-from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
+from flash_train.attention.kernels.device.score import load_slope, logits
+from flash_train.attention.kernels.device.softmax import add_sink, finish_rows
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
 from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import (
@@ -25,8 +26,10 @@ from flash_train.attention.kernels.hopper.ring import (
     make_ring,
     make_words,
     once,
+    pass_turn,
     read_word,
     release,
+    take_turn,
     uniform,
     wait_empty,
     wait_full,
@@ -44,7 +47,6 @@ from flash_train.attention.kernels.hopper.tasks import (
     told_task,
 )
 
-LN_2 = gl.constexpr(0.6931471805599453)
 NARROW_OUTPUT = gl.constexpr(64)  #: columns, whose products end before the exponentials begin
 
 
@@ -177,7 +179,7 @@ def _consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of logits [64, BLOCK_N]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of the output [64, HEAD_DIM]
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    WIDE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT
     dtype: gl.constexpr = q_ring.tiles.dtype
     key0, key1 = load_key(dropout)
     if dropout.state is not None:
@@ -203,9 +205,9 @@ def _consume(
         acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
 
         wait_full(k_ring, step, STAGES)
-        _take_turn(turns, step, W, PINGPONG)
+        take_turn(turns, step, W, PINGPONG)
         s_next = _start_logits(q_tile, k_ring, step, STAGES, BLOCK_N, HEAD_DIM, S)
-        _pass_turn(turns, W, CONSUMERS, PINGPONG)
+        pass_turn(turns, W, CONSUMERS, PINGPONG)
         if Q_STAGES > 1:  # the output of the task before has left the place of its queries by now
             tma.store_wait(0)
             mbarrier.arrive(q_ring.empty.index(gl.maximum(done - 1, 0) % Q_STAGES), count=1, pred=done > 0)
@@ -213,7 +215,7 @@ def _consume(
             s_next, 0, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
             offs_m, 0, STAGES, BLOCK_N, S,
         )  # fmt: skip
-        alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW_OUTPUT)
+        alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
         p = gl.exp2(s * score.factor - reference[:, None])
         sums = sum_by_thread(p)  # running sums of exponentials
         if dropout.state is None:
@@ -233,22 +235,15 @@ def _consume(
         step += 1
 
         l_i = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
-        if sinks is not None:  # a logit without a value
-            sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
-            m_new = gl.maximum(m_i, sink)
-            reference = gl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = gl.exp2(m_i - reference)
-            acc = acc * gl.convert_layout(alpha, OUT_ROWS)[:, None]
-            l_i = l_i * alpha + gl.exp2(sink - reference)
-            m_i = m_new
-        visible_row = l_i != 0.0  # also of what is not a number
-        lse_tile = gl.where(visible_row, (m_i + gl.log2(l_i)) * LN_2, float("-inf"))
+        if sinks is not None:
+            alpha, m_i, l_i = add_sink(m_i, l_i, gl.load(sinks + head))
+            acc = rescale(acc, alpha, False)
+        lse_tile, norm = finish_rows(m_i, l_i)
         if PACKED:
             lse_tile = gl.where(seq.index < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
-        norm = gl.where(visible_row, l_i, 1.0)
         if dropout.state is not None:
             norm = norm * (dropout.threshold * (1.0 / 256.0))
-        acc = acc * gl.convert_layout(1.0 / norm, OUT_ROWS)[:, None]
+        acc = rescale(acc, 1.0 / norm, False)
         q_tile.store(acc.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, at(seq, head, first_m, seq.q_row, seq.len_q, PACKED), tile)
@@ -272,16 +267,17 @@ def _step(
 ):  # fmt: skip
     """Begin the logits of block j, add the weights p of the block before to the output, and weigh block j meanwhile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    WIDE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT
     dtype: gl.constexpr = v_ring.tiles.dtype
     p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
     wait_full(k_ring, step + 1, STAGES)
-    _take_turn(turns, step + 1, W, PINGPONG)
+    take_turn(turns, step + 1, W, PINGPONG)
     s_next = _start_logits(q_tile, k_ring, step + 1, STAGES, BLOCK_N, HEAD_DIM, S)
     wait_full(v_ring, step, STAGES)
     acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
-    LATE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT or dropout.state is not None
+    LATE: gl.constexpr = WIDE or dropout.state is not None
     if not LATE:
-        _pass_turn(turns, W, CONSUMERS, PINGPONG)
+        pass_turn(turns, W, CONSUMERS, PINGPONG)
     if dropout.state is not None:
         # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
         # up the other consumer's.
@@ -292,24 +288,24 @@ def _step(
         offs_m, 1, STAGES, BLOCK_N, S,
     )  # fmt: skip
     if LATE:  # so that the consumers' logits come one at a time
-        _pass_turn(turns, W, CONSUMERS, PINGPONG)
-    alpha, reference, m_i = new_maximum(s, m_i, score, HEAD_DIM > NARROW_OUTPUT)
+        pass_turn(turns, W, CONSUMERS, PINGPONG)
+    alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
     x = s * score.factor - reference[:, None]
-    if HEAD_DIM <= NARROW_OUTPUT:  # the registers that its product read are free for the exponentials
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
+    if not WIDE:  # the registers that its product read are free for the exponentials
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
         p = gl.exp2(x)
     elif dropout.state is not None:
         p = gl.exp2(x)
         # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
         wait_full(v_ring, step, STAGES)
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
     else:
         # Between the exponentials: what else is to be done for the weights, the assembler does while the second half
         # of them runs; behind the last one it would not.
         x, rest = _halves(x)
         p = gl.exp2(x)
         wait_full(v_ring, step, STAGES)  # as above
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES)
+        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
         p = _whole(p, gl.exp2(rest), S)
     sums = rescale_sums(sums, alpha) + sum_by_thread(p)
     if dropout.state is None:
@@ -334,11 +330,11 @@ def _start_output(p, v_ring, acc, step, STAGES: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon.jit
-def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr):
+def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr, WIDE: gl.constexpr):
     """Wait for the output so far, and refer it to what is subtracted from the logits now."""
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     release(v_ring, step, STAGES)
-    return rescale(acc, alpha, acc.shape[1] > NARROW_OUTPUT)
+    return rescale(acc, alpha, WIDE)
 
 
 @gluon.jit
@@ -389,16 +385,3 @@ def _halves(x):
 def _whole(a, b, LAYOUT: gl.constexpr):
     x = gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
-    """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products."""
-    if PINGPONG:
-        mbarrier.wait(turns.index(W), step & 1)
-
-
-@gluon.jit
-def _pass_turn(turns, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
-    if PINGPONG:
-        mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)

@@ -50,16 +50,11 @@ def _task_counter(q: Tensor) -> Tensor:
     """An int32 of 0, as every launch leaves it: one for all launches on a device's default stream, where they follow
     each other. Elsewhere every launch has its own: a graph may be replayed on any stream and takes its memory from a
     pool that it frees, as do the runs by which `torch.compile` prepares one."""
-    counter = _counters.get(q.device.index) if _on_default_stream(q) else None
-    if counter is None:
-        counter = q.new_zeros(1, dtype=torch.int32)
-        if _on_default_stream(q):
-            _counters[q.device.index] = counter
-    return counter
-
-
-def _on_default_stream(q: Tensor) -> bool:
-    return q.is_cuda and torch.cuda.current_stream(q.device).cuda_stream == 0
+    if not q.is_cuda or torch.cuda.current_stream(q.device).cuda_stream != 0:
+        return q.new_zeros(1, dtype=torch.int32)
+    if q.device.index not in _counters:
+        _counters[q.device.index] = q.new_zeros(1, dtype=torch.int32)
+    return _counters[q.device.index]
 
 
 def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:

@@ -1,4 +1,4 @@
-"""Ring buffers between warps: producers fill stages, by TMA or by stores, and consumers empty them."""
+"""Between warps: ring buffers, whose stages producers fill, by TMA or by stores, and consumers empty; and turns."""
 
 from typing import Any, NamedTuple
 
@@ -60,6 +60,22 @@ def wait_empty(ring, i, STAGES: gl.constexpr):
 def release(ring, i, STAGES: gl.constexpr):
     """This partition has read step i's stage."""
     mbarrier.arrive(ring.empty.index(i % STAGES), count=1)
+
+
+@gluon.jit
+def take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
+    """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products.
+
+    ``turns``: a barrier of one arrival for each of them, of which the first has arrived before the first step.
+    """
+    if PINGPONG:
+        mbarrier.wait(turns.index(W), step & 1)
+
+
+@gluon.jit
+def pass_turn(turns, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
+    if PINGPONG:
+        mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)
 
 
 @gluon.jit
