@@ -20,6 +20,13 @@ class Linear(nn.Linear):
         pass
 
 
+class SwiGLULinear(Linear):
+    """A linear layer of what it is given gated, silu(gate) · up, which it need not keep for its backward."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        return ops.swiglu_linear(gate, up, self.weight)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -89,12 +96,12 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = Linear(config.width, config.mlp_width)
         self.up = Linear(config.width, config.mlp_width)
-        self.down = Linear(config.mlp_width, config.width)
+        self.down = SwiGLULinear(config.mlp_width, config.width)
 
     def forward(self, x: Sequence[Tensor]) -> Tensor:
         """x (tokens, width), for the gate and for what it is multiplied with."""
         for_gate, for_up = x
-        return self.down(ops.swiglu(self.gate(for_gate), self.up(for_up)))
+        return self.down(self.gate(for_gate), self.up(for_up))
 
 
 class Block(nn.Module):

@@ -1,16 +1,10 @@
 """CUDA implementations of `ops` from liger-kernel. Imported only once a tensor is on a CUDA device.
 
-Liger's functions do not know autocast: `ops` hands them tensors already in the compute dtype. They run backward once:
-some write gradients over what they saved.
+Liger's functions do not know autocast: `ops` hands them tensors already in the compute dtype.
 """
 
 from liger_kernel.ops.rope import LigerRopeFunction
-from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 from torch import Tensor
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return LigerSiLUMulFunction.apply(gate, up)
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,13 +44,18 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
     return x, *[(scaled * weight).to(x.dtype)] * uses
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up (Shazeer 2020, arXiv:2002.05202)."""
-    if _kernels_run(gate):
-        from flash_train.model import liger
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """(silu(gate) · up) @ weight.T (Shazeer 2020, arXiv:2002.05202).
 
-        return liger.swiglu(gate, up)
-    return F.silu(gate) * up
+    gate, up (..., width), weight (out, width). On CUDA the gated product is computed again in the backward, which runs
+    once: it writes over gate and up.
+    """
+    if _kernels_run(gate):
+        from flash_train.model import swiglu
+
+        kind = compute_dtype(gate)
+        return swiglu.swiglu_linear(gate.to(kind), up.to(kind), weight.to(kind))
+    return F.linear(F.silu(gate) * up, weight)
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

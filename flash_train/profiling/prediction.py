@@ -141,9 +141,11 @@ class _Walk:
         if not self.step.fused:
             hold(f"{layer}.silu", "mlp", e * self.hidden)
         hold(f"{layer}.product", "mlp", e * self.hidden)
-        ends("gate", "up", "silu")
+        ends("silu")
         product("down", "added", "mlp", self.stream)
-        ends("product", "norm2", "norm2 rstd", "norm2 scaled", "norm2 wide")
+        if self.step.fused:  # computed again in the backward
+            self.ledger.drop(f"{layer}.product")
+        ends("gate", "up", "product", "norm2", "norm2 rstd", "norm2 scaled", "norm2 wide")
         self.add(f"x{layer + 1}", f"{layer}.added")
         ends("middle", "mask1", "mask2")
         if self.widens:  # the norms saved copies in fp32 in the stream's place
@@ -245,7 +247,7 @@ class _Walk:
 
         self.through_dropout(layer, "2")
         held("d product", "mlp", self.hidden)
-        self.weight_gradient(layer, "down", "product")
+        self.weight_gradient(layer, "down", "product", *(["d product"] if fused else []))  # fused, the one in the other
         if not fused:
             held("d silu", "mlp", self.hidden)
             held("d up", "mlp", self.hidden)
@@ -253,7 +255,7 @@ class _Walk:
             held("d gate", "mlp", self.hidden)
             done("d silu", "gate")
         done("d product")
-        for name in ("up", "gate"):  # liger's gradients lie where these were
+        for name in ("up", "gate"):  # their gradients lie where these were
             held(f"d norm2 by {name}", "norms", self.stream)
             self.weight_gradient(layer, name, name, f"d {name}", *(["norm2"] if name == "gate" else []))
             if name == "gate" and not fused:  # added to that by up; the kernel of the norm takes both

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_train.model import cross_entropy, rms_norm
+from flash_train.model import cross_entropy, rms_norm, swiglu
 from flash_train.model.ops import IGNORE_INDEX, add_rms_norm
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -59,6 +59,23 @@ def norms(dtype: torch.dtype) -> int:
                     return rms_norm.add_rms_norm(x, update, weight, 1e-5, uses)
 
                 failed += wrong(f"norm {shape} {dtype} {uses} {added}", ours, plain, inputs, upstream[: 1 + uses])
+    return failed
+
+
+def mlps(dtype: torch.dtype) -> int:
+    failed = 0
+    for shape in ((37, 96), (3, 2500), (5, 4, 64)):
+        draw = torch.Generator().manual_seed(4)
+        gate, up = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
+        weight = (torch.randn(24, shape[-1], generator=draw) / shape[-1] ** 0.5).to(dtype)
+        upstream = [torch.randn(*shape[:-1], 24, generator=draw)]
+        failed += wrong(
+            f"mlp {shape} {dtype}",
+            lambda g, u, w: (swiglu.swiglu_linear(g * 1, u * 1, w),),  # gradients are written over what it is given
+            lambda g, u, w: (F.linear(F.silu(g) * u, w),),
+            [gate, up, weight],
+            upstream,
+        )
     return failed
 
 
@@ -111,12 +128,36 @@ def uncommon() -> int:
     for label in (20, 25, -1):
         loss = cross_entropy.linear_cross_entropy(hidden, head, torch.tensor([0, label, 5]))
         failed += not loss.isnan()
+    gate, up, down = (torch.randn(4, 8, generator=draw, requires_grad=True) for _ in range(3))
+    out = swiglu.swiglu_linear((gate * 1).T, (up * 1).T, down.T[:, :4])  # strided
+    failed += not torch.allclose(out, F.linear(F.silu(gate.T) * up.T, down.T[:, :4]), atol=1e-6)
+    out.sum().backward(retain_graph=True)
+    try:
+        out.sum().backward()
+        failed += 1
+    except RuntimeError as error:
+        failed += "modified by an inplace operation" not in str(error)
+    again = swiglu.swiglu_linear(gate * 2, up * 1, down)
+    (gradient,) = torch.autograd.grad(again.sum(), gate, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), gate)
+        failed += 1
+    except RuntimeError as error:
+        failed += "does not require grad" not in str(error)
+    twice = gate * 1
+    for first, second in ((twice, twice), (twice[:3], twice[1:]), (gate, up)):  # neither may be written over
+        kept = [x.detach().clone() for x in (first, second)]
+        ours, exact = swiglu.swiglu_linear(first, second, down), F.linear(F.silu(first) * second, down)
+        found, expected = (torch.autograd.grad(x.square().sum(), gate, retain_graph=True)[0] for x in (ours, exact))
+        failed += not torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+        failed += not all(torch.equal(x, y) for x, y in zip((first, second), kept, strict=True))
+    swiglu.swiglu_linear(nothing * 1, nothing * 1, weight[None]).sum().backward()
     failed += cross_entropy.linear_cross_entropy(hidden[:0], head, torch.tensor([], dtype=torch.int64)).item() != 0
     return failed
 
 
 def main() -> int:
-    return uncommon() + sum(check(dtype) for check in (norms, losses) for dtype in (torch.float32, torch.float16))
+    return uncommon() + sum(check(dtype) for check in (norms, mlps, losses) for dtype in (torch.float32, torch.float16))
 
 
 if __name__ == "__main__":

@@ -107,9 +107,24 @@ def test_rms_norm_leaves_its_gradient_alone_and_mixes_dtypes():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [352, 5632])
-def test_swiglu(width, dtype):
+def test_swiglu_linear(width, dtype):
     gate, up = draw(500, width, dtype=dtype), draw(500, width, dtype=dtype, seed=1)
-    check(ops.swiglu, lambda g, u: F.silu(g) * u, (gate, up), (draw(500, width, dtype=dtype, seed=2),))
+    weight = draw(200, width, dtype=dtype, seed=2) / width**0.5
+    upstream = (draw(500, 200, dtype=dtype, seed=3),)
+    check(ops.swiglu_linear, lambda g, u, w: F.linear(F.silu(g) * u, w), (gate, up, weight), upstream)
+
+
+def test_swiglu_linear_keeps_no_product_and_runs_backward_once():
+    gate, up = (draw(512, 4096, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in (0, 1))
+    weight = draw(64, 4096, dtype=torch.bfloat16, seed=2).requires_grad_()
+    inputs = gate * 1, up * 1
+    ops.swiglu_linear(*inputs, weight)  # the first matrix product takes a workspace
+    before = torch.cuda.memory_allocated()
+    out = ops.swiglu_linear(*inputs, weight)
+    assert torch.cuda.memory_allocated() - before == out.numel() * 2
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -225,7 +240,7 @@ def test_the_fused_model_errs_no_more_than_plain_pytorch(dtype, autocast, qk_nor
 @pytest.mark.parametrize("memory", ["selective", "checkpoint"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_memory_modes_have_the_gradients_of_keeping_everything(memory, dropout, autocast, attention):
-    """Liger overwrites what it saved; the recomputation must not meet that, nor other random numbers."""
+    """the MLP overwrites what it saved; the recomputation must not meet that, nor other random numbers."""
     options = {
         "attention": attention,
         "attention_dropout": dropout,

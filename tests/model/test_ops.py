@@ -90,8 +90,9 @@ def test_norm_and_swiglu_against_fp64(dtype, tolerance):
     got = ops.rms_norm(x, weight, 1e-5)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
-    exact = F.silu(x.double()) * y.double()
-    torch.testing.assert_close(ops.swiglu(x, y).double(), exact, rtol=tolerance, atol=tolerance)
+    matrix = torch.randn(8, 64, generator=generator).to(dtype) / 8
+    exact = F.linear(F.silu(x.double()) * y.double(), matrix.double())
+    torch.testing.assert_close(ops.swiglu_linear(x, y, matrix).double(), exact, rtol=tolerance, atol=tolerance)
 
 
 def test_a_norm_keeps_the_dtype_of_its_input_under_fp32_weights():
