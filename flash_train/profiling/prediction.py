@@ -20,6 +20,8 @@ KINDS = (
     "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
 )  # fmt: skip
 OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel takes
+# PyTorch's gradient of an embedding on CUDA sorts more tokens than these, and adds up so many of a kind at a time, in fp32
+EMBEDDING_SORTS, EMBEDDING_ADDS = 3072, 10
 PHASES = ("forward", "loss", "backward", "step")
 
 
@@ -226,11 +228,15 @@ class _Walk:
         if self.mixed:
             ledger.hold("dx in fp32", "residual stream", self.w * self.stream)
             ledger.drop("dx")
+        ledger.drop("tables")
+        if self.step.fused and self.step.tokens > EMBEDDING_SORTS:
+            rows = self.step.tokens // EMBEDDING_ADDS + min(self.step.tokens, m.vocab_size)
+            ledger.hold("sums for the embedding", "gradients", 4 * rows * m.width)
         if m.tied_embeddings:
             ledger.pass_by("embedding", "gradients", self.w * head)
         else:
             self.gradient("embedding", head, ready=True)
-        ledger.drop("dx", "dx in fp32", "gradient that waits for the embedding's")
+        ledger.drop("dx", "dx in fp32", "gradient that waits for the embedding's", "sums for the embedding")
 
     def block_backward(self, layer: int) -> None:
         ledger, e, fused = self.ledger, self.e, self.step.fused
