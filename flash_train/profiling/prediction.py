@@ -20,7 +20,7 @@ KINDS = (
     "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
 )  # fmt: skip
 OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel takes
-# PyTorch's gradient of an embedding on CUDA sorts more tokens than these, and adds up so many of a kind at a time, in fp32
+# An embedding's gradient on CUDA: PyTorch sorts more tokens than these, and adds up so many of a kind at once, in fp32
 EMBEDDING_SORTS, EMBEDDING_ADDS = 3072, 10
 PHASES = ("forward", "loss", "backward", "step")
 

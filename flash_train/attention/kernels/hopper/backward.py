@@ -23,11 +23,21 @@ from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
 from flash_train.attention.kernels.hopper.pairs import pack, unpack
-from flash_train.attention.kernels.hopper.ring import make_barriers, make_ring, once, release, wait_empty, wait_full
+from flash_train.attention.kernels.hopper.ring import (
+    make_barriers,
+    make_ring,
+    once,
+    pass_turn,
+    release,
+    take_turn,
+    wait_empty,
+    wait_full,
+)
 from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row, query_tile, step_needs_mask
 
 BLOCK_N = gl.constexpr(128)
 DS_STAGES = gl.constexpr(2)
+WIDE = gl.constexpr(128)  #: columns of heads whose consumers take turns: narrower ones only with dropout
 
 
 @triton.constexpr_function
@@ -72,18 +82,20 @@ def hopper_backward(
     ds_ring = make_ring(ds_tiles, DS_STAGES, 2, 2)
     dq_full = make_barriers(2, 1)  # of either consumer
     dq_empty = make_barriers(2, 1)
+    turns = make_barriers(2, 1)
+    mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-                GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
+                turns, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads,
+                heads_at_once, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
             )),
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
-                GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
+                turns, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads,
+                heads_at_once, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
             )),
             (load_walk, (
                 q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
@@ -169,7 +181,7 @@ def _write(
 @gluon.jit
 def _consume(
     k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-    cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    turns, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
@@ -180,6 +192,8 @@ def _consume(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])  # of half of dQ [64, COLUMNS]
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S)
+    DROPOUT: gl.constexpr = dropout.state is not None
+    PINGPONG: gl.constexpr = HEAD_DIM >= WIDE or DROPOUT
     dtype: gl.constexpr = k_tile.dtype
     seq, kv_head, start_n, live = find_task(
         gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
@@ -212,14 +226,17 @@ def _consume(
                 v_own = _rows_of(v_tile, none, W, HEAD_DIM)
                 q_tile = q_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM])
                 do_tile = do_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM])
+                if DROPOUT:  # drawn while the matrix unit works
+                    even, odd = draw(dropout, key0, key1, seq.index, head, start_m, first_n, places, BLOCK_M, True)
+                    wait_full(q_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
                 # All that is in flight: of a part, across the loop's back edge, the assembler cannot tell which it is,
                 # and would run every product by itself.
                 product = warpgroup_mma_wait(0, deps=[s_next])
                 wait_full(do_ring, i, STAGES)
+                take_turn(turns, i, W, PINGPONG)
                 dp_next = warpgroup_mma(v_own, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if dropout.state is not None:  # drawn while the matrix unit works
-                    even, odd = draw(dropout, key0, key1, seq.index, head, start_m, first_n, places, BLOCK_M, True)
-                    wait_full(q_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
+                if DROPOUT:
+                    wait_full(q_ring, i, STAGES)  # as above
                 lse_row = lse_tiles.index(i % STAGES).load(COLS)
                 offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
                 offs_n = first_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
@@ -229,13 +246,14 @@ def _consume(
                 if step_needs_mask(visits, i, GROUP) | partial:
                     p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
                 kept = pack(p, dtype)
-                if dropout.state is not None:
+                if DROPOUT:
                     kept = keep(kept, even, odd, BLOCK_M, True)
                 dv_next = warpgroup_mma(unpack(kept, dtype, A), do_tile, dv_acc, is_async=True)
+                pass_turn(turns, W, 2, DROPOUT)  # dS takes longer with it
                 wait_full(do_ring, i, STAGES)  # as above
                 dp = warpgroup_mma_wait(1, deps=[dp_next])
                 delta_row = delta_tiles.index(i % STAGES).load(COLS)
-                if dropout.state is not None:
+                if DROPOUT:
                     dp = keep_wide(dp, even, odd, S, BLOCK_M, True)
                 ds_next = p * (dp - delta_row[None, :])
                 if score.softcap is not None:
@@ -246,6 +264,7 @@ def _consume(
                     ds_ring.tiles.index(i % DS_STAGES).slice(64 * W, 64).store(ds16)
                     fence_async_shared()
                     mbarrier.arrive(ds_ring.full.index(i % DS_STAGES), count=1)
+                pass_turn(turns, W, 2, PINGPONG and not DROPOUT)
                 dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
                 if WITH_DQ:
                     # That of the step before: consumers may then be half a step apart, and one's exponentials
@@ -284,7 +303,7 @@ def _consume(
         mbarrier.arrive(kv.index(1), count=1)
         mbarrier.wait(kv.index(1), 0)
         dv_scale = 1.0
-        if dropout.state is not None:
+        if DROPOUT:
             dv_scale = 256.0 / dropout.threshold
         _rows_of(v_tile, 0, W, HEAD_DIM).store((dv_acc * dv_scale).to(dtype))
         _rows_of(k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))

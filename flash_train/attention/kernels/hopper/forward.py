@@ -275,9 +275,6 @@ def _step(
     s_next = _start_logits(q_tile, k_ring, step + 1, STAGES, BLOCK_N, HEAD_DIM, S)
     wait_full(v_ring, step, STAGES)
     acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
-    LATE: gl.constexpr = WIDE or dropout.state is not None
-    if not LATE:
-        pass_turn(turns, W, CONSUMERS, PINGPONG)
     if dropout.state is not None:
         # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
         # up the other consumer's.
@@ -287,24 +284,19 @@ def _step(
         s_next, j, k_ring, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
         offs_m, 1, STAGES, BLOCK_N, S,
     )  # fmt: skip
-    if LATE:  # so that the consumers' logits come one at a time
-        pass_turn(turns, W, CONSUMERS, PINGPONG)
+    pass_turn(turns, W, CONSUMERS, PINGPONG)  # only now, so that the consumers' logits come one at a time
     alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
     x = s * score.factor - reference[:, None]
     if not WIDE:  # the registers that its product read are free for the exponentials
         acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
         p = gl.exp2(x)
-    elif dropout.state is not None:
-        p = gl.exp2(x)
-        # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
-        wait_full(v_ring, step, STAGES)
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
     else:
         # Between the exponentials: what else is to be done for the weights, the assembler does while the second half
         # of them runs; behind the last one it would not.
         x, rest = _halves(x)
         p = gl.exp2(x)
-        wait_full(v_ring, step, STAGES)  # as above
+        # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
+        wait_full(v_ring, step, STAGES)
         acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
         p = _whole(p, gl.exp2(rest), S)
     sums = rescale_sums(sums, alpha) + sum_by_thread(p)
