@@ -210,24 +210,26 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
     if packing is not None and not isinstance(packing, Packing):
         raise TypeError(f"packing is a {type(packing).__name__}: must be Packing(cu_seqlens_q, cu_seqlens_k), or None")
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if packing is None else (3, "(total, heads, head_dim)")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != rank:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be {layout}" + _packing_hint(packing))
-        if x.dtype != q.dtype or x.device != q.device:
-            raise TypeError(f"{name} is {x.dtype} on {x.device} and q is {q.dtype} on {q.device}: must be equal")
-    if not q.dtype.is_floating_point:
-        raise TypeError(f"q is {q.dtype}: must be a floating-point dtype")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: must be equal up to head_dim")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head_dim {q.shape[-1]} and k {k.shape[-1]}: must be equal")
-    if packing is None and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has batch {q.shape[0]} and k {k.shape[0]}: must be equal")
-    n_heads = q.shape[-2]
-    if k.shape[-2] == 0 or n_heads % k.shape[-2]:
-        raise ValueError(f"q has {n_heads} heads and k {k.shape[-2]}: q's must be a multiple of k's")
+    dtype, device, shape_q, shape_k, shape_v = q.dtype, q.device, q.shape, k.shape, v.shape  # each takes a while to ask
+    for name, shape in (("q", shape_q), ("k", shape_k), ("v", shape_v)):
+        if len(shape) != rank:
+            raise ValueError(f"{name} has shape {tuple(shape)}: must be {layout}" + _packing_hint(packing))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype or x.device != device:
+            raise TypeError(f"{name} is {x.dtype} on {x.device} and q is {dtype} on {device}: must be equal")
+    if not dtype.is_floating_point:
+        raise TypeError(f"q is {dtype}: must be a floating-point dtype")
+    if shape_k[:-1] != shape_v[:-1]:
+        raise ValueError(f"k has shape {tuple(shape_k)} and v {tuple(shape_v)}: must be equal up to head_dim")
+    if shape_q[-1] != shape_k[-1]:
+        raise ValueError(f"q has head_dim {shape_q[-1]} and k {shape_k[-1]}: must be equal")
+    if packing is None and shape_q[0] != shape_k[0]:
+        raise ValueError(f"q has batch {shape_q[0]} and k {shape_k[0]}: must be equal")
+    n_heads, n_kv_heads = shape_q[-2], shape_k[-2]
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"q has {n_heads} heads and k {n_kv_heads}: q's must be a multiple of k's")
     if packing is not None:
-        packing.validate(q.device, q.shape[0], k.shape[0])
+        packing.validate(device, shape_q[0], shape_k[0])
 
 
 def validate_settings(
