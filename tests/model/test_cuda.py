@@ -240,7 +240,7 @@ def test_the_fused_model_errs_no_more_than_plain_pytorch(dtype, autocast, qk_nor
 @pytest.mark.parametrize("memory", ["selective", "checkpoint"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_memory_modes_have_the_gradients_of_keeping_everything(memory, dropout, autocast, attention):
-    """the MLP overwrites what it saved; the recomputation must not meet that, nor other random numbers."""
+    """The MLP overwrites what it saved; the recomputation must not meet that, nor other random numbers."""
     options = {
         "attention": attention,
         "attention_dropout": dropout,

@@ -12,7 +12,7 @@ import triton.language as tl
 from flash_train.attention.kernels.device.mask import key_visits, visible
 from flash_train.attention.kernels.device.philox import draw_elements, load_key, thin
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
-from flash_train.attention.kernels.device.softmax import LN_2, finish_rows
+from flash_train.attention.kernels.device.softmax import finish_rows
 from flash_train.attention.varlen import Entry
 
 
@@ -148,7 +148,7 @@ def attention_decode_merge(
         place = tl.cast(s, tl.int64) * n_rows + row
         weight = tl.exp2((tl.load(part_lse + place) - top) * LOG2_E)
         acc += weight * tl.load(part + place * HEAD_DIM_V + columns, mask=columns < HEAD_DIM_V, other=0.0)
-    acc = acc / tl.where(total != 0.0, total, 1.0)
+    rest, norm = finish_rows(0.0, total)
+    acc = acc / norm
     tl.store(out + row * HEAD_DIM_V + columns, acc.to(out.dtype.element_ty), mask=columns < HEAD_DIM_V)
-    full = tl.where(total != 0.0, top + tl.log2(total) * LN_2, float("-inf"))
-    tl.store(lse + (batch * n_heads + head) * len_q + query, full)
+    tl.store(lse + (batch * n_heads + head) * len_q + query, top + rest)

@@ -2,7 +2,8 @@
 
 Five products a step, in one kernel: consumers of 64 keys each work on S transposed, [64, BLOCK_M], so that P and dS
 enter dV and dK from registers; dS passes through shared memory, from both consumers to both, for dQ, of which each
-computes one half, and which TMA adds to a sum in fp32 in memory. Partitions: two consumers, a loader, a writer.
+computes one half, and which TMA adds to a sum in fp32 in memory. Consumers take turns: one has dP, the exponentials,
+dV and dS, the other dK, dQ and the next S. Partitions: two consumers, a loader, a writer.
 """
 
 import triton
@@ -26,6 +27,7 @@ from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import (
     make_barriers,
     make_ring,
+    make_turns,
     once,
     pass_turn,
     release,
@@ -82,8 +84,7 @@ def hopper_backward(
     ds_ring = make_ring(ds_tiles, DS_STAGES, 2, 2)
     dq_full = make_barriers(2, 1)  # of either consumer
     dq_empty = make_barriers(2, 1)
-    turns = make_barriers(2, 1)
-    mbarrier.arrive(turns.index(0), count=1)
+    turns = make_turns(2)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -22,8 +22,8 @@ from flash_train.attention.kernels.device.softmax import add_sink, finish_rows
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
 from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import (
-    make_barriers,
     make_ring,
+    make_turns,
     make_words,
     once,
     pass_turn,
@@ -67,8 +67,7 @@ def hopper_forward(
     k_ring = make_ring(k_tiles, STAGES, CONSUMERS)
     v_ring = make_ring(v_tiles, STAGES, CONSUMERS)
     words = make_words(Q_STAGES)  # the task of the queries in each stage
-    turns = make_barriers(CONSUMERS, 1)
-    mbarrier.arrive(turns.index(0), count=1)
+    turns = make_turns(CONSUMERS)
     fence_async_shared()
     # Each partition has the same arguments, but for its own: Gluon takes no starred ones.
     if CONSUMERS == 2:

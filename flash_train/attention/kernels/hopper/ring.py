@@ -63,11 +63,16 @@ def release(ring, i, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
-    """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products.
+def make_turns(CONSUMERS: gl.constexpr):
+    """A barrier for each consumer, by which it is given its turn. The first has the first."""
+    turns = make_barriers(CONSUMERS, 1)
+    mbarrier.arrive(turns.index(0), count=1)
+    return turns
 
-    ``turns``: a barrier of one arrival for each of them, of which the first has arrived before the first step.
-    """
+
+@gluon.jit
+def take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
+    """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products."""
     if PINGPONG:
         mbarrier.wait(turns.index(W), step & 1)
 
