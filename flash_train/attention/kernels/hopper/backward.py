@@ -35,7 +35,15 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row, query_tile, step_needs_mask
+from flash_train.attention.kernels.hopper.tasks import (
+    Work,
+    at,
+    find_task,
+    lanes,
+    padded_row,
+    query_tile,
+    step_needs_mask,
+)
 
 BLOCK_N = gl.constexpr(128)
 DS_STAGES = gl.constexpr(2)
@@ -56,16 +64,17 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "heads_at_last"])
 def hopper_backward(
     q, k, v, dout, lse2, delta, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
-    n_kv_heads, heads_at_once, padded,
+    n_kv_heads, heads_at_once, heads_at_last, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
     [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of pieces (``rows``), and
     None without dQ. Grid: a program for each task (``tasks.find_task``)."""
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, heads_at_last)
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -90,23 +99,19 @@ def hopper_backward(
         [
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads,
-                heads_at_once, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
+                turns, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
             )),
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads,
-                heads_at_once, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
+                turns, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
             )),
             (load_walk, (
-                q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
-                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
-                GROUP, BLOCK_M, BLOCK_N, STAGES,
+                q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask,
+                padded, GROUP, BLOCK_M, BLOCK_N, STAGES,
             )),
             (_write, (
-                dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
-                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
-                GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
+                dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded, GROUP, BLOCK_M,
+                HEAD_DIM, WITH_DQ,
             )),
         ],
         [4, 1, 1], [240, 24, 24],
@@ -115,15 +120,12 @@ def hopper_backward(
 
 @gluon.jit
 def load_walk(
-    q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
-    cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
+    q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A task's keys and values, and every step's queries with their log-sum-exp, and dout with delta."""
-    PACKED: gl.constexpr = cu_q is not None
-    seq, kv_head, start_n, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
-    )
+    PACKED: gl.constexpr = work.cu_q is not None
+    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
     if live:
         filled = kv.index(0)
         where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
@@ -132,7 +134,7 @@ def load_walk(
         tma.async_copy_global_to_shared(k, where, filled, k_tile.index(0))
         tma.async_copy_global_to_shared(v, where, filled, v_tile.index(0))
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-        first = padded_row(seq, cu_q, seqlen_q)
+        first = padded_row(seq, work)
         for i in range(0, GROUP * (visits.stop - visits.first)):
             head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
             where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
@@ -150,18 +152,15 @@ def load_walk(
 
 @gluon.jit
 def _write(
-    dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty,
-    cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
+    dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    PACKED: gl.constexpr = cu_q is not None
-    seq, kv_head, start_n, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
-    )
+    PACKED: gl.constexpr = work.cu_q is not None
+    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
     if live:
         if WITH_DQ:
             visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-            first = padded_row(seq, cu_q, seqlen_q)
+            first = padded_row(seq, work)
             for i in range(0, GROUP * (visits.stop - visits.first)):
                 head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
                 piece = (head * padded + first + start_m) // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
@@ -181,8 +180,8 @@ def _write(
 
 @gluon.jit
 def _consume(
-    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-    turns, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty, turns, work,
+    mask, score, dropout, grad_scale,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
@@ -196,9 +195,7 @@ def _consume(
     DROPOUT: gl.constexpr = dropout.state is not None
     PINGPONG: gl.constexpr = HEAD_DIM >= WIDE or DROPOUT
     dtype: gl.constexpr = k_tile.dtype
-    seq, kv_head, start_n, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
-    )
+    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
     if live:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         steps = GROUP * (visits.stop - visits.first)

@@ -26,21 +26,22 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, padded_row, start_of_block
+from flash_train.attention.kernels.hopper.tasks import Work, at, find_task, lanes, padded_row, start_of_block
 
 BLOCK_M = gl.constexpr(128)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "heads_at_last"])
 def hopper_backward_dq(
-    q, k, v, dout, lse2_ptr, delta_ptr, dq, dslope, cu_q, cu_k, mask, score, dropout, grad_scale, keep_rate,
-    n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
+    q, k, v, dout, lse2_ptr, delta_ptr, dq, dslope, cu_q, cu_k, mask, score, dropout, grad_scale, keep_rate, n_entries,
+    seqlen_q, seqlen_k, n_heads, heads_at_once, heads_at_last, padded,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout and dq are descriptors of tiles [64, HEAD_DIM], k and v of [BLOCK_N, HEAD_DIM]; lse2 and delta are those
     of ``rows``. ``dslope``, where it is not None, takes each row's part of the gradient of its ALiBi slope. Grid: a
     program for each task (``tasks.find_task``)."""
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, heads_at_last)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     do_tiles = gl.allocate_shared_memory(dout.dtype, [2] + dout.block_shape, dout.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
@@ -52,18 +53,15 @@ def hopper_backward_dq(
     gl.warp_specialize(
         [
             (_consume, (
-                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, score,
-                dropout, grad_scale, keep_rate, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-                BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 0,
+                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, score, dropout,
+                grad_scale, keep_rate, padded, BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 0,
             )),
             (_consume, (
-                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, score,
-                dropout, grad_scale, keep_rate, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-                BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 1,
+                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, score, dropout,
+                grad_scale, keep_rate, padded, BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 1,
             )),
             (_load, (
-                q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q,
-                seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, STAGES, V_STAGES,
+                q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, GROUP, BLOCK_N, STAGES, V_STAGES,
             )),
         ],
         [4, 1], [240, 24],
@@ -72,14 +70,11 @@ def hopper_backward_dq(
 
 @gluon.jit
 def _load(
-    q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads,
-    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    PACKED: gl.constexpr = cu_q is not None
-    seq, head, start_m, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
-        mask.right is not None,
-    )  # fmt: skip
+    PACKED: gl.constexpr = work.cu_q is not None
+    seq, head, start_m, live = find_task(gl.program_id(0), work, BLOCK_M, True, mask.right is not None)
     if live:
         filled = queries.index(0)
         mbarrier.expect(filled, 2 * (q.block_type.nbytes + dout.block_type.nbytes))
@@ -103,21 +98,18 @@ def _load(
 
 @gluon.jit
 def _consume(
-    dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, cu_q, cu_k, mask, score, dropout,
-    grad_scale, keep_rate, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
+    dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, score, dropout, grad_scale,
+    keep_rate, padded,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dQ of the W-th 64 queries."""
-    PACKED: gl.constexpr = cu_q is not None
+    PACKED: gl.constexpr = work.cu_q is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of S and dP [64, BLOCK_N]
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of dQ [64, HEAD_DIM]
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = q_tiles.dtype
-    seq, head, start_m, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
-        mask.right is not None,
-    )  # fmt: skip
+    seq, head, start_m, live = find_task(gl.program_id(0), work, BLOCK_M, True, mask.right is not None)
     if live:
         head64 = head.to(gl.int64)
         visits = key_visits(mask, seq, head64, start_m, lanes(), BLOCK_M, BLOCK_N)
@@ -128,7 +120,7 @@ def _consume(
         first_m = start_m + 64 * W
         rows = first_m + gl.arange(0, 64, ROWS)
         offs_m = rows[:, None]
-        at_rows = head64 * padded + padded_row(seq, cu_q, seqlen_q) + rows
+        at_rows = head64 * padded + padded_row(seq, work) + rows
         lse2, delta = gl.load(lse2_ptr + at_rows), gl.load(delta_ptr + at_rows)
         q_tile = q_tiles.index(W).reshape([64, HEAD_DIM])
         acc = gl.zeros([64, HEAD_DIM], gl.float32, D)

@@ -30,21 +30,22 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import at, find_task, lanes, query_tile, step_needs_mask
+from flash_train.attention.kernels.hopper.tasks import Work, at, find_task, lanes, query_tile, step_needs_mask
 
 BLOCK_N = gl.constexpr(64)
 P_STAGES = gl.constexpr(2)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "heads_at_last"])
 def hopper_backward_wide(
     q, k, v, dout, lse2, delta, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
-    n_kv_heads, heads_at_once, padded,
+    n_kv_heads, heads_at_once, heads_at_last, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
     [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded). Grid: a program for each task
     (``tasks.find_task``)."""
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, heads_at_last)
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -61,17 +62,16 @@ def hopper_backward_wide(
     gl.warp_specialize(
         [
             (_consume_for_dv, (
-                dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, cu_q, cu_k, mask, score, dropout,
-                n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, GROUP, BLOCK_M, HEAD_DIM, STAGES,
+                dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, work, mask, score, dropout, GROUP, BLOCK_M,
+                HEAD_DIM, STAGES,
             )),
             (_consume_for_dk, (
-                dk, v_tile, q_ring, do_ring, delta_tiles, p_ring, kv, cu_q, cu_k, mask, dropout, grad_scale,
-                n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, GROUP, BLOCK_M, HEAD_DIM, STAGES,
+                dk, v_tile, q_ring, do_ring, delta_tiles, p_ring, kv, work, mask, dropout, grad_scale, GROUP, BLOCK_M,
+                HEAD_DIM, STAGES,
             )),
             (load_walk, (
-                q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv,
-                cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
-                GROUP, BLOCK_M, BLOCK_N, STAGES,
+                q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask,
+                padded, GROUP, BLOCK_M, BLOCK_N, STAGES,
             )),
         ],
         [4, 1], [240, 24],
@@ -80,19 +80,16 @@ def hopper_backward_wide(
 
 @gluon.jit
 def _consume_for_dv(
-    dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, cu_q, cu_k, mask, score, dropout,
-    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, work, mask, score, dropout,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    PACKED: gl.constexpr = cu_q is not None
+    PACKED: gl.constexpr = work.cu_q is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of S transposed [64, BLOCK_M]
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of dV [64, HEAD_DIM]
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = k_tile.dtype
-    seq, kv_head, start_n, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
-    )
+    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
     if live:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         steps = GROUP * (visits.stop - visits.first)
@@ -157,19 +154,16 @@ def _consume_for_dv(
 
 @gluon.jit
 def _consume_for_dk(
-    dk, v_tile, q_ring, do_ring, delta_tiles, p_ring, kv, cu_q, cu_k, mask, dropout, grad_scale,
-    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once,
+    dk, v_tile, q_ring, do_ring, delta_tiles, p_ring, kv, work, mask, dropout, grad_scale,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    PACKED: gl.constexpr = cu_q is not None
+    PACKED: gl.constexpr = work.cu_q is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of dP transposed [64, BLOCK_M]
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of dK [64, HEAD_DIM]
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = v_tile.dtype
-    seq, kv_head, start_n, live = find_task(
-        gl.program_id(0), cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, BLOCK_N, False, False
-    )
+    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
     if live:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         steps = GROUP * (visits.stop - visits.first)

@@ -1,8 +1,9 @@
 """The forward kernel for Hopper: a producer warp loads, consumers of four warps compute 64 queries each.
 
-A persistent grid: a program takes the next task when it begins to load the last, so that all end together, whatever
-a task costs. The producer hands its number to the consumers with the queries. A consumer keeps one product of either
-kind in flight: while it exponentiates the logits of a block, the matrix unit adds the block before to the output.
+A persistent grid: a program takes the next task when it has begun to load the last keys of one, so that all end
+together, whatever a task costs. The producer hands its number to the consumers with the queries. A consumer keeps one
+product of either kind in flight: while it exponentiates the logits of a block, the matrix unit adds the block before
+to the output.
 """
 
 from triton.experimental import gluon
@@ -37,29 +38,30 @@ from flash_train.attention.kernels.hopper.ring import (
 )
 from flash_train.attention.kernels.hopper.softmax import new_maximum, rescale, rescale_sums, sum_by_thread
 from flash_train.attention.kernels.hopper.tasks import (
-    ask_task,
+    Work,
     at,
     count_tasks,
     find_task,
     lanes,
     leave_counter,
+    next_task,
     start_of_block,
-    told_task,
 )
 
 NARROW_OUTPUT = gl.constexpr(64)  #: columns, whose products end before the exponentials begin
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "heads_at_last"])
 def hopper_forward(
     q, k, v, out, lse, counter, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k, n_heads,
-    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
-    num_warps: gl.constexpr,
+    heads_at_once, heads_at_last,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and out are descriptors (``descriptors.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM];
     lse is natural and fp32; counter is an int32 of 0, and so again at the end. Grid: as many programs as there are
     processors, or tasks where those are fewer."""
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, heads_at_last)
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_shape, q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
@@ -74,18 +76,16 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
-                    seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
-                    PINGPONG, 0,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
+                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
-                    seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
-                    PINGPONG, 1,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
+                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 1,
                 )),
                 (_produce, (
-                    q, k, v, q_ring, k_ring, v_ring, words, counter, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k,
-                    n_heads, heads_at_once, GROUP, BLOCK_N, CONSUMERS, Q_STAGES, STAGES,
+                    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS, Q_STAGES,
+                    STAGES,
                 )),
             ],
             [4, 1], [240, 24],
@@ -94,23 +94,20 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
-                    seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
-                    PINGPONG, 0,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
+                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
-                    seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
-                    PINGPONG, 1,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
+                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 1,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries,
-                    seqlen_q, seqlen_k, n_heads, heads_at_once, GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, STAGES,
-                    PINGPONG, 2,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
+                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 2,
                 )),
                 (_produce, (
-                    q, k, v, q_ring, k_ring, v_ring, words, counter, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k,
-                    n_heads, heads_at_once, GROUP, BLOCK_N, CONSUMERS, Q_STAGES, STAGES,
+                    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS, Q_STAGES,
+                    STAGES,
                 )),
             ],
             [4, 4, 1], [160, 160, 24],
@@ -119,23 +116,18 @@ def hopper_forward(
 
 @gluon.jit
 def _produce(
-    q, k, v, q_ring, k_ring, v_ring, words, counter, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, n_heads,
-    heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
+    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings: queries of a task, then its keys and values block by block."""
-    PACKED: gl.constexpr = cu_q is not None
+    PACKED: gl.constexpr = work.cu_q is not None
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    tasks = count_tasks(cu_q, n_entries, seqlen_q, n_heads, BLOCK_M)
+    tasks = count_tasks(work, BLOCK_M)
     done = 0  # tasks
     step = 0  # blocks of keys of all of them
     task = gl.program_id(0)
     while task < tasks:
-        following = ask_task(counter)  # early: the answer takes a while
-        seq, head, start_m, live = find_task(
-            task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
-            mask.right is not None,
-        )  # fmt: skip
+        seq, head, start_m, live = find_task(task, work, BLOCK_M, True, mask.right is not None)
         if live:
             wait_empty(q_ring, done, Q_STAGES)
             write_word(words, done % Q_STAGES, task)
@@ -159,7 +151,7 @@ def _produce(
                 mbarrier.expect(v_ring.full.index(stage), v.block_type.nbytes)
                 tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
                 step += 1
-        task = told_task(following)
+        task = next_task(counter)
     leave_counter(counter, task, tasks)
     wait_empty(q_ring, done, Q_STAGES)
     write_word(words, done % Q_STAGES, task * 0 - 1)
@@ -168,12 +160,12 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    out, lse, q_ring, k_ring, v_ring, words, turns, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q,
-    seqlen_k, n_heads, heads_at_once, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr,
+    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The W-th 64 queries of every task."""
-    PACKED: gl.constexpr = cu_q is not None
+    PACKED: gl.constexpr = work.cu_q is not None
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of logits [64, BLOCK_N]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of the output [64, HEAD_DIM]
@@ -189,10 +181,7 @@ def _consume(
     wait_full(q_ring, done, Q_STAGES)
     task = read_word(words, done % Q_STAGES)
     while task >= 0:
-        seq, head, start_m, live = find_task(
-            task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, BLOCK_M, True,
-            mask.right is not None,
-        )  # fmt: skip
+        seq, head, start_m, live = find_task(task, work, BLOCK_M, True, mask.right is not None)
         head64 = head.to(gl.int64)
         visits = key_visits(mask, seq, head64, start_m, lanes(), BLOCK_M, BLOCK_N)
         slope = load_slope(score, seq, head64)
@@ -239,7 +228,7 @@ def _consume(
             acc = rescale(acc, alpha, False)
         lse_tile, norm = finish_rows(m_i, l_i)
         if PACKED:
-            lse_tile = gl.where(seq.index < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
+            lse_tile = gl.where(seq.index < work.n_entries, lse_tile, float("-inf"))  # the tail has no sink either
         if dropout.state is not None:
             norm = norm * (dropout.threshold * (1.0 / 256.0))
         acc = rescale(acc, 1.0 / norm, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -190,7 +191,8 @@ def forward_launch(
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(out, 64, columns), stats(lse), counter,
         call.cu_seqlens_q, call.cu_seqlens_k, mask_rule(call, tile.portable, walks_keys=True), score_arguments(call),
-        call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
+        call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads,
+        *_order_of_queries(q, k, call, 64 * tile.consumers),
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -265,8 +267,8 @@ def backward_launch(
         describe_rows(sums.lse2, tile.block_m), describe_rows(sums.delta, tile.block_m), *sum_dq,
         describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
-        call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2], _kv_heads_at_once(q, call, group),
-        sums.padded,
+        call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2],
+        *_order_of_keys(q, k, call, tile.block_n), sums.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -299,8 +301,8 @@ def dq_launch(
         describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile.portable, walks_keys=True), score_arguments(call), dropout_arguments(call),
-        call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads, _heads_at_once(k, call, group),
-        sums.padded,
+        call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
+        *_order_of_queries(q, k, call, tile.portable.block_m), sums.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -325,27 +327,32 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
     return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
 
 
-def _kv_heads_at_once(q: Tensor, call: Call, group: int) -> int:
-    """Key heads whose queries, gradients and sums of dQ lie in the cache together."""
-    bytes_per_head = group * _mean_rows(q, call.cu_seqlens_q) * q.shape[-1] * (2 * q.dtype.itemsize + 4)
-    return _evenly(_heads(q, call.cu_seqlens_q) // group, CACHE_BYTES / bytes_per_head)
+def _order_of_queries(q: Tensor, k: Tensor, call: Call, block: int) -> tuple[int, int]:
+    """``heads_at_once`` and ``heads_at_last`` of ``tasks.find_task``; the cache is to hold keys and values."""
+    group = q.shape[-2] // k.shape[-2]
+    tasks = group * slots_of(q, call.cu_seqlens_q, block)
+    row = 2 * k.shape[-1] * k.dtype.itemsize
+    at_once, at_last = _order(k, call.cu_seqlens_k, tasks, row * _mean_rows(k, call.cu_seqlens_k), 3)
+    return group * at_once, group * at_last
 
 
-def _heads_at_once(k: Tensor, call: Call, group: int) -> int:
-    """Query heads whose keys and values lie in the cache together: see ``tasks.find_task``."""
-    bytes_per_head = 2 * _mean_rows(k, call.cu_seqlens_k) * k.shape[-1] * k.dtype.itemsize
-    return group * _evenly(_heads(k, call.cu_seqlens_k), CACHE_BYTES / bytes_per_head)
+def _order_of_keys(q: Tensor, k: Tensor, call: Call, block: int) -> tuple[int, int]:
+    """The same; the cache is to hold queries, gradients of outputs, and the sums of dQ."""
+    tasks = slots_of(k, call.cu_seqlens_k, block)
+    row = q.shape[-2] // k.shape[-2] * q.shape[-1] * (2 * q.dtype.itemsize + 4)
+    return _order(k, call.cu_seqlens_k, tasks, row * _mean_rows(q, call.cu_seqlens_q), 1)
 
 
-def _evenly(heads: int, at_once: float) -> int:
-    """About ``at_once``, at least 1, so that as many heads are left for the last time as for any other."""
-    times = max(1, round(heads / max(1.0, at_once)))
-    return cdiv(heads, times)
+def _order(k: Tensor, cu_seqlens: Tensor | None, tasks: int, size: int, rounds: int) -> tuple[int, int]:
+    """Key heads at once, one task for each processor, and at last, ``rounds``, of ``tasks`` and ``size`` bytes each.
 
-
-def _heads(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Heads of all entries that have heads of their own."""
-    return x.shape[-2] * (x.shape[0] if cu_seqlens is None else 1)
+    Under a causal mask a head's tasks go from long to short, and the next head's long ones to who had short ones. At
+    the end the processors wait for the longest task that began late: the more heads, the earlier all of theirs begin.
+    """
+    heads = k.shape[-2] * (k.shape[0] if cu_seqlens is None else 1)
+    share = processors(k.device) / max(1, tasks)
+    at_once = min(heads, round(share), CACHE_BYTES // max(1, size))
+    return max(1, at_once), min(heads, math.ceil(rounds * share))
 
 
 def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:

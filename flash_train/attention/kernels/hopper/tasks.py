@@ -1,5 +1,7 @@
 """Which tiles of which heads a program works on, in which order, and where they lie for TMA."""
 
+from typing import Any, NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,26 +13,36 @@ RAGGED = gl.constexpr(1 << 30)
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
-@gluon.jit
-def count_tasks(cu, n_entries, seqlen, n_heads, BLOCK: gl.constexpr):
-    """Tasks of a launch; see ``find_task``. Packed, some hold nothing."""
-    return n_heads * _slots(cu, n_entries, seqlen, BLOCK) * _lanes(cu, n_entries)
+class Work(NamedTuple):
+    """Entries and heads of a launch, and the order in which they are taken: see ``find_task``."""
+
+    cu_q: Any
+    cu_k: Any
+    n_entries: Any
+    seqlen_q: Any  #: packed, all rows
+    seqlen_k: Any
+    n_heads: Any
+    heads_at_once: Any
+    heads_at_last: Any
 
 
 @gluon.jit
-def ask_task(counter):
-    """Ask for a task that no program has taken; the first of each is its own number. ``told_task`` has the answer.
+def count_tasks(work, BLOCK: gl.constexpr):
+    """Tasks of a launch that walks keys. Packed, some hold nothing."""
+    return work.n_heads * _slots(work.cu_q, work.n_entries, work.seqlen_q, BLOCK) * _lanes(work.cu_q, work.n_entries)
+
+
+@gluon.jit
+def next_task(counter):
+    """A task that no program has taken; the first of each is its own number.
 
     For a partition of one warp, whose first lane asks. Asked as a scalar, the answer goes through shared memory, and
-    was once seen not to arrive.
+    was once seen not to arrive. Not to be asked before it is needed: a task that waits for its program could be the
+    one that the others wait for.
     """
     lane = gl.arange(0, 32, _LANES)
-    return gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
-
-
-@gluon.jit
-def told_task(asked):
-    return gl.num_programs(0) + gl.max(gl.where(gl.arange(0, 32, _LANES) == 0, asked, -1), 0)
+    asked = gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+    return gl.num_programs(0) + gl.max(gl.where(lane == 0, asked, -1), 0)
 
 
 @gluon.jit
@@ -42,40 +54,40 @@ def leave_counter(counter, told, tasks):
 
 
 @gluon.jit
-def find_task(
-    task, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once,
-    BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr,
-):  # fmt: skip
+def find_task(task, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr):
     """(entry, head, first row, whether there is anything to do) of a task.
 
-    Tasks go through ``heads_at_once`` heads, whose keys and values fit the cache together, tile by tile, and then
-    through the next. REVERSED: an entry's last tile comes first, which under a causal mask takes the longest.
+    Tasks go through ``heads_at_once`` heads, whose rows fit the cache together, tile by tile, and then through the
+    next; at last through the ``heads_at_last`` or more that are left, so many that the processors end together.
+    REVERSED: an entry's last tile comes first, which under a causal mask takes the longest.
     A tile is one of queries where the program WALKS_KEYS, else one of keys; heads are those of the tiled tensor.
     """
-    cu = cu_q if WALKS_KEYS else cu_k
-    seqlen = seqlen_q if WALKS_KEYS else seqlen_k
+    n_entries = work.n_entries
+    cu = work.cu_q if WALKS_KEYS else work.cu_k
+    seqlen = work.seqlen_q if WALKS_KEYS else work.seqlen_k
     slots = _slots(cu, n_entries, seqlen, BLOCK)
-    heads = n_heads * _lanes(cu, n_entries)
-    group = task // (slots * heads_at_once)
-    first = group * heads_at_once
-    size = gl.minimum(heads - first, heads_at_once)
+    heads = work.n_heads * _lanes(cu, n_entries)
+    last = (heads - work.heads_at_last) // work.heads_at_once
+    group = gl.minimum(task // (slots * work.heads_at_once), last)
+    first = group * work.heads_at_once
+    size = gl.where(group < last, work.heads_at_once, heads - first)
     place = task - first * slots
     slot = place // size
     head = first + place % size
     if cu is None:
-        entry = head // n_heads
-        head = head % n_heads
+        entry = head // work.n_heads
+        head = head % work.n_heads
         zero = (entry * 0).to(gl.int64)
-        seq = Entry(entry, entry.to(gl.int64), zero, zero, seqlen_q, seqlen_k)
+        seq = Entry(entry, entry.to(gl.int64), zero, zero, work.seqlen_q, work.seqlen_k)
         tile = slot
         tiles = slots
     else:
         entry = _entry_of(slot, cu, n_entries, BLOCK)
         tile = slot - (gl.load(cu + entry) // BLOCK + entry)
-        q_row = gl.load(cu_q + entry)
-        k_row = gl.load(cu_k + entry)
-        len_q = gl.load(cu_q + entry + 1, mask=entry < n_entries, other=seqlen_q) - q_row
-        len_k = gl.load(cu_k + entry + 1, mask=entry < n_entries, other=seqlen_k) - k_row
+        q_row = gl.load(work.cu_q + entry)
+        k_row = gl.load(work.cu_k + entry)
+        len_q = gl.load(work.cu_q + entry + 1, mask=entry < n_entries, other=work.seqlen_q) - q_row
+        len_k = gl.load(work.cu_k + entry + 1, mask=entry < n_entries, other=work.seqlen_k) - k_row
         # the rows past the last boundary form an entry of their own, of which there is nothing to walk
         if WALKS_KEYS:
             len_k = gl.where(entry < n_entries, len_k, 0)
@@ -146,10 +158,10 @@ def _step(visits, i, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def padded_row(seq, cu_q, seqlen_q):
+def padded_row(seq, work):
     """The entry's first row of those of ``rows``."""
-    if cu_q is None:
-        row = seq.index * (gl.cdiv(seqlen_q, 128) * 128)
+    if work.cu_q is None:
+        row = seq.index * (gl.cdiv(work.seqlen_q, 128) * 128)
     else:
         row = (seq.q_row.to(gl.int32) // 128 + seq.index) * 128
     return row
