@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from flash_train.attention.kernels.launch import lengths_of, make_output, sink_g
 from flash_train.attention.kernels.planned import Form, form_of, launch_all
 from flash_train.attention.kernels.tiles import block_d, cdiv, processors
 
-CACHE_BYTES = 24 << 20  #: of keys and values that are walked at a time: half of the chip's second-level cache
+CACHE_BYTES = 24 << 20  #: of rows that are walked at a time: half of the chip's second-level cache
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -192,7 +191,7 @@ def forward_launch(
         describe(out, 64, columns), stats(lse), counter,
         call.cu_seqlens_q, call.cu_seqlens_k, mask_rule(call, tile.portable, walks_keys=True), score_arguments(call),
         call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads,
-        *_order_of_queries(q, k, call, 64 * tile.consumers),
+        _heads_at_once(q, k, call, 64 * tile.consumers),
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -268,7 +267,7 @@ def backward_launch(
         describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
         call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2],
-        *_order_of_keys(q, k, call, tile.block_n), sums.padded,
+        _kv_heads_at_once(q, k, call, tile.block_n), sums.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -302,7 +301,7 @@ def dq_launch(
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k,
         mask_rule(call, tile.portable, walks_keys=True), score_arguments(call), dropout_arguments(call),
         call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
-        *_order_of_queries(q, k, call, tile.portable.block_m), sums.padded,
+        _heads_at_once(q, k, call, tile.portable.block_m), sums.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -327,32 +326,25 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
     return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
 
 
-def _order_of_queries(q: Tensor, k: Tensor, call: Call, block: int) -> tuple[int, int]:
-    """``heads_at_once`` and ``heads_at_last`` of ``tasks.find_task``; the cache is to hold keys and values."""
+def _heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
+    """Query heads whose keys and values are to lie in the cache together: see ``tasks.find_task``."""
     group = q.shape[-2] // k.shape[-2]
-    tasks = group * slots_of(q, call.cu_seqlens_q, block)
     row = 2 * k.shape[-1] * k.dtype.itemsize
-    at_once, at_last = _order(k, call.cu_seqlens_k, tasks, row * _mean_rows(k, call.cu_seqlens_k), 3)
-    return group * at_once, group * at_last
+    tasks = group * slots_of(q, call.cu_seqlens_q, block)
+    return group * _at_once(k, call.cu_seqlens_k, tasks, row * _mean_rows(k, call.cu_seqlens_k))
 
 
-def _order_of_keys(q: Tensor, k: Tensor, call: Call, block: int) -> tuple[int, int]:
-    """The same; the cache is to hold queries, gradients of outputs, and the sums of dQ."""
+def _kv_heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
+    """Key heads, with the queries, gradients and sums of dQ of one of the heads that share each."""
+    row = q.shape[-1] * (2 * q.dtype.itemsize + 4)
     tasks = slots_of(k, call.cu_seqlens_k, block)
-    row = q.shape[-2] // k.shape[-2] * q.shape[-1] * (2 * q.dtype.itemsize + 4)
-    return _order(k, call.cu_seqlens_k, tasks, row * _mean_rows(q, call.cu_seqlens_q), 1)
+    return _at_once(k, call.cu_seqlens_k, tasks, row * _mean_rows(q, call.cu_seqlens_q))
 
 
-def _order(k: Tensor, cu_seqlens: Tensor | None, tasks: int, size: int, rounds: int) -> tuple[int, int]:
-    """Key heads at once, one task for each processor, and at last, ``rounds``, of ``tasks`` and ``size`` bytes each.
-
-    Under a causal mask a head's tasks go from long to short, and the next head's long ones to who had short ones. At
-    the end the processors wait for the longest task that began late: the more heads, the earlier all of theirs begin.
-    """
+def _at_once(k: Tensor, cu_seqlens: Tensor | None, tasks: int, size: int) -> int:
+    """Key heads of ``tasks`` and ``size`` bytes each that are one task for each processor, if the cache holds them."""
     heads = k.shape[-2] * (k.shape[0] if cu_seqlens is None else 1)
-    share = processors(k.device) / max(1, tasks)
-    at_once = min(heads, round(share), CACHE_BYTES // max(1, size))
-    return max(1, at_once), min(heads, math.ceil(rounds * share))
+    return max(1, min(heads, round(processors(k.device) / max(1, tasks)), CACHE_BYTES // max(1, size)))
 
 
 def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:

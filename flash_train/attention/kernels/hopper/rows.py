@@ -28,8 +28,7 @@ def hopper_prepare(
 
     Grid (padded / BLOCK, heads).
     """
-    slot = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    slot, head = _find_rows(cu_q, n_entries)
     entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
     seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
     start = tile * BLOCK
@@ -59,8 +58,7 @@ def hopper_finish(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The sum of dQ, scaled, in q's dtype and order. COLUMNS: of a piece. Grid (padded / BLOCK, heads)."""
-    slot = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    slot, head = _find_rows(cu_q, n_entries)
     entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
     seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
     start = tile * BLOCK
@@ -68,6 +66,17 @@ def hopper_finish(
     tile_sum = in_rows(pieces, BLOCK, BLOCK_D, COLUMNS)
     dq_ptrs = row_pointers(dq, seq.batch, head, seq.q_row + start, BLOCK, BLOCK_D)
     store_tile(dq_ptrs, tile_sum * grad_scale, seq.len_q - start, BLOCK, BLOCK_D, HEAD_DIM)
+
+
+@triton.jit
+def _find_rows(cu_q, n_entries):
+    """(slot, head) of a program. First come those that the backward takes last, whose sum is in the cache when it ends;
+    last those that it begins with."""
+    slots, heads = tl.num_programs(0), tl.num_programs(1)
+    place = slots * heads - 1 - (tl.program_id(1) * slots + tl.program_id(0))
+    tiles = slots // n_entries if cu_q is None else slots  # of entries that have heads of their own
+    slot = place // (tiles * heads) * tiles + place % tiles
+    return slot, (place // tiles % heads).to(tl.int64)
 
 
 @triton.jit

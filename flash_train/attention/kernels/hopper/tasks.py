@@ -23,7 +23,6 @@ class Work(NamedTuple):
     seqlen_k: Any
     n_heads: Any
     heads_at_once: Any
-    heads_at_last: Any
 
 
 @gluon.jit
@@ -58,7 +57,9 @@ def find_task(task, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSE
     """(entry, head, first row, whether there is anything to do) of a task.
 
     Tasks go through ``heads_at_once`` heads, whose rows fit the cache together, tile by tile, and then through the
-    next; at last through the ``heads_at_last`` or more that are left, so many that the processors end together.
+    next; at last through twice as many or more. Under a causal mask tiles go from long to short, and those who had
+    short ones begin with the long ones of the next heads. At the end all wait for the longest that began late: the
+    more heads, the earlier theirs begin.
     REVERSED: an entry's last tile comes first, which under a causal mask takes the longest.
     A tile is one of queries where the program WALKS_KEYS, else one of keys; heads are those of the tiled tensor.
     """
@@ -67,7 +68,7 @@ def find_task(task, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSE
     seqlen = work.seqlen_q if WALKS_KEYS else work.seqlen_k
     slots = _slots(cu, n_entries, seqlen, BLOCK)
     heads = work.n_heads * _lanes(cu, n_entries)
-    last = (heads - work.heads_at_last) // work.heads_at_once
+    last = gl.maximum(heads // work.heads_at_once - 2, 0)
     group = gl.minimum(task // (slots * work.heads_at_once), last)
     first = group * work.heads_at_once
     size = gl.where(group < last, work.heads_at_once, heads - first)
