@@ -58,13 +58,14 @@ def judge(subject: Subject, number: int) -> str:
 
     case = draw(subject, number)
     with contextlib.ExitStack() as stack:
-        if subject.backend == "hopper":  # calls of any length by the tiles of long ones, too
+        if subject.backend == "hopper":  # small calls by the tiles of long ones, and by as many groups of heads, too
             from flash_train.attention.kernels import planned
-            from flash_train.attention.kernels.hopper import tiles
+            from flash_train.attention.kernels.hopper import launch, tiles
 
-            planned._plans.clear()  # which are made with the tiles of before
+            planned._plans.clear()  # which are made with the tiles and groups of before
             long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_WALK
             stack.enter_context(mock.patch.object(tiles, "LONG_WALK", long))
+            stack.enter_context(mock.patch.object(launch, "_at_once", lambda *_: 1 + number % 3))
         if subject.backend == "hopper" and subject.device == "cpu":
             from tests.attention.emulated import hopper_on_cpu
 
