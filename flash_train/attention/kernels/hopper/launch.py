@@ -329,15 +329,15 @@ def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
 def _heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
     """Query heads whose keys and values are to lie in the cache together: see ``tasks.find_task``."""
     group = q.shape[-2] // k.shape[-2]
+    tasks = group * _tasks_of_head(q, call.cu_seqlens_q, block)
     row = 2 * k.shape[-1] * k.dtype.itemsize
-    tasks = group * slots_of(q, call.cu_seqlens_q, block)
     return group * _at_once(k, call.cu_seqlens_k, tasks, row * _mean_rows(k, call.cu_seqlens_k))
 
 
 def _kv_heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
     """Key heads, with the queries, gradients and sums of dQ of one of the heads that share each."""
+    tasks = _tasks_of_head(k, call.cu_seqlens_k, block)
     row = q.shape[-1] * (2 * q.dtype.itemsize + 4)
-    tasks = slots_of(k, call.cu_seqlens_k, block)
     return _at_once(k, call.cu_seqlens_k, tasks, row * _mean_rows(q, call.cu_seqlens_q))
 
 
@@ -345,6 +345,11 @@ def _at_once(k: Tensor, cu_seqlens: Tensor | None, tasks: int, size: int) -> int
     """Key heads of ``tasks`` and ``size`` bytes each that are one task for each processor, if the cache holds them."""
     heads = k.shape[-2] * (k.shape[0] if cu_seqlens is None else 1)
     return max(1, min(heads, round(processors(k.device) / max(1, tasks)), CACHE_BYTES // max(1, size)))
+
+
+def _tasks_of_head(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
+    """Of a head of one entry; packed, of all entries."""
+    return cdiv(x.shape[1], block) if cu_seqlens is None else slots_of(x, cu_seqlens, block)
 
 
 def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
