@@ -11,17 +11,16 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flash_train.attention.kernels.hopper import launch
+from flash_train.attention.kernels.hopper import launch, tiles
 from flash_train.attention.kernels.hopper.tasks import Work, find_task
 from tests.attention.gluon import launch as emulate
 
 PROCESSORS = 132
-BLOCK = gl.constexpr(128)
 UNPACKED = SimpleNamespace(cu_seqlens_q=None, cu_seqlens_k=None)
 
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen", "n_heads", "heads_at_once"])
-def write_order(out, n_entries, seqlen, n_heads, heads_at_once, n_tasks, WALKS_KEYS: gl.constexpr):
+def write_order(out, n_entries, seqlen, n_heads, heads_at_once, n_tasks, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
     """Entry, head and tile of each task of unpacked calls, int32 (n_tasks, 3)."""
     work = Work(None, None, n_entries, seqlen, seqlen, n_heads, heads_at_once)
     for task in range(0, n_tasks):
@@ -31,14 +30,14 @@ def write_order(out, n_entries, seqlen, n_heads, heads_at_once, n_tasks, WALKS_K
         gl.store(out + 3 * task + 2, row // BLOCK, mask=live)
 
 
-def order(entries, tokens, heads, at_once, walks_keys):
-    tiles = -(-tokens // 128)
-    out = torch.full((entries * heads * tiles, 3), -1, dtype=torch.int32)
-    emulate(write_order, 1, out, entries, tokens, heads, at_once, len(out), WALKS_KEYS=walks_keys)
+def order(entries, tokens, heads, at_once, walks_keys, block=128):
+    n = -(-tokens // block)
+    out = torch.full((entries * heads * n, 3), -1, dtype=torch.int32)
+    emulate(write_order, 1, out, entries, tokens, heads, at_once, len(out), BLOCK=block, WALKS_KEYS=walks_keys)
     assert sorted(map(tuple, out.tolist())) == [
-        (entry, head, tile) for entry in range(entries) for head in range(heads) for tile in range(tiles)
+        (entry, head, tile) for entry in range(entries) for head in range(heads) for tile in range(n)
     ]
-    return [tile for _, _, tile in out.tolist()], tiles
+    return [tile for _, _, tile in out.tolist()], n
 
 
 def waiting(costs):
@@ -59,10 +58,12 @@ def test_processors_end_together(entries, tokens, heads, kv_heads, head_dim, mon
     monkeypatch.setattr(launch, "processors", lambda device: PROCESSORS)
     q = torch.empty(entries, tokens, heads, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(entries, tokens, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    taken, _ = order(entries, tokens, heads, launch._heads_at_once(q, k, UNPACKED, 128), True)
+    block = 64 * (tiles.LONG if head_dim == 64 else tiles.FORWARD[head_dim]).consumers
+    taken, _ = order(entries, tokens, heads, launch._heads_at_once(q, k, UNPACKED, block), True, block)
     assert waiting([1.5 + tile for tile in taken]) < 0.02
-    taken, tiles = order(entries, tokens, kv_heads, launch._kv_heads_at_once(q, k, UNPACKED, 128), False)
-    assert waiting([3.7 + 2 * heads // kv_heads * (tiles - tile) for tile in taken]) < 0.02
+    block = tiles.BACKWARD[head_dim].block_n
+    taken, n = order(entries, tokens, kv_heads, launch._kv_heads_at_once(q, k, UNPACKED, block), False, block)
+    assert waiting([3.7 + 2 * heads // kv_heads * (n - tile) for tile in taken]) < 0.02
 
 
 @pytest.mark.parametrize("at_once", range(1, 8))

@@ -344,7 +344,7 @@ def _kv_heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
 def _at_once(k: Tensor, cu_seqlens: Tensor | None, tasks: int, size: int) -> int:
     """Key heads of ``tasks`` and ``size`` bytes each that are one task for each processor, if the cache holds them."""
     heads = k.shape[-2] * (k.shape[0] if cu_seqlens is None else 1)
-    return max(1, min(heads, round(processors(k.device) / max(1, tasks)), CACHE_BYTES // max(1, size)))
+    return max(1, min(heads, round(processors(k.device) / tasks), CACHE_BYTES // size))
 
 
 def _tasks_of_head(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
