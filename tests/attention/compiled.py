@@ -45,6 +45,7 @@ SHARED_LIMIT = {
     (12, 0): 99 * 1024,
 }
 TENSOR_MEMORY_LIMIT = 512  # columns, of chips that have such a memory
+MEETINGS = 4  # of all warps of a partition, in a step of a kernel for Hopper
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LENGTH = 256  # rows of the tensors; the code depends on whether 16 divides it, no more
 HEADS = 4
@@ -133,8 +134,9 @@ MASKS = {
 @dataclass(frozen=True)
 class Resources:
     """What a compiled kernel takes: registers a thread, bytes of stack (spills live there), instructions that spill or
-    reload, bytes of shared memory, columns of tensor memory; and whether products run one by one: where the assembler
-    cannot follow what is in flight, it puts a wait behind every instruction of Hopper's matrix unit."""
+    reload, bytes of shared memory, columns of tensor memory; whether products run one by one: where the assembler
+    cannot follow what is in flight, it puts a wait behind every instruction of Hopper's matrix unit; and how often in a
+    step all warps of a partition wait for each other: Triton adds what it takes to be missing."""
 
     registers: int
     stack: int
@@ -142,6 +144,7 @@ class Resources:
     shared: int
     tensor_memory: int
     serial: bool = False
+    meetings: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,20 @@ def resources_of(kernel: Any) -> Resources:
     tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
     products, waits = (len(re.findall(rf"\b{name}\b", said)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
     serial = products > 16 and waits >= products
-    return Resources(int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory, serial)
+    meetings = meetings_of(said)
+    return Resources(int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory, serial, meetings)
+
+
+def meetings_of(sass: str) -> int:
+    """Barriers of a partition's warps in an innermost loop with products of Hopper's matrix unit: the most in any."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
+    jumps = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text))]
+    steps = [
+        [text for at, text in code if first <= at <= last]
+        for first, last in jumps
+        if first < last and not any(first <= a < b <= last and (a, b) != (first, last) for a, b in jumps)
+    ]
+    return max((sum("BAR.SYNC" in x for x in step) for step in steps if any("HGMMA" in x for x in step)), default=0)
 
 
 def problems_of(variant: Variant, found: Resources) -> list[str]:
@@ -279,8 +295,11 @@ def problems_of(variant: Variant, found: Resources) -> list[str]:
         ("instructions that spill or reload", found.spills, spills),
     )
     problems = [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
-    if found.serial and variant.kernels == "hopper":  # of the portable ones, Triton decides what is in flight
-        problems.append("the assembler runs every product by itself")
+    if variant.kernels == "hopper":  # of the portable ones, Triton decides what is in flight, and where warps meet
+        if found.serial:
+            problems.append("the assembler runs every product by itself")
+        if found.meetings > MEETINGS:
+            problems.append(f"all warps wait for each other {found.meetings} times a step, allowed are {MEETINGS}")
     return problems
 
 

@@ -115,7 +115,7 @@ def test_repeatable_gradients(case):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("tile", [(3, 128, 2, 3), (3, 64, 1, 2), (2, 64, 2, 4, False)], ids=str)
+@pytest.mark.parametrize("tile", [(3, 128, 2, 3, 3), (3, 64, 1, 2, 3), (2, 64, 2, 4, 2, False)], ids=str)
 def test_other_tiles(tile, monkeypatch):
     """Three consumers, and consumers that take no turns."""
     monkeypatch.setitem(tiles.FORWARD, 64, tiles.ForwardTile(*tile))

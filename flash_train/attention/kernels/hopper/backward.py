@@ -25,13 +25,21 @@ from flash_train.attention.kernels.device.score import capped_slope, load_slope,
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
 from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import (
+    Ring,
+    arrive,
+    hold,
     make_barriers,
+    make_mark,
     make_ring,
     make_turns,
     once,
     pass_turn,
+    phase_of,
     release,
+    release_too,
+    stage_of,
     take_turn,
+    tile_of,
     wait_empty,
     wait_full,
 )
@@ -90,24 +98,26 @@ def hopper_backward(
     q_ring = make_ring(q_tiles, STAGES, 2)  # the log-sum-exp comes and goes with its queries, delta with dout
     do_ring = make_ring(do_tiles, STAGES, 2)
     kv = make_barriers(3, 2)  # filled, read for the last time, gradients stored in their place
-    ds_ring = make_ring(ds_tiles, DS_STAGES, 2, 2)
+    # Filled by both consumers, each of which waits for the other's half only.
+    ds_ring = Ring(ds_tiles, (make_barriers(DS_STAGES, 1), make_barriers(DS_STAGES, 1)), make_barriers(DS_STAGES, 2))
     dq_full = make_barriers(2, 1)  # of either consumer
     dq_empty = make_barriers(2, 1)
-    turns = make_turns(2)
+    turns = make_turns()
+    marks = (make_mark(), make_mark())
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 0,
+                turns, marks, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 0,
             )),
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, STAGES, WITH_DQ, 1,
+                turns, marks, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 1,
             )),
             (load_walk, (
                 q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask,
-                padded, GROUP, BLOCK_M, BLOCK_N, STAGES,
+                padded, GROUP, BLOCK_M, BLOCK_N,
             )),
             (_write, (
                 dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded, GROUP, BLOCK_M,
@@ -121,7 +131,7 @@ def hopper_backward(
 @gluon.jit
 def load_walk(
     q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask, padded,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """A task's keys and values, and every step's queries with their log-sum-exp, and dout with delta."""
     PACKED: gl.constexpr = work.cu_q is not None
@@ -139,12 +149,12 @@ def load_walk(
             head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
             where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
             row = [head * padded + first + start_m]
-            stage = i % STAGES
-            wait_empty(q_ring, i, STAGES)
+            stage = stage_of(q_ring, i)
+            wait_empty(q_ring, i)
             mbarrier.expect(q_ring.full.index(stage), q.block_type.nbytes + 4 * BLOCK_M)
             tma.async_copy_global_to_shared(q, where, q_ring.full.index(stage), q_ring.tiles.index(stage))
             tma.async_copy_global_to_shared(lse2, row, q_ring.full.index(stage), lse_tiles.index(stage))
-            wait_empty(do_ring, i, STAGES)
+            wait_empty(do_ring, i)
             mbarrier.expect(do_ring.full.index(stage), dout.block_type.nbytes + 4 * BLOCK_M)
             tma.async_copy_global_to_shared(dout, where, do_ring.full.index(stage), do_ring.tiles.index(stage))
             tma.async_copy_global_to_shared(delta, row, do_ring.full.index(stage), delta_tiles.index(stage))
@@ -180,10 +190,9 @@ def _write(
 
 @gluon.jit
 def _consume(
-    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty, turns, work,
-    mask, score, dropout, grad_scale,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
-    W: gl.constexpr,
+    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty, turns, marks,
+    work, mask, score, dropout, grad_scale,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the W-th 64 keys, and the W-th half of dQ of all 128."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of S transposed [64, BLOCK_M]
@@ -212,9 +221,7 @@ def _consume(
         if steps > 0:
             mbarrier.wait(q_ring.full.index(0), 0)
             k_own = _rows_of(k_tile, 0, W, HEAD_DIM)
-            s_next = warpgroup_mma(
-                k_own, _transposed(q_ring, 0, BLOCK_M, HEAD_DIM, STAGES), zero, use_acc=False, is_async=True
-            )
+            s_next = warpgroup_mma(k_own, tile_of(q_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
                 head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
                 head = head.to(gl.int64)
@@ -222,18 +229,18 @@ def _consume(
                 none = i >> 30
                 k_own = _rows_of(k_tile, none, W, HEAD_DIM)
                 v_own = _rows_of(v_tile, none, W, HEAD_DIM)
-                q_tile = q_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM])
-                do_tile = do_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM])
+                q_tile = tile_of(q_ring, i)
+                do_tile = tile_of(do_ring, i)
                 if DROPOUT:  # drawn while the matrix unit works
                     even, odd = draw(dropout, key0, key1, seq.index, head, start_m, first_n, places, BLOCK_M, True)
-                    wait_full(q_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
+                    hold(marks[0])
                 # All that is in flight: of a part, across the loop's back edge, the assembler cannot tell which it is,
                 # and would run every product by itself.
                 product = warpgroup_mma_wait(0, deps=[s_next])
-                wait_full(do_ring, i, STAGES)
+                wait_full(do_ring, i)
                 take_turn(turns, i, W, PINGPONG)
                 dp_next = warpgroup_mma(v_own, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                lse_row = lse_tiles.index(i % STAGES).load(COLS)
+                lse_row = lse_tiles.index(stage_of(q_ring, i)).load(COLS)
                 offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
                 offs_n = first_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
@@ -245,10 +252,10 @@ def _consume(
                 if DROPOUT:
                     kept = keep(kept, even, odd, BLOCK_M, True)
                 dv_next = warpgroup_mma(unpack(kept, dtype, A), do_tile, dv_acc, is_async=True)
-                pass_turn(turns, W, 2, DROPOUT)  # dS takes longer with it
-                wait_full(do_ring, i, STAGES)  # as above
+                pass_turn(turns, i, W, 2, DROPOUT)  # dS takes longer with it
+                hold(marks[1])
                 dp = warpgroup_mma_wait(1, deps=[dp_next])
-                delta_row = delta_tiles.index(i % STAGES).load(COLS)
+                delta_row = delta_tiles.index(stage_of(do_ring, i)).load(COLS)
                 if DROPOUT:
                     dp = keep_wide(dp, even, odd, S, BLOCK_M, True)
                 ds_next = p * (dp - delta_row[None, :])
@@ -256,47 +263,48 @@ def _consume(
                     ds_next *= capped_slope(product, score, False)
                 ds16 = ds_next.to(dtype)
                 if WITH_DQ:
-                    wait_empty(ds_ring, i, DS_STAGES)
-                    ds_ring.tiles.index(i % DS_STAGES).slice(64 * W, 64).store(ds16)
+                    wait_empty(ds_ring, i)
+                    ds_ring.tiles.index(stage_of(ds_ring, i)).slice(64 * W, 64).store(ds16)
                     fence_async_shared()
-                    mbarrier.arrive(ds_ring.full.index(i % DS_STAGES), count=1)
-                pass_turn(turns, W, 2, PINGPONG and not DROPOUT)
+                    arrive(ds_ring.full[W].index(stage_of(ds_ring, i)))
+                pass_turn(turns, i, W, 2, PINGPONG and not DROPOUT)
                 dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
                 if WITH_DQ:
                     # That of the step before: consumers may then be half a step apart, and one's exponentials
                     # coincide with the other's products. In the first step its own, for nothing.
                     before = gl.maximum(i - 1, 0)
-                    wait_full(ds_ring, before, DS_STAGES)
+                    mbarrier.wait(ds_ring.full[1 - W].index(stage_of(ds_ring, before)), phase_of(ds_ring, before))
                     dq_next = _start_dq(ds_ring, before, k_tile.index(none), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dv_acc = warpgroup_mma_wait(2 if WITH_DQ else 1, deps=[dv_next])
-                release(do_ring, i, STAGES)
-                mbarrier.wait(q_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
+                wait_full(q_ring, i + 1, i + 1 < steps)
                 # The next logits, during the rest of this step; after the last one, of what is there, for nothing.
                 s_next = warpgroup_mma(
-                    k_own, _transposed(q_ring, i + 1, BLOCK_M, HEAD_DIM, STAGES), zero, use_acc=False, is_async=True
+                    k_own, tile_of(q_ring, i + 1).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 if WITH_DQ:
                     dk_acc, dq_half = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
                 else:
                     dk_acc = warpgroup_mma_wait(1, deps=[dk_next])
-                release(q_ring, i, STAGES)
+                release(q_ring, i)
+                release_too(do_ring, i)
                 if WITH_DQ:
-                    mbarrier.arrive(ds_ring.empty.index(before % DS_STAGES), count=1, pred=i > 0)
+                    release_too(ds_ring, before, i > 0)
                     mbarrier.wait(dq_empty.index(W), i & 1, pred=i > 0)
                     dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
                     fence_async_shared()
-                    mbarrier.arrive(dq_full.index(W), count=1, pred=i > 0)
+                    arrive(dq_full.index(W), i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
             if WITH_DQ:
-                wait_full(ds_ring, steps - 1, DS_STAGES)
-                dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
+                last = steps - 1
+                mbarrier.wait(ds_ring.full[1 - W].index(stage_of(ds_ring, last)), phase_of(ds_ring, last))
+                dq_next = _start_dq(ds_ring, last, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dq_half = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.wait(dq_empty.index(W), steps & 1)
                 dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
                 fence_async_shared()
-                mbarrier.arrive(dq_full.index(W), count=1)
+                arrive(dq_full.index(W))
 
-        mbarrier.arrive(kv.index(1), count=1)
+        arrive(kv.index(1))
         mbarrier.wait(kv.index(1), 0)
         dv_scale = 1.0
         if DROPOUT:
@@ -304,13 +312,13 @@ def _consume(
         _rows_of(v_tile, 0, W, HEAD_DIM).store((dv_acc * dv_scale).to(dtype))
         _rows_of(k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))
         fence_async_shared()
-        mbarrier.arrive(kv.index(2), count=1)
+        arrive(kv.index(2))
 
 
 @gluon.jit
 def _start_dq(ds_ring, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
     """dQ of step i from 128 keys: the W-th 64 of its queries, or the W-th half of the columns of 64 queries."""
-    ds_tile = ds_ring.tiles.index(i % DS_STAGES)
+    ds_tile = ds_ring.tiles.index(stage_of(ds_ring, i))
     k_all = k_tile.reshape([BLOCK_N, HEAD_DIM])
     if BLOCK_M == 128:
         ds_tile = ds_tile.slice(64 * W, 64, 1)
@@ -331,8 +339,3 @@ def _by_thread(tile, COLUMNS: gl.constexpr):
 def _rows_of(tile, i, W: gl.constexpr, HEAD_DIM: gl.constexpr):
     """The W-th 64 of a tile's keys."""
     return tile.index(i).reshape([BLOCK_N, HEAD_DIM]).slice(64 * W, 64)
-
-
-@gluon.jit
-def _transposed(q_ring, i, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
-    return q_ring.tiles.index(i % STAGES).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))

@@ -18,12 +18,15 @@ from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep_wide
 from flash_train.attention.kernels.hopper.ring import (
+    fill,
+    hold,
     make_barriers,
+    make_mark,
     make_ring,
     once,
     release,
+    release_too,
     tile_of,
-    wait_empty,
     wait_full,
 )
 from flash_train.attention.kernels.hopper.tasks import Work, at, find_task, lanes, padded_row, start_of_block
@@ -35,7 +38,7 @@ BLOCK_M = gl.constexpr(128)
 def hopper_backward_dq(
     q, k, v, dout, lse2_ptr, delta_ptr, dq, dslope, cu_q, cu_k, mask, score, dropout, grad_scale, keep_rate, n_entries,
     seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout and dq are descriptors of tiles [64, HEAD_DIM], k and v of [BLOCK_N, HEAD_DIM]; lse2 and delta are those
@@ -44,24 +47,25 @@ def hopper_backward_dq(
     work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     do_tiles = gl.allocate_shared_memory(dout.dtype, [2] + dout.block_shape, dout.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
     queries = make_barriers(1, 1)
-    k_ring = make_ring(k_tiles, STAGES, 2)
+    marks = (make_mark(), make_mark())
+    k_ring = make_ring(k_tiles, K_STAGES, 2)
     v_ring = make_ring(v_tiles, V_STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, score, dropout,
-                grad_scale, keep_rate, padded, BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 0,
+                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, marks, work, mask, score,
+                dropout, grad_scale, keep_rate, padded, BLOCK_N, HEAD_DIM, 0,
             )),
             (_consume, (
-                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, score, dropout,
-                grad_scale, keep_rate, padded, BLOCK_N, HEAD_DIM, STAGES, V_STAGES, 1,
+                dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, marks, work, mask, score,
+                dropout, grad_scale, keep_rate, padded, BLOCK_N, HEAD_DIM, 1,
             )),
             (_load, (
-                q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, GROUP, BLOCK_N, STAGES, V_STAGES,
+                q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, GROUP, BLOCK_N,
             )),
         ],
         [4, 1], [240, 24],
@@ -71,7 +75,7 @@ def hopper_backward_dq(
 @gluon.jit
 def _load(
     q, k, v, dout, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = work.cu_q is not None
     seq, head, start_m, live = find_task(gl.program_id(0), work, BLOCK_M, True, mask.right is not None)
@@ -86,21 +90,15 @@ def _load(
         for i in range(0, visits.stop - visits.first):
             start_n = start_of_block(visits, mask, seq, i, BLOCK_N)
             where = at(seq, head // GROUP, start_n, seq.k_row, seq.len_k, PACKED)
-            stage = i % STAGES
-            wait_empty(k_ring, i, STAGES)
-            mbarrier.expect(k_ring.full.index(stage), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(k, where, k_ring.full.index(stage), k_ring.tiles.index(stage))
-            wait_empty(v_ring, i, V_STAGES)
-            stage = i % V_STAGES
-            mbarrier.expect(v_ring.full.index(stage), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
+            fill(k_ring, i, k, where)
+            fill(v_ring, i, v, where)
 
 
 @gluon.jit
 def _consume(
-    dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, work, mask, score, dropout, grad_scale,
-    keep_rate, padded,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, W: gl.constexpr,
+    dq, dslope, lse2_ptr, delta_ptr, q_tiles, do_tiles, queries, k_ring, v_ring, marks, work, mask, score, dropout,
+    grad_scale, keep_rate, padded,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dQ of the W-th 64 queries."""
     PACKED: gl.constexpr = work.cu_q is not None
@@ -129,10 +127,8 @@ def _consume(
 
         mbarrier.wait(queries.index(0), 0)
         if steps > 0:
-            wait_full(k_ring, 0, STAGES)
-            s_next = warpgroup_mma(
-                q_tile, tile_of(k_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            wait_full(k_ring, 0)
+            s_next = warpgroup_mma(q_tile, tile_of(k_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
                 own = W + (i >> 30)  # always W, of which the compiler keeps no addresses: see the README
                 q_tile = q_tiles.index(own).reshape([64, HEAD_DIM])
@@ -140,21 +136,18 @@ def _consume(
                 start_n = start_of_block(visits, mask, seq, i, BLOCK_N)
                 if dropout.state is not None:  # drawn while the matrix unit works
                     even, odd = draw(dropout, key0, key1, seq.index, head64, first_m, start_n, places, BLOCK_N, False)
-                    wait_full(k_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
+                    hold(marks[0])
                 product = warpgroup_mma_wait(0, deps=[s_next])
-                wait_full(v_ring, i, V_STAGES)
-                dp_next = warpgroup_mma(
-                    do_tile, tile_of(v_ring, i, V_STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
+                wait_full(v_ring, i)
+                dp_next = warpgroup_mma(do_tile, tile_of(v_ring, i).permute((1, 0)), zero, use_acc=False, is_async=True)
                 offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
                 s = logits(product, score, slope, distance, False)
                 p = gl.exp2(s * score.factor - lse2[:, None])
                 if i < count_edges(visits):
                     p = gl.where(visible(mask, seq, head64, once(offs_m), offs_n), p, 0.0)
-                wait_full(v_ring, i, V_STAGES)  # as above
+                hold(marks[1])
                 dp = warpgroup_mma_wait(0, deps=[dp_next])
-                release(v_ring, i, V_STAGES)
                 if dropout.state is not None:
                     dp = keep_wide(dp, even, odd, S, BLOCK_N, False)
                 ds = p * (dp - delta[:, None])
@@ -163,14 +156,15 @@ def _consume(
                 if score.softcap is not None:
                     ds *= capped_slope(product, score, False)
                 ds16 = gl.convert_layout(ds.to(dtype), A)
-                acc_next = warpgroup_mma(ds16, tile_of(k_ring, i, STAGES), acc, is_async=True)
+                acc_next = warpgroup_mma(ds16, tile_of(k_ring, i), acc, is_async=True)
                 # The next logits; after the last block, of what is there, for nothing.
-                mbarrier.wait(k_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
+                wait_full(k_ring, i + 1, i + 1 < steps)
                 s_next = warpgroup_mma(
-                    q_tile, tile_of(k_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    q_tile, tile_of(k_ring, i + 1).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
-                release(k_ring, i, STAGES)
+                release(k_ring, i)
+                release_too(v_ring, i)
             warpgroup_mma_wait(0, deps=[s_next])
 
         q_tiles.index(W).reshape([64, HEAD_DIM]).store((acc * grad_scale).to(dtype))

@@ -22,10 +22,14 @@ from flash_train.attention.kernels.device.score import capped_slope, load_slope,
 from flash_train.attention.kernels.hopper.backward import load_walk
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep_wide
 from flash_train.attention.kernels.hopper.ring import (
+    arrive,
+    hold,
     make_barriers,
+    make_mark,
     make_ring,
     once,
     release,
+    stage_of,
     tile_of,
     wait_empty,
     wait_full,
@@ -58,20 +62,21 @@ def hopper_backward_wide(
     do_ring = make_ring(do_tiles, STAGES, 2)
     p_ring = make_ring(p_tiles, P_STAGES, 1)
     kv = make_barriers(1, 2)
+    marks = (make_mark(),)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume_for_dv, (
-                dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, work, mask, score, dropout, GROUP, BLOCK_M,
-                HEAD_DIM, STAGES,
+                dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, marks, work, mask, score, dropout, GROUP, BLOCK_M,
+                HEAD_DIM,
             )),
             (_consume_for_dk, (
                 dk, v_tile, q_ring, do_ring, delta_tiles, p_ring, kv, work, mask, dropout, grad_scale, GROUP, BLOCK_M,
-                HEAD_DIM, STAGES,
+                HEAD_DIM,
             )),
             (load_walk, (
                 q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask,
-                padded, GROUP, BLOCK_M, BLOCK_N, STAGES,
+                padded, GROUP, BLOCK_M, BLOCK_N,
             )),
         ],
         [4, 1], [240, 24],
@@ -80,8 +85,8 @@ def hopper_backward_wide(
 
 @gluon.jit
 def _consume_for_dv(
-    dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, work, mask, score, dropout,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    dv, k_tile, q_ring, do_ring, lse_tiles, p_ring, kv, marks, work, mask, score, dropout,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = work.cu_q is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of S transposed [64, BLOCK_M]
@@ -101,20 +106,18 @@ def _consume_for_dv(
 
         mbarrier.wait(kv.index(0), 0)
         if steps > 0:
-            wait_full(q_ring, 0, STAGES)
+            wait_full(q_ring, 0)
             k_own = k_tile.index(0).reshape([BLOCK_N, HEAD_DIM])
-            s_next = warpgroup_mma(
-                k_own, tile_of(q_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            s_next = warpgroup_mma(k_own, tile_of(q_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
                 head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
                 head = head.to(gl.int64)
                 if dropout.state is not None:  # drawn while the matrix unit works
                     even, odd = draw(dropout, key0, key1, seq.index, head, start_m, start_n, places, BLOCK_M, True)
-                    wait_full(q_ring, i, STAGES)  # passed long ago: the assembler moves no wait for a product across it
+                    hold(marks[0])
                 product = warpgroup_mma_wait(0, deps=[s_next])
-                lse_row = lse_tiles.index(i % STAGES).load(COLS)
-                release(q_ring, i, STAGES)
+                lse_row = lse_tiles.index(stage_of(q_ring, i)).load(COLS)
+                release(q_ring, i)
                 offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
                 offs_n = start_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
@@ -130,20 +133,20 @@ def _consume_for_dv(
                 if score.softcap is not None:
                     told *= capped_slope(product, score, False)
                 kept16 = kept.to(dtype)
-                wait_empty(p_ring, i, P_STAGES)
-                p_ring.tiles.index(i % P_STAGES).store(told.to(dtype))
+                wait_empty(p_ring, i)
+                p_ring.tiles.index(stage_of(p_ring, i)).store(told.to(dtype))
                 fence_async_shared()
-                mbarrier.arrive(p_ring.full.index(i % P_STAGES), count=1)
-                wait_full(do_ring, i, STAGES)
-                acc_next = warpgroup_mma(gl.convert_layout(kept16, A), tile_of(do_ring, i, STAGES), acc, is_async=True)
+                arrive(p_ring.full.index(stage_of(p_ring, i)))
+                wait_full(do_ring, i)
+                acc_next = warpgroup_mma(gl.convert_layout(kept16, A), tile_of(do_ring, i), acc, is_async=True)
                 # The next logits; after the last step, of what is there, for nothing.
-                mbarrier.wait(q_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
+                wait_full(q_ring, i + 1, i + 1 < steps)
                 k_own = k_tile.index(i >> 30).reshape([BLOCK_N, HEAD_DIM])  # always 0: see the README
                 s_next = warpgroup_mma(
-                    k_own, tile_of(q_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    k_own, tile_of(q_ring, i + 1).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
-                release(do_ring, i, STAGES)
+                release(do_ring, i)
             warpgroup_mma_wait(0, deps=[s_next])
 
         scale = 1.0
@@ -155,7 +158,7 @@ def _consume_for_dv(
 @gluon.jit
 def _consume_for_dk(
     dk, v_tile, q_ring, do_ring, delta_tiles, p_ring, kv, work, mask, dropout, grad_scale,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = work.cu_q is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of dP transposed [64, BLOCK_M]
@@ -172,32 +175,30 @@ def _consume_for_dk(
 
         mbarrier.wait(kv.index(0), 0)
         if steps > 0:
-            wait_full(do_ring, 0, STAGES)
+            wait_full(do_ring, 0)
             v_own = v_tile.index(0).reshape([BLOCK_N, HEAD_DIM])
-            dp_next = warpgroup_mma(
-                v_own, tile_of(do_ring, 0, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            dp_next = warpgroup_mma(v_own, tile_of(do_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
                 dp = warpgroup_mma_wait(0, deps=[dp_next])
-                delta_row = delta_tiles.index(i % STAGES).load(COLS)
-                release(do_ring, i, STAGES)
-                wait_full(p_ring, i, P_STAGES)
-                p = p_ring.tiles.index(i % P_STAGES).load(S).to(gl.float32)
-                release(p_ring, i, P_STAGES)
+                delta_row = delta_tiles.index(stage_of(do_ring, i)).load(COLS)
+                release(do_ring, i)
+                wait_full(p_ring, i)
+                p = p_ring.tiles.index(stage_of(p_ring, i)).load(S).to(gl.float32)
+                release(p_ring, i)
                 if dropout.state is not None:
                     dp = gl.where(p < 0.0, 0.0, dp)
                     p = gl.abs(p)
                 ds16 = (p * (dp - delta_row[None, :])).to(dtype)
-                wait_full(q_ring, i, STAGES)
-                acc_next = warpgroup_mma(gl.convert_layout(ds16, A), tile_of(q_ring, i, STAGES), acc, is_async=True)
+                wait_full(q_ring, i)
+                acc_next = warpgroup_mma(gl.convert_layout(ds16, A), tile_of(q_ring, i), acc, is_async=True)
                 # The next dP; after the last step, of what is there, for nothing.
-                mbarrier.wait(do_ring.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < steps)
+                wait_full(do_ring, i + 1, i + 1 < steps)
                 v_own = v_tile.index(i >> 30).reshape([BLOCK_N, HEAD_DIM])
                 dp_next = warpgroup_mma(
-                    v_own, tile_of(do_ring, i + 1, STAGES).permute((1, 0)), zero, use_acc=False, is_async=True
+                    v_own, tile_of(do_ring, i + 1).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
-                release(q_ring, i, STAGES)
+                release(q_ring, i)
             warpgroup_mma_wait(0, deps=[dp_next])
 
         _store(dk, v_tile, acc * grad_scale, seq, kv_head, start_n, PACKED, HEAD_DIM)  # nobody else reads the values

@@ -23,6 +23,9 @@ from flash_train.attention.kernels.device.softmax import add_sink, finish_rows
 from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
 from flash_train.attention.kernels.hopper.pairs import pack, unpack
 from flash_train.attention.kernels.hopper.ring import (
+    fill,
+    hold,
+    make_mark,
     make_ring,
     make_turns,
     make_words,
@@ -30,7 +33,10 @@ from flash_train.attention.kernels.hopper.ring import (
     pass_turn,
     read_word,
     release,
+    release_too,
+    stage_of,
     take_turn,
+    tile_of,
     uniform,
     wait_empty,
     wait_full,
@@ -56,36 +62,36 @@ def hopper_forward(
     q, k, v, out, lse, counter, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k, n_heads,
     heads_at_once,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and out are descriptors (``descriptors.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM];
     lse is natural and fp32; counter is an int32 of 0, and so again at the end. Grid: as many programs as there are
     processors, or tasks where those are fewer."""
     work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once)
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_shape, q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)
     q_ring = make_ring(q_tiles, Q_STAGES, CONSUMERS)
-    k_ring = make_ring(k_tiles, STAGES, CONSUMERS)
-    v_ring = make_ring(v_tiles, STAGES, CONSUMERS)
+    k_ring = make_ring(k_tiles, K_STAGES, CONSUMERS)
+    v_ring = make_ring(v_tiles, V_STAGES, CONSUMERS)
     words = make_words(Q_STAGES)  # the task of the queries in each stage
-    turns = make_turns(CONSUMERS)
+    turns = make_turns()
+    marks = (make_mark(), make_mark(), make_mark())
     fence_async_shared()
     # Each partition has the same arguments, but for its own: Gluon takes no starred ones.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
-                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 0,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
+                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
-                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 1,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
+                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 1,
                 )),
                 (_produce, (
-                    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS, Q_STAGES,
-                    STAGES,
+                    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS,
                 )),
             ],
             [4, 1], [240, 24],
@@ -94,20 +100,19 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
-                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 0,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
+                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
-                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 1,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
+                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 1,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout, GROUP, BLOCK_N,
-                    HEAD_DIM, CONSUMERS, Q_STAGES, STAGES, PINGPONG, 2,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
+                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 2,
                 )),
                 (_produce, (
-                    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS, Q_STAGES,
-                    STAGES,
+                    q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS,
                 )),
             ],
             [4, 4, 1], [160, 160, 24],
@@ -117,7 +122,7 @@ def hopper_forward(
 @gluon.jit
 def _produce(
     q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings: queries of a task, then its keys and values block by block."""
     PACKED: gl.constexpr = work.cu_q is not None
@@ -129,40 +134,36 @@ def _produce(
     while task < tasks:
         seq, head, start_m, live = find_task(task, work, BLOCK_M, True, mask.right is not None)
         if live:
-            wait_empty(q_ring, done, Q_STAGES)
-            write_word(words, done % Q_STAGES, task)
-            q_full = q_ring.full.index(done % Q_STAGES)
+            wait_empty(q_ring, done)
+            stage = stage_of(q_ring, done)
+            write_word(words, stage, task)
+            q_full = q_ring.full.index(stage)
             mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
             for w in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
                     q, at(seq, head, start_m + 64 * w, seq.q_row, seq.len_q, PACKED), q_full,
-                    q_ring.tiles.index(done % Q_STAGES * CONSUMERS + w),
+                    q_ring.tiles.index(stage * CONSUMERS + w),
                 )  # fmt: skip
             done += 1
             visits = key_visits(mask, seq, head, start_m, lanes(), BLOCK_M, BLOCK_N)
             for j in range(0, gl.maximum(visits.stop - visits.first, 1)):
                 start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
                 where = at(seq, head // GROUP, start_n, seq.k_row, seq.len_k, PACKED)
-                stage = step % STAGES
-                wait_empty(k_ring, step, STAGES)
-                mbarrier.expect(k_ring.full.index(stage), k.block_type.nbytes)
-                tma.async_copy_global_to_shared(k, where, k_ring.full.index(stage), k_ring.tiles.index(stage))
-                wait_empty(v_ring, step, STAGES)
-                mbarrier.expect(v_ring.full.index(stage), v.block_type.nbytes)
-                tma.async_copy_global_to_shared(v, where, v_ring.full.index(stage), v_ring.tiles.index(stage))
+                fill(k_ring, step, k, where)
+                fill(v_ring, step, v, where)
                 step += 1
         task = next_task(counter)
     leave_counter(counter, task, tasks)
-    wait_empty(q_ring, done, Q_STAGES)
-    write_word(words, done % Q_STAGES, task * 0 - 1)
-    mbarrier.arrive(q_ring.full.index(done % Q_STAGES), count=1)
+    wait_empty(q_ring, done)
+    write_word(words, stage_of(q_ring, done), task * 0 - 1)
+    mbarrier.arrive(q_ring.full.index(stage_of(q_ring, done)), count=1)
 
 
 @gluon.jit
 def _consume(
-    out, lse, q_ring, k_ring, v_ring, words, turns, work, mask, score, sinks, dropout,
+    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr,
+    PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The W-th 64 queries of every task."""
     PACKED: gl.constexpr = work.cu_q is not None
@@ -178,8 +179,8 @@ def _consume(
     places = find_places(dropout, BLOCK_N)
     done = 0
     step = 0
-    wait_full(q_ring, done, Q_STAGES)
-    task = read_word(words, done % Q_STAGES)
+    wait_full(q_ring, done)
+    task = read_word(words, stage_of(q_ring, done))
     while task >= 0:
         seq, head, start_m, live = find_task(task, work, BLOCK_M, True, mask.right is not None)
         head64 = head.to(gl.int64)
@@ -187,21 +188,21 @@ def _consume(
         slope = load_slope(score, seq, head64)
         first_m = start_m + 64 * W
         offs_m = first_m + gl.arange(0, 64, S_ROWS)
-        tile = q_ring.tiles.index(done % Q_STAGES * CONSUMERS + W)
+        tile = q_ring.tiles.index(stage_of(q_ring, done) * CONSUMERS + W)
         q_tile = tile.reshape([64, HEAD_DIM])
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)  # what was subtracted from logits, in units of log2
         acc = gl.zeros([64, HEAD_DIM], gl.float32, OUT)
 
-        wait_full(k_ring, step, STAGES)
+        wait_full(k_ring, step)
         take_turn(turns, step, W, PINGPONG)
-        s_next = _start_logits(q_tile, k_ring, step, STAGES, BLOCK_N, HEAD_DIM, S)
-        pass_turn(turns, W, CONSUMERS, PINGPONG)
+        s_next = _start_logits(q_tile, k_ring, step, BLOCK_N, S)
+        pass_turn(turns, step, W, CONSUMERS, PINGPONG)
         if Q_STAGES > 1:  # the output of the task before has left the place of its queries by now
             tma.store_wait(0)
-            mbarrier.arrive(q_ring.empty.index(gl.maximum(done - 1, 0) % Q_STAGES), count=1, pred=done > 0)
+            release(q_ring, gl.maximum(done - 1, 0), done > 0)
         s, even, odd = _take_logits(
-            s_next, 0, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
-            offs_m, 0, STAGES, BLOCK_N, S,
+            s_next, 0, k_ring, marks, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64,
+            first_m, offs_m, 0, BLOCK_N, S,
         )  # fmt: skip
         alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
         p = gl.exp2(s * score.factor - reference[:, None])
@@ -210,16 +211,16 @@ def _consume(
             p = pack(p, dtype)
         for j in range(1, visits.stop - visits.first):
             acc, p, even, odd, m_i, sums = _step(
-                acc, p, even, odd, m_i, sums, j, words, done % Q_STAGES, task, q_tile, k_ring, v_ring, turns, step,
-                visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m, offs_m,
-                STAGES, BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
+                acc, p, even, odd, m_i, sums, j, words, stage_of(q_ring, done), task, q_tile, k_ring, v_ring, turns,
+                marks, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m, offs_m,
+                BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
             )  # fmt: skip
             step += 1
         p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
-        wait_full(v_ring, step, STAGES)
-        acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
+        wait_full(v_ring, step)
+        acc_next = _start_output(p, v_ring, acc, step)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
-        release(v_ring, step, STAGES)
+        release(v_ring, step)
         step += 1
 
         l_i = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
@@ -239,53 +240,51 @@ def _consume(
         gl.store(lse_ptrs, lse_tile, mask=offs_m < seq.len_q)
         if Q_STAGES == 1:
             tma.store_wait(0)
-            release(q_ring, done, Q_STAGES)
+            release(q_ring, done)
         done += 1
-        wait_full(q_ring, done, Q_STAGES)
-        task = read_word(words, done % Q_STAGES)
+        wait_full(q_ring, done)
+        task = read_word(words, stage_of(q_ring, done))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _step(
-    acc, p, even, odd, m_i, sums, j, words, slot, task, q_tile, k_ring, v_ring, turns, step, visits, mask, score, slope,
-    dropout, key0, key1, places, seq, head, first_m, offs_m,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    PINGPONG: gl.constexpr, W: gl.constexpr,
+    acc, p, even, odd, m_i, sums, j, words, slot, task, q_tile, k_ring, v_ring, turns, marks, step, visits, mask,
+    score, slope, dropout, key0, key1, places, seq, head, first_m, offs_m,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Begin the logits of block j, add the weights p of the block before to the output, and weigh block j meanwhile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     WIDE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT
     dtype: gl.constexpr = v_ring.tiles.dtype
     p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
-    wait_full(k_ring, step + 1, STAGES)
+    wait_full(k_ring, step + 1)
     take_turn(turns, step + 1, W, PINGPONG)
-    s_next = _start_logits(q_tile, k_ring, step + 1, STAGES, BLOCK_N, HEAD_DIM, S)
-    wait_full(v_ring, step, STAGES)
-    acc_next = _start_output(p, v_ring, acc, step, STAGES, BLOCK_N, HEAD_DIM)
+    s_next = _start_logits(q_tile, k_ring, step + 1, BLOCK_N, S)
+    wait_full(v_ring, step)
+    acc_next = _start_output(p, v_ring, acc, step)
     if dropout.state is not None:
         # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
         # up the other consumer's.
-        wait_full(v_ring, step, STAGES)
+        hold(marks[0])
         head = head + (read_word(words, slot) - task)
     s, even, odd = _take_logits(
-        s_next, j, k_ring, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
-        offs_m, 1, STAGES, BLOCK_N, S,
+        s_next, j, k_ring, marks, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
+        offs_m, 1, BLOCK_N, S,
     )  # fmt: skip
-    pass_turn(turns, W, CONSUMERS, PINGPONG)  # only now, so that the consumers' logits come one at a time
+    pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG)  # only now, so that the consumers' logits come one at a time
     alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
     x = s * score.factor - reference[:, None]
     if not WIDE:  # the registers that its product read are free for the exponentials
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
+        acc = _take_output(acc_next, alpha, k_ring, v_ring, step, dropout, WIDE)
         p = gl.exp2(x)
     else:
         # Between the exponentials: what else is to be done for the weights, the assembler does while the second half
         # of them runs; behind the last one it would not.
         x, rest = _halves(x)
         p = gl.exp2(x)
-        # Passed long ago: the assembler moves no wait for products across it, to before the exponentials.
-        wait_full(v_ring, step, STAGES)
-        acc = _take_output(acc_next, alpha, v_ring, step, STAGES, WIDE)
+        hold(marks[2])
+        acc = _take_output(acc_next, alpha, k_ring, v_ring, step, dropout, WIDE)
         p = _whole(p, gl.exp2(rest), S)
     sums = rescale_sums(sums, alpha) + sum_by_thread(p)
     if dropout.state is None:
@@ -294,33 +293,34 @@ def _step(
 
 
 @gluon.jit
-def _start_logits(
-    q_tile, k_ring, step, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, S: gl.constexpr
-):
-    k_tile = k_ring.tiles.index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
+def _start_logits(q_tile, k_ring, step, BLOCK_N: gl.constexpr, S: gl.constexpr):
+    k_tile = tile_of(k_ring, step)
     zero = gl.zeros([64, BLOCK_N], gl.float32, S)
     return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _start_output(p, v_ring, acc, step, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
-    v_tile = v_ring.tiles.index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
+def _start_output(p, v_ring, acc, step):
+    v_tile = tile_of(v_ring, step)
     weights = unpack(p, v_tile.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     return warpgroup_mma(weights, v_tile, acc, is_async=True)
 
 
 @gluon.jit
-def _take_output(acc_next, alpha, v_ring, step, STAGES: gl.constexpr, WIDE: gl.constexpr):
+def _take_output(acc_next, alpha, k_ring, v_ring, step, dropout, WIDE: gl.constexpr):
     """Wait for the output so far, and refer it to what is subtracted from the logits now."""
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    release(v_ring, step, STAGES)
+    release(v_ring, step)
+    if dropout.state is not None:
+        release_too(k_ring, step + 1)
     return rescale(acc, alpha, WIDE)
 
 
 @gluon.jit
 def _take_logits(
-    s_next, j, k_ring, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m, offs_m,
-    IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, S: gl.constexpr,
+    s_next, j, k_ring, marks, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
+    offs_m,
+    IN_FLIGHT: gl.constexpr, BLOCK_N: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Wait for the logits of block j, and draw which of its weights are kept.
 
@@ -330,9 +330,10 @@ def _take_logits(
     even, odd = gl.to_tensor(0), gl.to_tensor(0)
     if dropout.state is not None:  # drawn while the matrix unit works
         even, odd = draw(dropout, key0, key1, seq.index, head, first_m, start_n, places, BLOCK_N, False)
-        wait_full(k_ring, step, STAGES)  # passed long ago: see ``_step``
+        hold(marks[1])
     s = warpgroup_mma_wait(IN_FLIGHT, deps=[s_next])
-    release(k_ring, step, STAGES)
+    if IN_FLIGHT == 0 or dropout.state is None:  # with dropout, one meeting of the warps fewer is worth more
+        release(k_ring, step)
     offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
     distance = gl.abs(offs_m[:, None] + (seq.len_k - seq.len_q) - offs_n)
     s = logits(s, score, slope, distance, False)

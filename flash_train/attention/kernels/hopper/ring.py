@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ONCE = gl.constexpr("mov.b32 $0, $1;")
+#: of a partition; by its name before Triton 3.7, and since
+sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 class Ring(NamedTuple):
@@ -21,11 +23,19 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
-    """A ring over ``tiles`` (STAGES, ...), each of which WRITERS partitions fill and READERS empty."""
-    full = make_barriers(STAGES, WRITERS)
-    empty = make_barriers(STAGES, READERS)
-    return Ring(tiles, full, empty)
+def stage_of(ring, i):
+    return i % ring.empty.shape[0]
+
+
+@gluon.jit
+def phase_of(ring, i):
+    return (i // ring.empty.shape[0]) & 1
+
+
+@gluon.jit
+def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring over ``tiles`` (STAGES, ...), each of which one partition fills and READERS empty."""
+    return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
 
 
 @gluon.jit
@@ -38,35 +48,87 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(ring, i, STAGES: gl.constexpr):
+def tile_of(ring, i):
     """Step i's tile, without the dimensions of one."""
-    tile = ring.tiles.index(i % STAGES)
+    tile = ring.tiles.index(stage_of(ring, i))
     return tile.reshape([tile.shape[-2], tile.shape[-1]])
 
 
 @gluon.jit
-def wait_full(ring, i, STAGES: gl.constexpr):
+def wait_full(ring, i, pred=True):
     """Wait until step i's stage is filled."""
-    mbarrier.wait(ring.full.index(i % STAGES), (i // STAGES) & 1)
+    mbarrier.wait(ring.full.index(stage_of(ring, i)), phase_of(ring, i), pred=pred)
 
 
 @gluon.jit
-def wait_empty(ring, i, STAGES: gl.constexpr):
+def wait_empty(ring, i):
     """Wait until step i's stage is emptied of what it held before; at once the first time."""
-    mbarrier.wait(ring.empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
+    mbarrier.wait(ring.empty.index(stage_of(ring, i)), phase_of(ring, i) ^ 1)
 
 
 @gluon.jit
-def release(ring, i, STAGES: gl.constexpr):
+def fill(ring, i, source, where):
+    """Load step i's stage with the tile at ``where`` of a descriptor, once it is emptied."""
+    wait_empty(ring, i)
+    full = ring.full.index(stage_of(ring, i))
+    mbarrier.expect(full, source.block_type.nbytes)
+    tma.async_copy_global_to_shared(source, where, full, ring.tiles.index(stage_of(ring, i)))
+
+
+@gluon.jit
+def arrive(barrier, pred=True):
+    """All warps of this partition have come here."""
+    sync_warps()
+    signal(barrier, pred)
+
+
+@gluon.jit
+def signal(barrier, pred=True):
+    """One thread of this partition has: in step with the others only behind ``arrive``.
+
+    As the announcement of 0 bytes: around an arrival by name the compiler has all warps wait for each other, once
+    before it, and once more before whatever touches shared memory next.
+    """
+    mbarrier.expect(barrier, 0, pred)
+
+
+@gluon.jit
+def release(ring, i, pred=True):
     """This partition has read step i's stage."""
-    mbarrier.arrive(ring.empty.index(i % STAGES), count=1)
+    sync_warps()
+    release_too(ring, i, pred)
 
 
 @gluon.jit
-def make_turns(CONSUMERS: gl.constexpr):
-    """A barrier for each consumer, by which it is given its turn. The first has the first."""
-    turns = make_barriers(CONSUMERS, 1)
-    mbarrier.arrive(turns.index(0), count=1)
+def release_too(ring, i, pred=True):
+    """As ``release``, behind another or an ``arrive``."""
+    signal(ring.empty.index(stage_of(ring, i)), pred)
+
+
+@gluon.jit
+def make_mark():
+    """A barrier that is passed: for ``hold``."""
+    mark = make_barriers(1, 1)
+    signal(mark.index(0))
+    sync_warps()
+    return mark
+
+
+@gluon.jit
+def hold(mark):
+    """Nothing is done here, but the assembler moves no wait for products across it, as across any wait for a barrier.
+
+    Each place needs a mark of its own: at a barrier that was waited for before, the compiler has all warps meet.
+    """
+    mbarrier.wait(mark.index(0), 0)
+
+
+@gluon.jit
+def make_turns():
+    """Two barriers for each of up to three consumers, by which it is given its turn. The first has the first."""
+    turns = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1))
+    signal(turns[0].index(0))
+    sync_warps()  # here, or the compiler has them meet at every turn
     return turns
 
 
@@ -74,13 +136,15 @@ def make_turns(CONSUMERS: gl.constexpr):
 def take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
     """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products."""
     if PINGPONG:
-        mbarrier.wait(turns.index(W), step & 1)
+        mbarrier.wait(turns[W].index(step & 1), (step >> 1) & 1)
 
 
 @gluon.jit
-def pass_turn(turns, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
+def pass_turn(turns, step, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
+    """A warp may still wait for this turn: it misses it only if the same barrier comes round once more, before which
+    all warps have met."""
     if PINGPONG:
-        mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)
+        signal(turns[(W + 1) % CONSUMERS].index((step + (W + 1) // CONSUMERS) & 1))
 
 
 @gluon.jit

@@ -10,18 +10,19 @@ from flash_train.attention.kernels.tiles import Tile
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """Consumers of 64 queries each, keys per step, and stages of the rings of queries and of keys and values."""
+    """Consumers of 64 queries each, keys per step, and stages of the rings of queries, of keys and of values."""
 
     consumers: int
     block_n: int
     q_stages: int
-    stages: int
+    k_stages: int
+    v_stages: int
     pingpong: bool = True
 
     @property
     def portable(self) -> Tile:
         """The same sizes, as the masks' lists of tiles want them."""
-        return Tile(64 * self.consumers, self.block_n, 4, self.stages)
+        return Tile(64 * self.consumers, self.block_n, 4, self.k_stages)
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,17 @@ class DQTile:
     """Keys per step, and stages of the rings of keys and of values; queries are always 128."""
 
     block_n: int
-    stages: int
+    k_stages: int
     v_stages: int
 
     @property
     def portable(self) -> Tile:
-        return Tile(128, self.block_n, 4, self.stages)
+        return Tile(128, self.block_n, 4, self.k_stages)
 
 
 #: by columns of a tile
-FORWARD = {64: ForwardTile(2, 128, 2, 4), 128: ForwardTile(2, 128, 2, 2), 256: ForwardTile(2, 64, 1, 2)}
-LONG = ForwardTile(3, 128, 2, 3)  #: for 64 columns and long walks: two consumers don't keep the processor busy
+FORWARD = {64: ForwardTile(2, 128, 2, 4, 4), 128: ForwardTile(2, 128, 2, 2, 3), 256: ForwardTile(2, 64, 1, 2, 2)}
+LONG = ForwardTile(3, 128, 2, 3, 3)  #: for 64 columns and long walks: two consumers don't keep the processor busy
 LONG_WALK = 2048  #: keys
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
 NARROW = BACKWARD[128]  #: for 64 columns, too, where dropout, a softcap or terms take registers
