@@ -25,7 +25,6 @@ from flash_train.attention.kernels.hopper.ring import (
     make_ring,
     once,
     release,
-    release_too,
     tile_of,
     wait_full,
 )
@@ -148,6 +147,7 @@ def _consume(
                     p = gl.where(visible(mask, seq, head64, once(offs_m), offs_n), p, 0.0)
                 hold(marks[1])
                 dp = warpgroup_mma_wait(0, deps=[dp_next])
+                release(v_ring, i)
                 if dropout.state is not None:
                     dp = keep_wide(dp, even, odd, S, BLOCK_N, False)
                 ds = p * (dp - delta[:, None])
@@ -164,7 +164,6 @@ def _consume(
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc_next])
                 release(k_ring, i)
-                release_too(v_ring, i)
             warpgroup_mma_wait(0, deps=[s_next])
 
         q_tiles.index(W).reshape([64, HEAD_DIM]).store((acc * grad_scale).to(dtype))
