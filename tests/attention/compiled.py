@@ -45,7 +45,7 @@ SHARED_LIMIT = {
     (12, 0): 99 * 1024,
 }
 TENSOR_MEMORY_LIMIT = 512  # columns, of chips that have such a memory
-MEETINGS = 4  # of all warps of a partition, in a step of a kernel for Hopper
+MEETINGS = 3  # of all warps of a partition, in a step of a kernel for Hopper
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LENGTH = 256  # rows of the tensors; the code depends on whether 16 divides it, no more
 HEADS = 4

@@ -61,12 +61,12 @@ def test_limits():
         (Resources(255, 0, 0, SHARED_LIMIT[9, 0] + 1, 0), "bytes of shared memory"),
         (Resources(255, 0, 0, 0, 513), "columns of tensor memory"),
         (Resources(255, 0, 0, 0, 0, serial=True), "every product by itself"),
-        (Resources(255, 0, 0, 0, 0, meetings=5), "5 times a step, allowed are 4"),
+        (Resources(255, 0, 0, 0, 0, meetings=4), "4 times a step, allowed are 3"),
     )
     for resources, words in worse:
         (problem,) = problems_of(replace(HOPPER, kernels="hopper"), resources)
         assert words in problem
-    assert problems_of(HOPPER, Resources(255, 0, 0, 0, 0, serial=True, meetings=5)) == []
+    assert problems_of(HOPPER, Resources(255, 0, 0, 0, 0, serial=True, meetings=4)) == []
 
 
 def test_every_row_of_the_table_is_compiled_for_every_chip_it_serves():

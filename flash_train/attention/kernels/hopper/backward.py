@@ -219,7 +219,7 @@ def _consume(
 
         mbarrier.wait(kv.index(0), 0)
         if steps > 0:
-            mbarrier.wait(q_ring.full.index(0), 0)
+            wait_full(q_ring, 0)
             k_own = _rows_of(k_tile, 0, W, HEAD_DIM)
             s_next = warpgroup_mma(k_own, tile_of(q_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
@@ -273,7 +273,6 @@ def _consume(
                     # That of the step before: consumers may then be half a step apart, and one's exponentials
                     # coincide with the other's products. In the first step its own, for nothing.
                     before = gl.maximum(i - 1, 0)
-                    mbarrier.wait(ds_ring.full[1 - W].index(stage_of(ds_ring, before)), phase_of(ds_ring, before))
                     dq_next = _start_dq(ds_ring, before, k_tile.index(none), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dv_acc = warpgroup_mma_wait(2 if WITH_DQ else 1, deps=[dv_next])
                 wait_full(q_ring, i + 1, i + 1 < steps)
@@ -295,9 +294,7 @@ def _consume(
                     arrive(dq_full.index(W), i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
             if WITH_DQ:
-                last = steps - 1
-                mbarrier.wait(ds_ring.full[1 - W].index(stage_of(ds_ring, last)), phase_of(ds_ring, last))
-                dq_next = _start_dq(ds_ring, last, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
+                dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dq_half = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.wait(dq_empty.index(W), steps & 1)
                 dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
@@ -317,7 +314,9 @@ def _consume(
 
 @gluon.jit
 def _start_dq(ds_ring, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
-    """dQ of step i from 128 keys: the W-th 64 of its queries, or the W-th half of the columns of 64 queries."""
+    """dQ of step i from 128 keys: the W-th 64 of its queries, or the W-th half of the columns of 64 queries. Waits
+    for the other consumer's half of dS."""
+    mbarrier.wait(ds_ring.full[1 - W].index(stage_of(ds_ring, i)), phase_of(ds_ring, i))
     ds_tile = ds_ring.tiles.index(stage_of(ds_ring, i))
     k_all = k_tile.reshape([BLOCK_N, HEAD_DIM])
     if BLOCK_M == 128:
