@@ -14,9 +14,10 @@ from flash_train.attention import backends
 from flash_train.attention.kernels import arguments
 from flash_train.attention.kernels.hopper import draws, pairs
 from flash_train.attention.kernels.hopper import launch as hopper
-from flash_train.attention.kernels.hopper.backward import tma_reduce_add
+from flash_train.attention.kernels.hopper.backward import hopper_backward, tma_reduce_add
 from flash_train.attention.kernels.hopper.ring import ONCE
 from flash_train.attention.kernels.hopper.softmax import multiply_unless_one
+from flash_train.attention.kernels.hopper.sums import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
 from tests.attention import gluon
 
 COMPILER_OPTIONS = ("num_stages", "maxnreg")
@@ -35,8 +36,19 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         constants = {name: value for name, value in launch.constants.items() if name not in COMPILER_OPTIONS}
         gluon.launch(
             launch.kernel, launch.grid, *launch.arguments, seed=seed, assembly=ASSEMBLY,
-            replaced={tma_reduce_add: gluon.tma_reduce_add}, **constants,
+            replaced={tma_reduce_add: gluon.tma_reduce_add}, in_order=launch.kernel is hopper_backward, **constants,
         )  # fmt: skip
+
+    make_sums = hopper.make_sums
+
+    def poisoned(*args, **options) -> hopper.Sums:
+        sums = make_sums(*args, **options)
+        for x in (sums.delta, sums.lse2, sums.dq):
+            if x is not None:
+                x.fill_(float("nan"))
+        if sums.counters is not None:
+            sums.counters.fill_(1000)
+        return sums
 
     with (
         patch.object(arguments.Launch, "run", run),
@@ -44,6 +56,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         patch.object(hopper, "device_unavailable", lambda device: None),
         patch.object(hopper, "processors", lambda device: programs),
         patch.object(hopper, "_task_counter", lambda q: counter),
+        patch.object(hopper, "make_sums", poisoned),
     ):
         yield ran
     assert counter.item() == 0
@@ -94,7 +107,7 @@ ASSEMBLY = {
     **{multiply_unless_one(n): lambda acc, factors: acc * factors for n in (64, 128)},
     draws.BELOW.value: _below,
     draws.SWAP.value: lambda flags: np.flip(flags, 2),  # along d of [a, c, d, A, C]
-    ONCE.value: lambda x: x,
+    **{code.value: lambda x: x for code in (ONCE, WRITTEN, WRITTEN_BUT_TWO, ACQUIRED)},
     pairs.rounding(gl.bfloat16): _pack(torch.bfloat16),
     pairs.rounding(gl.float16): _pack(torch.float16),
     **{draws.keep_pairs(transposed): _keep_pairs(transposed) for transposed in (False, True)},

@@ -66,6 +66,13 @@ WIDE = [
 ]
 
 
+#: enough of them that programs of some clear and finish the sums of others
+MANY_HEADS = [
+    Case("more-queries", ((400, 130),), heads=12, kv_heads=6, head_dim=64, band=Full()),
+    Case("more-keys", ((130, 300), (90, 200)), heads=6, kv_heads=3, head_dim=128),
+    Case("packed", ((130, 260), (140, 0), (200, 90)), heads=6, kv_heads=6, head_dim=64, packed=True, tail=(150, 7)),
+]
+
 OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
 
 
@@ -100,6 +107,17 @@ def test_more_than_a_tile(case, monkeypatch):
     check(case)
     monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
     check(case, seed=1, programs=5)
+
+
+@pytest.mark.parametrize("case", MANY_HEADS, ids=str)
+def test_sums_are_finished(case, monkeypatch):
+    """Of the first heads by the backward, of the last two by the kernel behind it."""
+    launched, finish = [], launch.finish_launch
+    monkeypatch.setattr(launch, "finish_launch", lambda *args: launched.append(finish(*args)) or launched[-1])
+    monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
+    check(replace(case, dtype=torch.bfloat16))
+    slots, heads = launched[0].arguments[-2:]
+    assert launched[0].grid[0] == slots * heads * 2 // 6
 
 
 @pytest.mark.parametrize("case", [*WIDE, BY_NAME["gqa"], BY_NAME["everything"]], ids=str)

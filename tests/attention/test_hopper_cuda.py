@@ -8,13 +8,14 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flash_train.attention import AttentionSpec, Causal, RngState, attention
+from flash_train.attention.kernels import planned
 from flash_train.attention.kernels.hopper import launch
 from tests.attention import fuzz
 from tests.attention.cases import CASES, on_card
-from tests.attention.contract import run
+from tests.attention.contract import Case, run
 from tests.attention.properties import for_hopper
 from tests.attention.recipes import Blocks
-from tests.attention.test_hopper import WIDE
+from tests.attention.test_hopper import MANY_HEADS, WIDE
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +56,19 @@ def test_some_random_draws(group):
     subject, first = fuzz.Subject(0, "cuda", "hopper"), 100 * (1000 + group)
     for number in range(first, first + 5):
         assert not fuzz.judge(subject, number), fuzz.draw(subject, number).source
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*MANY_HEADS, Case("more-tasks", ((700, 700),) * 12, heads=12, kv_heads=6, head_dim=128, dropout=0.1)],
+    ids=lambda case: case.name,
+)
+def test_sums_are_finished(case, monkeypatch):
+    """By programs of heads that follow, one head at a time."""
+    monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
+    monkeypatch.setattr(planned, "_plans", {})
+    errors = run(replace(case, dtype=torch.bfloat16), "hopper", "cuda")
+    assert all(e.ok for e in errors), errors
 
 
 def tensors(n, head_dim, heads=8, kv_heads=2):

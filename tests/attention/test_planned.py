@@ -62,7 +62,7 @@ class Operands:
         forward = (self.q, self.k, self.v, self.out, self.lse)
         begin = (self.q, self.k, self.v, self.out, self.dout, self.lse, self.dlse)
         end = (self.dq, self.dk, self.dv, self.dslope)
-        sums = (self.sums.delta, self.sums.lse2, self.sums.dq)
+        sums = (self.sums.delta, self.sums.lse2, self.sums.dq, self.sums.counters)
         yield launch._forward_launches, forward, (self.tiles.forward,)
         yield launch._backward_launches, (*begin, self.delta, self.lse2, *end), (self.tiles,)
         yield hopper._forward_launches, (*forward, self.counter), ()

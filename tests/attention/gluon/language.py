@@ -192,12 +192,13 @@ def _missing(name):
     return call
 
 
-def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, replaced=None, **constants):
+def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, replaced=None, in_order=False, **constants):
     """Runs every program of ``kernel[grid](*args, **constants)``, one after another.
 
     The order of programs, partitions and copies is drawn from ``seed``: run a kernel with several.
     ``assembly`` maps the text of inline assembly to a function of numpy arrays, ``replaced`` a jitted function or a
-    builtin to a Python function of emulated values.
+    builtin to a Python function of emulated values. ``in_order`` for a kernel whose programs wait for those of lower
+    numbers, which a GPU begins first.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid += (1,) * (3 - len(grid))
@@ -212,7 +213,8 @@ def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, replaced=Non
         bound.arguments[name] = run.emulate(value) if name in function.constants else run.argument(value, name)
     rng = random.Random(seed)
     programs = list(itertools.product(*map(range, grid)))
-    rng.shuffle(programs)
+    if not in_order:
+        rng.shuffle(programs)
     for ids in programs:
         program = Program(run, ids, rng)
         program.shared = memory.SharedMemory()

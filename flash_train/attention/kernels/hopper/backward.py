@@ -43,6 +43,14 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
+from flash_train.attention.kernels.hopper.sums import (
+    WRITTEN_BUT_TWO,
+    clear_ahead,
+    count,
+    finish_before,
+    leave_last,
+    load_before,
+)
 from flash_train.attention.kernels.hopper.tasks import (
     Work,
     at,
@@ -74,14 +82,15 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
 def hopper_backward(
-    q, k, v, dout, lse2, delta, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
-    n_kv_heads, heads_at_once, padded,
+    q, k, v, dout, lse2, delta, sum_dq, counters, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale,
+    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
-    [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); dq, fp32, of pieces (``rows``), and
-    None without dQ. Grid: a program for each task (``tasks.find_task``)."""
+    [BLOCK_N, HEAD_DIM], dq of [64, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); sum_dq, fp32, of pieces
+    (``rows``); counters, of tasks of heads, are those of ``sums``. Without dQ these three are None. Grid: a program for
+    each task (``tasks.find_task``); with dQ they wait for some of lower numbers, which a GPU begins before them."""
     work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once)
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
@@ -92,9 +101,13 @@ def hopper_backward(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
     ds_tiles = k_tile  # without dQ anything: partitions take no None that is not an argument
     dq_tiles = k_tile
+    zeros = k_tile
     if WITH_DQ:
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
+        zeros = gl.allocate_shared_memory(gl.float32, sum_dq.block_shape, sum_dq.layout)
+        zeros.store(gl.zeros([dq_columns(BLOCK_M, HEAD_DIM) // 2, 128], gl.float32, ROWS))
         ds_tiles = gl.allocate_shared_memory(k.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], DS)
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq.block_shape, dq.layout)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + sum_dq.block_shape, sum_dq.layout)
     q_ring = make_ring(q_tiles, STAGES, 2)  # the log-sum-exp comes and goes with its queries, delta with dout
     do_ring = make_ring(do_tiles, STAGES, 2)
     kv = make_barriers(3, 2)  # filled, read for the last time, gradients stored in their place
@@ -109,19 +122,19 @@ def hopper_backward(
         [
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, marks, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 0,
+                turns, marks, sum_dq, dq, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 0,
             )),
             (_consume, (
                 k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, marks, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 1,
+                turns, marks, sum_dq, dq, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 1,
             )),
-            (load_walk, (
-                q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask,
-                padded, GROUP, BLOCK_M, BLOCK_N,
+            (_load, (
+                q, k, v, dout, lse2, delta, sum_dq, counters, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles,
+                kv, work, mask, padded, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
             )),
             (_write, (
-                dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded, GROUP, BLOCK_M,
-                HEAD_DIM, WITH_DQ,
+                sum_dq, counters, zeros, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask,
+                padded, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
             )),
         ],
         [4, 1, 1], [240, 24, 24],
@@ -129,13 +142,30 @@ def hopper_backward(
 
 
 @gluon.jit
+def _load(
+    q, k, v, dout, lse2, delta, sum_dq, counters, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work,
+    mask, padded,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    steps = load_walk(
+        q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask, padded,
+        GROUP, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if WITH_DQ:
+        PIECES: gl.constexpr = HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM)
+        load_before(sum_dq, counters, q_ring, do_ring, steps, work, padded, GROUP, BLOCK_N, PIECES)
+
+
+@gluon.jit
 def load_walk(
     q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """A task's keys and values, and every step's queries with their log-sum-exp, and dout with delta."""
+    """A task's keys and values, and every step's queries with their log-sum-exp, and dout with delta. Returns how many
+    steps there are."""
     PACKED: gl.constexpr = work.cu_q is not None
     seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
+    steps = gl.to_tensor(0)
     if live:
         filled = kv.index(0)
         where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
@@ -145,7 +175,8 @@ def load_walk(
         tma.async_copy_global_to_shared(v, where, filled, v_tile.index(0))
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         first = padded_row(seq, work)
-        for i in range(0, GROUP * (visits.stop - visits.first)):
+        steps = GROUP * (visits.stop - visits.first)
+        for i in range(0, steps):
             head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
             where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
             row = [head * padded + first + start_m]
@@ -158,15 +189,20 @@ def load_walk(
             mbarrier.expect(do_ring.full.index(stage), dout.block_type.nbytes + 4 * BLOCK_M)
             tma.async_copy_global_to_shared(dout, where, do_ring.full.index(stage), do_ring.tiles.index(stage))
             tma.async_copy_global_to_shared(delta, row, do_ring.full.index(stage), delta_tiles.index(stage))
+    return steps
 
 
 @gluon.jit
 def _write(
-    dq, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded,
+    sum_dq, counters, zeros, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = work.cu_q is not None
     seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
+    head_of_all = kv_head if PACKED else seq.index * work.n_heads + kv_head
+    if WITH_DQ:
+        PIECES: gl.constexpr = HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM)
+        clear_ahead(sum_dq, zeros, counters, head_of_all, work, padded, GROUP, BLOCK_N, PIECES)
     if live:
         if WITH_DQ:
             visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
@@ -176,7 +212,7 @@ def _write(
                 piece = (head * padded + first + start_m) // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
                 for w in gl.static_range(2):
                     mbarrier.wait(dq_full.index(w), i & 1)
-                    tma_reduce_add(dq, [(piece + w) * dq.block_shape[0], 0], dq_tiles.index(w))
+                    tma_reduce_add(sum_dq, [(piece + w) * sum_dq.block_shape[0], 0], dq_tiles.index(w))
                 tma.store_wait(1)
                 mbarrier.arrive(dq_empty.index(0), count=1)
                 tma.store_wait(0)
@@ -185,13 +221,15 @@ def _write(
         mbarrier.wait(kv.index(2), 0)
         tma.async_copy_shared_to_global(dk, where, k_tile.index(0))
         tma.async_copy_shared_to_global(dv, where, v_tile.index(0))
-        tma.store_wait(0)
+    if WITH_DQ:
+        count(counters + head_of_all, WRITTEN_BUT_TWO)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _consume(
     k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty, turns, marks,
-    work, mask, score, dropout, grad_scale,
+    sum_dq, dq, work, mask, score, dropout, grad_scale,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the W-th 64 keys, and the W-th half of dQ of all 128."""
@@ -205,6 +243,7 @@ def _consume(
     PINGPONG: gl.constexpr = HEAD_DIM >= WIDE or DROPOUT
     dtype: gl.constexpr = k_tile.dtype
     seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
+    steps = gl.to_tensor(0)
     if live:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         steps = GROUP * (visits.stop - visits.first)
@@ -294,6 +333,7 @@ def _consume(
                     arrive(dq_full.index(W), i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
             if WITH_DQ:
+                leave_last(q_ring, steps)
                 dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dq_half = warpgroup_mma_wait(0, deps=[dq_next])
                 mbarrier.wait(dq_empty.index(W), steps & 1)
@@ -310,6 +350,10 @@ def _consume(
         _rows_of(k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))
         fence_async_shared()
         arrive(kv.index(2))
+    if WITH_DQ:
+        PIECES: gl.constexpr = HEAD_DIM // COLUMNS
+        staging = ds_ring.tiles.index(W)
+        finish_before(sum_dq, dq, q_ring, do_ring, staging, steps, work, grad_scale, GROUP, BLOCK_N, PIECES, W)
 
 
 @gluon.jit

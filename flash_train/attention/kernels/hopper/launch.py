@@ -26,6 +26,7 @@ from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_w
 from flash_train.attention.kernels.hopper.descriptors import describable, describe, describe_rows, describe_sum
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
+from flash_train.attention.kernels.hopper.sums import AHEAD
 from flash_train.attention.kernels.hopper.tiles import WIDEST_SUM, ForwardTile, backward_tile, dq_tile, forward_tile
 from flash_train.attention.kernels.launch import lengths_of, make_output, sink_gradient, slope_gradient, slots_of
 from flash_train.attention.kernels.planned import Form, form_of, launch_all
@@ -85,7 +86,7 @@ def backward(
     sums = make_sums(q, call, with_dq=not alone)
     with on_device(q):
         if q.shape[:-1].numel() > 0:
-            made = (sums.delta, sums.lse2, sums.dq, dq, dk, dv, dslope)
+            made = (sums.delta, sums.lse2, sums.dq, sums.counters, dq, dk, dv, dslope)
             launch_all(_backward_launches, (q, k, v, out, dout, lse, dlse), made, call)
         else:
             dk, dv = dk.zero_(), dv.zero_()
@@ -104,19 +105,20 @@ def _backward_launches(
     delta: Tensor,
     lse2: Tensor,
     sum_dq: Tensor | None,
+    counters: Tensor | None,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     dslope: Tensor | None,
     call: Call,
 ) -> Iterator[Launch]:
-    sums = Sums(delta, lse2, sum_dq)
-    yield prepare_launch(out, dout, lse, dlse, sums, call)
-    yield backward_launch(q, k, v, dout, sums, dk, dv, call)
+    sums = Sums(delta, lse2, sum_dq, counters)
+    yield prepare_launch(k, out, dout, lse, dlse, sums, call)
+    yield backward_launch(q, k, v, dout, sums, dq, dk, dv, call)
     if sum_dq is None:
         yield dq_launch(q, k, v, dout, sums, dq, dslope, call)
     else:
-        yield finish_launch(sums, dq, call)
+        yield finish_launch(sums, dq, k, call)
 
 
 def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
@@ -216,6 +218,7 @@ class Sums:
     delta: Tensor  #: fp32 (heads, padded)
     lse2: Tensor  #: fp32 (heads, padded)
     dq: Tensor | None  #: fp32 (heads, padded, columns), in pieces (``rows``); None where dQ has a kernel of its own
+    counters: Tensor | None  #: int32 (2, key heads of all entries or more): see ``sums``; None without dQ
 
     @property
     def padded(self) -> int:
@@ -236,21 +239,30 @@ def make_sums(q: Tensor, call: Call, with_dq: bool = True) -> Sums:
     heads, columns = q.shape[-2], block_d(q.shape[-1])
     padded = PAD * slots_of(q, call.cu_seqlens_q, PAD)
     delta, lse2 = q.new_empty((2, heads, padded), dtype=torch.float32).unbind()
-    return Sums(delta, lse2, q.new_empty((heads, padded, columns), dtype=torch.float32) if with_dq else None)
+    if not with_dq:
+        return Sums(delta, lse2, None, None)
+    units = heads * (q.shape[0] if call.cu_seqlens_q is None else 1)  # at least as many as there are of keys
+    sum_dq = q.new_empty((heads, padded, columns), dtype=torch.float32)
+    return Sums(delta, lse2, sum_dq, q.new_empty((2, units), dtype=torch.int32))
 
 
-def prepare_launch(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call) -> Launch:
-    entries, rows, _ = lengths_of(out, out, call)
+def prepare_launch(
+    k: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call
+) -> Launch:
+    entries, rows, _ = lengths_of(out, k, call)
+    group = out.shape[-2] // k.shape[-2]
+    at_once, last = _groups(out, k, call)
     arguments = (
         strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse), sums.delta,
-        sums.lse2, sums.dq, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
+        sums.lse2, sums.dq, sums.counters, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
+        0 if sums.counters is None else sums.counters.numel(), AHEAD.value * at_once * group, last * at_once * group,
     )  # fmt: skip
     constants = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK": PAD}
     return Launch(hopper_prepare, (sums.padded // PAD, out.shape[-2]), arguments, constants)
 
 
 def backward_launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: Sums, dk: Tensor, dv: Tensor, call: Call
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: Sums, dq: Tensor, dk: Tensor, dv: Tensor, call: Call
 ) -> Launch:
     columns, group = block_d(q.shape[-1]), q.shape[-2] // k.shape[-2]
     tile = backward_tile(columns, call)
@@ -261,7 +273,10 @@ def backward_launch(
     with_dq: dict[str, Any] = {}
     if columns <= WIDEST_SUM:
         kernel, with_dq = hopper_backward, {"WITH_DQ": sums.dq is not None}
-        sum_dq = (None if sums.dq is None else describe_sum(sums.dq, dq_columns(tile.block_m, columns)),)
+        sum_dq = (None, None, None)
+        if sums.dq is not None:
+            pieces = describe_sum(sums.dq, dq_columns(tile.block_m, columns))
+            sum_dq = (pieces, sums.counters, describe(dq, 64, columns))
     arguments = (
         describe(q, *queries), describe(k, *keys), describe(v, *keys), describe(dout, *queries),
         describe_rows(sums.lse2, tile.block_m), describe_rows(sums.delta, tile.block_m), *sum_dq,
@@ -316,15 +331,31 @@ def dq_launch(
     return Launch(hopper_backward_dq, (_tasks(q, call.cu_seqlens_q, tile.portable.block_m),), arguments, constants)
 
 
-def finish_launch(sums: Sums, dq: Tensor, call: Call) -> Launch:
-    entries, rows, _ = lengths_of(dq, dq, call)
+def finish_launch(sums: Sums, dq: Tensor, k: Tensor, call: Call) -> Launch:
+    entries, rows, _ = lengths_of(dq, k, call)
+    columns, slots = block_d(dq.shape[-1]), sums.padded // PAD
+    tile = backward_tile(columns, call)
+    heads = _heads_of_all(k, call)
+    at_once, last = _groups(dq, k, call)
+    left = slots * dq.shape[-2] // heads * (heads - last * at_once)  # the rest the backward has finished: ``sums``
     arguments = (
-        sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded
+        sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded,
+        slots, dq.shape[-2],
     )  # fmt: skip
-    columns = block_d(dq.shape[-1])
-    piece = int(dq_columns(backward_tile(columns, call).block_m, columns))
+    piece = int(dq_columns(tile.block_m, columns))
     constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": columns, "BLOCK": PAD, "COLUMNS": piece}
-    return Launch(hopper_finish, (sums.padded // PAD, dq.shape[-2]), arguments, constants)
+    return Launch(hopper_finish, (left,), arguments, constants)
+
+
+def _groups(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
+    """Key heads that the backward takes at once, and the number of its last group of them: as ``tasks.task_beside``."""
+    at_once = _kv_heads_at_once(q, k, call, backward_tile(block_d(q.shape[-1]), call).block_n)
+    return at_once, max(_heads_of_all(k, call) // at_once - 2, 0)
+
+
+def _heads_of_all(k: Tensor, call: Call) -> int:
+    """Of all entries."""
+    return k.shape[-2] * (k.shape[0] if call.cu_seqlens_k is None else 1)
 
 
 def _heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:

@@ -17,18 +17,21 @@ from flash_train.attention.kernels.device.tile import load_tile, row_pointers, s
 PAD = 128  #: rows
 
 
-@triton.jit(do_not_specialize=["n_entries", "seqlen_q"])
+@triton.jit(do_not_specialize=["n_entries", "seqlen_q", "n_counters", "first_cleared", "last_cleared"])
 def hopper_prepare(
-    out, dout, lse, dlse, delta_ptr, lse2_ptr, dq_ptr, cu_q, keep_rate, n_entries, seqlen_q, padded,
+    out, dout, lse, dlse, delta_ptr, lse2_ptr, dq_ptr, counters, cu_q, keep_rate, n_entries, seqlen_q,
+    padded, n_counters, first_cleared, last_cleared,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per query row, into (heads, padded): ``delta`` and the log-sum-exp as ``attention_backward_rows`` gives them;
     past an entry's rows +inf, so that no weight comes of them. dQ's sum, fp32 (heads, padded, BLOCK_D), becomes 0,
-    where there is one.
+    where there is one, but for the heads of all entries from ``first_cleared`` to ``last_cleared``, which the backward
+    clears (``sums``); its ``n_counters`` counters become 0, too.
 
     Grid (padded / BLOCK, heads).
     """
-    slot, head = _find_rows(cu_q, n_entries)
+    slots, heads = tl.num_programs(0), tl.num_programs(1)
+    slot, head = _find_rows(tl.program_id(1) * slots + tl.program_id(0), slots, heads, cu_q, n_entries)
     entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
     seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
     start = tile * BLOCK
@@ -48,17 +51,23 @@ def hopper_prepare(
     tl.store(delta_ptr + at, d * keep_rate)
     tl.store(lse2_ptr + at, lse_tile)
     if dq_ptr is not None:
-        columns = tl.arange(0, BLOCK_D)[None, :]
-        tl.store(dq_ptr + at[:, None] * BLOCK_D + columns, tl.zeros([BLOCK, BLOCK_D], tl.float32))
+        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        for first in range(0, n_counters, tl.num_programs(0) * tl.num_programs(1)):
+            tl.store(counters + first + program, 0, mask=first + program < n_counters)
+        of_all = head if cu_q is not None else entry * tl.num_programs(1) + head
+        if (of_all < first_cleared) | (of_all >= last_cleared):
+            columns = tl.arange(0, BLOCK_D)[None, :]
+            tl.store(dq_ptr + at[:, None] * BLOCK_D + columns, tl.zeros([BLOCK, BLOCK_D], tl.float32))
 
 
-@triton.jit(do_not_specialize=["n_entries", "seqlen_q"])
+@triton.jit(do_not_specialize=["n_entries", "seqlen_q", "slots", "heads"])
 def hopper_finish(
-    dq_ptr, dq, cu_q, grad_scale, n_entries, seqlen_q, padded,
+    dq_ptr, dq, cu_q, grad_scale, n_entries, seqlen_q, padded, slots, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of dQ, scaled, in q's dtype and order. COLUMNS: of a piece. Grid (padded / BLOCK, heads)."""
-    slot, head = _find_rows(cu_q, n_entries)
+    """The sum of dQ, scaled, in q's dtype and order. COLUMNS: of a piece. Grid: as many of the places of
+    ``hopper_prepare``'s, ``slots`` x ``heads``, as are to be finished; the first are in the backward's last heads."""
+    slot, head = _find_rows(tl.program_id(0), slots, heads, cu_q, n_entries)
     entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
     seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
     start = tile * BLOCK
@@ -69,11 +78,10 @@ def hopper_finish(
 
 
 @triton.jit
-def _find_rows(cu_q, n_entries):
+def _find_rows(program, slots, heads, cu_q, n_entries):
     """(slot, head) of a program. First come those that the backward takes last, whose sum is in the cache when it ends;
     last those that it begins with."""
-    slots, heads = tl.num_programs(0), tl.num_programs(1)
-    place = slots * heads - 1 - (tl.program_id(1) * slots + tl.program_id(0))
+    place = slots * heads - 1 - program
     tiles = slots // n_entries if cu_q is None else slots  # of entries that have heads of their own
     slot = place // (tiles * heads) * tiles + place % tiles
     return slot, (place // tiles % heads).to(tl.int64)

@@ -28,7 +28,9 @@ class Work(NamedTuple):
 @gluon.jit
 def count_tasks(work, BLOCK: gl.constexpr):
     """Tasks of a launch that walks keys. Packed, some hold nothing."""
-    return work.n_heads * _slots(work.cu_q, work.n_entries, work.seqlen_q, BLOCK) * _lanes(work.cu_q, work.n_entries)
+    return (
+        work.n_heads * count_slots(work.cu_q, work.n_entries, work.seqlen_q, BLOCK) * _lanes(work.cu_q, work.n_entries)
+    )
 
 
 @gluon.jit
@@ -63,25 +65,58 @@ def find_task(task, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSE
     REVERSED: an entry's last tile comes first, which under a causal mask takes the longest.
     A tile is one of queries where the program WALKS_KEYS, else one of keys; heads are those of the tiled tensor.
     """
-    n_entries = work.n_entries
-    cu = work.cu_q if WALKS_KEYS else work.cu_k
-    seqlen = work.seqlen_q if WALKS_KEYS else work.seqlen_k
-    slots = _slots(cu, n_entries, seqlen, BLOCK)
-    heads = work.n_heads * _lanes(cu, n_entries)
-    last = gl.maximum(heads // work.heads_at_once - 2, 0)
+    slots, heads, last = _groups(work, BLOCK, WALKS_KEYS)
     group = gl.minimum(task // (slots * work.heads_at_once), last)
     first = group * work.heads_at_once
     size = gl.where(group < last, work.heads_at_once, heads - first)
     place = task - first * slots
-    slot = place // size
-    head = first + place % size
+    seq, head, tile, tiles = find_tile(place // size, first + place % size, work, BLOCK, WALKS_KEYS)
+    live = tile < tiles
+    if REVERSED:
+        tile = tiles - 1 - tile
+    return seq, head, tile * BLOCK, live
+
+
+@gluon.jit
+def task_beside(task, work, GROUPS: gl.constexpr, BLOCK: gl.constexpr):
+    """(whether there is one, head, slot) of the task of keys so many groups of heads from this one, in this one's place
+    of its group. There is none in the last group, whose size is another."""
+    slots, _, last = _groups(work, BLOCK, False)
+    size = slots * work.heads_at_once
+    other = task + GROUPS * size
+    place = other % size
+    head = other // size * work.heads_at_once + place % work.heads_at_once
+    return (other >= 0) & (other < last * size), head, place // work.heads_at_once
+
+
+@gluon.jit
+def count_heads(work):
+    """Of all entries; packed, these are rows of the same heads."""
+    return work.n_heads * _lanes(work.cu_q, work.n_entries)
+
+
+@gluon.jit
+def _groups(work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
+    """Slots of a head, heads of all entries, and the number of the last group of ``heads_at_once`` or more of them."""
+    cu = work.cu_q if WALKS_KEYS else work.cu_k
+    seqlen = work.seqlen_q if WALKS_KEYS else work.seqlen_k
+    heads = count_heads(work)
+    last = gl.maximum(heads // work.heads_at_once - 2, 0)
+    return count_slots(cu, work.n_entries, seqlen, BLOCK), heads, last
+
+
+@gluon.jit
+def find_tile(slot, head, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
+    """(entry, its head, tile, tiles of the entry) of a slot of a head of all entries; past those there is nothing."""
+    n_entries = work.n_entries
+    cu = work.cu_q if WALKS_KEYS else work.cu_k
     if cu is None:
         entry = head // work.n_heads
         head = head % work.n_heads
         zero = (entry * 0).to(gl.int64)
         seq = Entry(entry, entry.to(gl.int64), zero, zero, work.seqlen_q, work.seqlen_k)
         tile = slot
-        tiles = slots
+        tiles = gl.cdiv(work.seqlen_q if WALKS_KEYS else work.seqlen_k, BLOCK)
     else:
         entry = _entry_of(slot, cu, n_entries, BLOCK)
         tile = slot - (gl.load(cu + entry) // BLOCK + entry)
@@ -97,10 +132,7 @@ def find_task(task, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSE
             len_q = gl.where(entry < n_entries, len_q, 0)
             tiles = gl.cdiv(len_k, BLOCK)
         seq = Entry(entry, (entry * 0).to(gl.int64), q_row.to(gl.int64), k_row.to(gl.int64), len_q, len_k)
-    live = tile < tiles
-    if REVERSED:
-        tile = tiles - 1 - tile
-    return seq, head, tile * BLOCK, live
+    return seq, head, tile, tiles
 
 
 @gluon.jit
@@ -175,7 +207,7 @@ def _lanes(cu, n_entries):
 
 
 @gluon.jit
-def _slots(cu, n_entries, seqlen, BLOCK: gl.constexpr):
+def count_slots(cu, n_entries, seqlen, BLOCK: gl.constexpr):
     """Places for tiles along the rows: see ``device.schedule.find_tile``."""
     if cu is None:
         slots = gl.cdiv(seqlen, BLOCK)
