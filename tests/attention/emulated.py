@@ -16,7 +16,7 @@ from flash_train.attention.kernels.hopper import draws, pairs
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper.backward import hopper_backward, tma_reduce_add
 from flash_train.attention.kernels.hopper.ring import ONCE
-from flash_train.attention.kernels.hopper.softmax import multiply_unless_one
+from flash_train.attention.kernels.hopper.softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.hopper.sums import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
 from tests.attention import gluon
 
@@ -103,8 +103,14 @@ def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
     return ~((words & added) | (words & carry) | (added & carry))
 
 
+def _exceeds(sums: np.ndarray) -> np.ndarray:
+    """Of a warp's sixteen rows, any."""
+    told = (~(sums <= 2.0**15)).reshape(4, 16, 8).any((1, 2), keepdims=True)
+    return np.broadcast_to(told, (4, 16, 8)).reshape(sums.shape).astype(np.int32)
+
+
 ASSEMBLY = {
-    **{multiply_unless_one(n): lambda acc, factors: acc * factors for n in (64, 128)},
+    WARP_EXCEEDS.value: _exceeds,
     draws.BELOW.value: _below,
     draws.SWAP.value: lambda flags: np.flip(flags, 2),  # along d of [a, c, d, A, C]
     **{code.value: lambda x: x for code in (ONCE, WRITTEN, WRITTEN_BUT_TWO, ACQUIRED)},

@@ -3,7 +3,8 @@
 A persistent grid: a program takes the next task when it has begun to load the last keys of one, so that all end
 together, whatever a task costs. The producer hands its number to the consumers with the queries. A consumer keeps one
 product of either kind in flight: while it exponentiates the logits of a block, the matrix unit adds the block before
-to the output.
+to the output. It weighs a block by the maximum of those before: if weights become too large, which is rare, it computes
+the block once more.
 """
 
 from triton.experimental import gluon
@@ -35,6 +36,7 @@ from flash_train.attention.kernels.hopper.ring import (
     release,
     release_too,
     stage_of,
+    sync_warps,
     take_turn,
     tile_of,
     uniform,
@@ -42,7 +44,15 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_full,
     write_word,
 )
-from flash_train.attention.kernels.hopper.softmax import new_maximum, rescale, rescale_sums, sum_by_thread
+from flash_train.attention.kernels.hopper.softmax import (
+    exceed,
+    make_notes,
+    new_maximum,
+    read_notes,
+    rescale,
+    rescale_sums,
+    sum_by_thread,
+)
 from flash_train.attention.kernels.hopper.tasks import (
     Work,
     at,
@@ -53,8 +63,6 @@ from flash_train.attention.kernels.hopper.tasks import (
     next_task,
     start_of_block,
 )
-
-NARROW_OUTPUT = gl.constexpr(64)  #: columns, whose products end before the exponentials begin
 
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
@@ -76,19 +84,20 @@ def hopper_forward(
     v_ring = make_ring(v_tiles, V_STAGES, CONSUMERS)
     words = make_words(Q_STAGES)  # the task of the queries in each stage
     turns = make_turns()
-    marks = (make_mark(), make_mark(), make_mark())
+    marks = (make_mark(), make_mark())
+    notes = make_notes(CONSUMERS)
     fence_async_shared()
     # Each partition has the same arguments, but for its own: Gluon takes no starred ones.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
-                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 0,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, notes, work, mask, score, sinks, dropout,
+                    GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
-                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 1,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, notes, work, mask, score, sinks, dropout,
+                    GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 1,
                 )),
                 (_produce, (
                     q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS,
@@ -100,16 +109,16 @@ def hopper_forward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
-                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 0,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, notes, work, mask, score, sinks, dropout,
+                    GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 0,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
-                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 1,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, notes, work, mask, score, sinks, dropout,
+                    GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 1,
                 )),
                 (_consume, (
-                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout, GROUP,
-                    BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 2,
+                    out, lse, q_ring, k_ring, v_ring, words, turns, marks, notes, work, mask, score, sinks, dropout,
+                    GROUP, BLOCK_N, HEAD_DIM, CONSUMERS, Q_STAGES, PINGPONG, 2,
                 )),
                 (_produce, (
                     q, k, v, q_ring, k_ring, v_ring, words, counter, work, mask, GROUP, BLOCK_N, CONSUMERS,
@@ -161,7 +170,7 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    out, lse, q_ring, k_ring, v_ring, words, turns, marks, work, mask, score, sinks, dropout,
+    out, lse, q_ring, k_ring, v_ring, words, turns, marks, notes, work, mask, score, sinks, dropout,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -171,14 +180,13 @@ def _consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of logits [64, BLOCK_N]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of the output [64, HEAD_DIM]
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    WIDE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT
     dtype: gl.constexpr = q_ring.tiles.dtype
     key0, key1 = load_key(dropout)
     if dropout.state is not None:
         key0, key1 = uniform(key0), uniform(key1)
     places = find_places(dropout, BLOCK_N)
     done = 0
-    step = 0
+    step = gl.to_tensor(0)
     wait_full(q_ring, done)
     task = read_word(words, stage_of(q_ring, done))
     while task >= 0:
@@ -200,23 +208,24 @@ def _consume(
         if Q_STAGES > 1:  # the output of the task before has left the place of its queries by now
             tma.store_wait(0)
             release(q_ring, gl.maximum(done - 1, 0), done > 0)
-        s, even, odd = _take_logits(
-            s_next, 0, k_ring, marks, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64,
-            first_m, offs_m, 0, BLOCK_N, S,
-        )  # fmt: skip
-        alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
+        even, odd = _draw(dropout, key0, key1, 0, visits, mask, seq, head64, first_m, places, BLOCK_N)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        release(k_ring, step)
+        s = _masked(s, 0, visits, mask, score, slope, seq, head64, offs_m, BLOCK_N, S)
+        alpha, reference, m_i = new_maximum(s, m_i, score)
         p = gl.exp2(s * score.factor - reference[:, None])
         sums = sum_by_thread(p)  # running sums of exponentials
-        if dropout.state is None:
-            p = pack(p, dtype)
+        m_i = gl.where(offs_m < seq.len_q, m_i, 0.0)  # rows past the end shall not be computed once more
+        p = pack(p, dtype)
         for j in range(1, visits.stop - visits.first):
             acc, p, even, odd, m_i, sums = _step(
                 acc, p, even, odd, m_i, sums, j, words, stage_of(q_ring, done), task, q_tile, k_ring, v_ring, turns,
-                marks, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m, offs_m,
-                BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
+                marks, notes, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head64, first_m,
+                offs_m, BLOCK_N, HEAD_DIM, CONSUMERS, PINGPONG, W,
             )  # fmt: skip
             step += 1
-        p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
+        if dropout.state is not None:
+            p = keep(p, even, odd, BLOCK_N, False)
         wait_full(v_ring, step)
         acc_next = _start_output(p, v_ring, acc, step)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
@@ -226,13 +235,13 @@ def _consume(
         l_i = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
         if sinks is not None:
             alpha, m_i, l_i = add_sink(m_i, l_i, gl.load(sinks + head))
-            acc = rescale(acc, alpha, False)
+            acc = rescale(acc, alpha)
         lse_tile, norm = finish_rows(m_i, l_i)
         if PACKED:
             lse_tile = gl.where(seq.index < work.n_entries, lse_tile, float("-inf"))  # the tail has no sink either
         if dropout.state is not None:
             norm = norm * (dropout.threshold * (1.0 / 256.0))
-        acc = rescale(acc, 1.0 / norm, False)
+        acc = rescale(acc, 1.0 / norm)
         q_tile.store(acc.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, at(seq, head, first_m, seq.q_row, seq.len_q, PACKED), tile)
@@ -249,46 +258,58 @@ def _consume(
 
 @gluon.jit
 def _step(
-    acc, p, even, odd, m_i, sums, j, words, slot, task, q_tile, k_ring, v_ring, turns, marks, step, visits, mask,
+    acc, p, even, odd, m_i, sums, j, words, slot, task, q_tile, k_ring, v_ring, turns, marks, notes, step, visits, mask,
     score, slope, dropout, key0, key1, places, seq, head, first_m, offs_m,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Begin the logits of block j, add the weights p of the block before to the output, and weigh block j meanwhile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    WIDE: gl.constexpr = HEAD_DIM > NARROW_OUTPUT
     dtype: gl.constexpr = v_ring.tiles.dtype
-    p = _thin(p, even, odd, dropout, dtype, BLOCK_N)
     wait_full(k_ring, step + 1)
     take_turn(turns, step + 1, W, PINGPONG)
     s_next = _start_logits(q_tile, k_ring, step + 1, BLOCK_N, S)
     wait_full(v_ring, step)
-    acc_next = _start_output(p, v_ring, acc, step)
     if dropout.state is not None:
-        # What is drawn now depends on what is read only now: else the assembler draws between the products, and holds
-        # up the other consumer's.
+        p = keep(p, even, odd, BLOCK_N, False)
+    acc_next = _start_output(p, v_ring, acc, step)
+    sync_warps()  # all have read the notes of the step before: here, where they wait for the products
+    if dropout.state is not None:
+        # What is drawn depends on a word that is read only now: else the assembler draws between the products, and
+        # holds up the other consumer's.
         hold(marks[0])
         head = head + (read_word(words, slot) - task)
-    s, even, odd = _take_logits(
-        s_next, j, k_ring, marks, step + 1, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
-        offs_m, 1, BLOCK_N, S,
-    )  # fmt: skip
+    s = warpgroup_mma_wait(1, deps=[s_next])
+    s = _masked(s, j, visits, mask, score, slope, seq, head, offs_m, BLOCK_N, S)
     pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG)  # only now, so that the consumers' logits come one at a time
-    alpha, reference, m_i = new_maximum(s, m_i, score, WIDE)
-    x = s * score.factor - reference[:, None]
-    if not WIDE:  # the registers that its product read are free for the exponentials
-        acc = _take_output(acc_next, alpha, k_ring, v_ring, step, dropout, WIDE)
-        p = gl.exp2(x)
-    else:
-        # Between the exponentials: what else is to be done for the weights, the assembler does while the second half
-        # of them runs; behind the last one it would not.
-        x, rest = _halves(x)
-        p = gl.exp2(x)
-        hold(marks[2])
-        acc = _take_output(acc_next, alpha, k_ring, v_ring, step, dropout, WIDE)
-        p = _whole(p, gl.exp2(rest), S)
-    sums = rescale_sums(sums, alpha) + sum_by_thread(p)
-    if dropout.state is None:
+
+    # The wait for the output stands between two halves of the exponentials: what else is to be done for the first, the
+    # assembler does while the second runs.
+    first, second = _halves(s * score.factor - m_i[:, None])
+    first = gl.exp2(first)
+    even, odd = _draw(dropout, key0, key1, j, visits, mask, seq, head, first_m, places, BLOCK_N)
+    more = sum_by_thread(first)
+    too_large = exceed(more)
+    hold(marks[1])
+    acc = warpgroup_mma_wait(0, deps=[acc_next])
+    second = gl.exp2(second)
+    more_second = sum_by_thread(second)
+    notes.index(W).store((too_large | exceed(more_second)).to(gl.int8))
+    more += more_second
+    p = pack(_whole(first, second, S), dtype)
+    release(v_ring, step)
+    if read_notes(notes.index(W)):  # once more, from the logits on, and their maximum first
+        s_next = _start_logits(q_tile, k_ring, once(step + 1), BLOCK_N, S)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        s = _masked(s, once(j), visits, mask, score, slope, seq, head, offs_m, BLOCK_N, S)
+        alpha, reference, m_i = new_maximum(s, m_i, score)
+        p = gl.exp2(s * score.factor - reference[:, None])
+        more = sum_by_thread(p)
         p = pack(p, dtype)
+        sums = rescale_sums(sums, alpha)
+        acc = rescale(acc, alpha)
+        sync_warps()
+    release_too(k_ring, step + 1)
+    sums += more
     return acc, p, even, odd, m_i, sums
 
 
@@ -307,33 +328,9 @@ def _start_output(p, v_ring, acc, step):
 
 
 @gluon.jit
-def _take_output(acc_next, alpha, k_ring, v_ring, step, dropout, WIDE: gl.constexpr):
-    """Wait for the output so far, and refer it to what is subtracted from the logits now."""
-    acc = warpgroup_mma_wait(0, deps=[acc_next])
-    release(v_ring, step)
-    if dropout.state is not None:
-        release_too(k_ring, step + 1)
-    return rescale(acc, alpha, WIDE)
-
-
-@gluon.jit
-def _take_logits(
-    s_next, j, k_ring, marks, step, visits, mask, score, slope, dropout, key0, key1, places, seq, head, first_m,
-    offs_m,
-    IN_FLIGHT: gl.constexpr, BLOCK_N: gl.constexpr, S: gl.constexpr,
-):  # fmt: skip
-    """Wait for the logits of block j, and draw which of its weights are kept.
-
-    IN_FLIGHT products, begun after that of the logits, stay so.
-    """
+def _masked(s, j, visits, mask, score, slope, seq, head, offs_m, BLOCK_N: gl.constexpr, S: gl.constexpr):
+    """The logits of block j, of products s: -inf where nothing is seen."""
     start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
-    even, odd = gl.to_tensor(0), gl.to_tensor(0)
-    if dropout.state is not None:  # drawn while the matrix unit works
-        even, odd = draw(dropout, key0, key1, seq.index, head, first_m, start_n, places, BLOCK_N, False)
-        hold(marks[1])
-    s = warpgroup_mma_wait(IN_FLIGHT, deps=[s_next])
-    if IN_FLIGHT == 0 or dropout.state is None:  # with dropout, one meeting of the warps fewer is worth more
-        release(k_ring, step)
     offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
     distance = gl.abs(offs_m[:, None] + (seq.len_k - seq.len_q) - offs_n)
     s = logits(s, score, slope, distance, False)
@@ -344,16 +341,17 @@ def _take_logits(
             s = gl.full([64, BLOCK_N], float("-inf"), gl.float32, S)
         else:  # where there is nothing, the block begins past the last key
             s = gl.where(visible(mask, seq, head, rows, offs_n), s, float("-inf"))
-    return s, even, odd
+    return s
 
 
 @gluon.jit
-def _thin(p, even, odd, dropout, dtype: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Weights as pairs in 16 bits: without dropout they are that already. With it they are rounded, and those dropped
-    taken out, just before they are used: sooner was slower."""
+def _draw(dropout, key0, key1, j, visits, mask, seq, head, first_m, places, BLOCK_N: gl.constexpr):
+    """Which weights of block j are kept: for ``keep``."""
+    even, odd = gl.to_tensor(0), gl.to_tensor(0)
     if dropout.state is not None:
-        p = keep(pack(p, dtype), even, odd, BLOCK_N, False)
-    return p
+        start_n = start_of_block(visits, mask, seq, j, BLOCK_N)
+        even, odd = draw(dropout, key0, key1, seq.index, head, first_m, start_n, places, BLOCK_N, False)
+    return even, odd
 
 
 @gluon.jit

@@ -1,6 +1,9 @@
-"""The running softmax of rows that lie in fragments of the matrix unit (FlashAttention-2, algorithm 1)."""
+"""The running softmax of rows that lie in fragments of the matrix unit (FlashAttention-2, algorithm 1).
 
-import triton
+With one difference: what is subtracted from logits need not be their maximum so far, only near enough that weights do
+not overflow. So a block's maximum is looked for only where, by what was subtracted before, weights became too large.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -11,22 +14,28 @@ THREADS = gl.constexpr(
     )
 )
 WAYS = gl.constexpr(16)  #: columns in which a maximum is taken side by side, four of them a thread's
-SLACK = gl.constexpr(8.0)  #: how far, in powers of 2, logits may come to lie above what is subtracted from them
+#: 1 where any of a warp's sums, four a thread, is above 2^15, or no number
+WARP_EXCEEDS = gl.constexpr(
+    """{
+    .reg .pred all;
+    setp.le.f32 all, $4, 0f47000000;
+    setp.le.and.f32 all, $5, 0f47000000, all;
+    setp.le.and.f32 all, $6, 0f47000000, all;
+    setp.le.and.f32 all, $7, 0f47000000, all;
+    vote.sync.all.pred all, all, 0xffffffff;
+    selp.b32 $0, 0, 1, all;
+    mov.b32 $1, $0;
+    mov.b32 $2, $0;
+    mov.b32 $3, $0;
+    }"""
+)
 
 
 @gluon.jit
-def new_maximum(s, m_i, score, LAZY: gl.constexpr):
+def new_maximum(s, m_i, score):
     """The factor for what was summed before, and what is subtracted from the logits s, as it is subtracted and as it is
-    carried on (-inf: nothing was seen yet).
-
-    That is the running maximum; LAZY, a number up to SLACK below it: weights of 256 for 1 lose nothing, and what was
-    summed before is then mostly left as it is.
-    """
-    if LAZY:
-        m_new = gl.maximum(m_i, _row_maximum(s) * score.factor)
-        m_new = gl.where(m_new - m_i > SLACK, m_new, m_i)
-    else:
-        m_new = gl.maximum(m_i, gl.max(s, 1) * score.factor)
+    carried on (-inf: nothing was seen yet): the running maximum."""
+    m_new = gl.maximum(m_i, _row_maximum(s) * score.factor)
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)
     return gl.exp2(m_i - reference), reference, m_new
 
@@ -46,40 +55,36 @@ def sum_by_thread(p):
 
 @gluon.jit
 def rescale_sums(sums, alpha):
+    """Sums by thread times their rows' alpha."""
     return sums * gl.convert_layout(alpha, gl.SliceLayout(1, THREADS))[:, None]
 
 
 @gluon.jit
-def rescale(acc, alpha, LAZY: gl.constexpr):
-    """acc times its rows' alpha; LAZY, a warp whose rows all have 1 passes by."""
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if LAZY:
-        NUMBERS: gl.constexpr = acc.shape[1] // 2  # of a thread, in two rows
-        CODE: gl.constexpr = multiply_unless_one(NUMBERS)
-        OPERANDS: gl.constexpr = _in_place(NUMBERS)
-        factors = gl.zeros_like(acc) + alpha
-        acc = gl.inline_asm_elementwise(CODE, OPERANDS, [acc, factors], dtype=gl.float32, is_pure=True, pack=NUMBERS)
-    else:
-        acc = acc * alpha
-    return acc
+def rescale(acc, alpha):
+    """acc times its rows' alpha."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
-@triton.constexpr_function
-def multiply_unless_one(count):
-    """``count`` numbers in place, by as many factors: of one row and of the other in turn, two at a time."""
-    first, other = 2 * count, 2 * count + 2
-    lines = [
-        ".reg .pred any;",
-        f"setp.neu.f32 any, ${first}, 0f3F800000;",
-        f"setp.neu.or.f32 any, ${other}, 0f3F800000, any;",
-        "vote.sync.any.pred any, any, 0xffffffff;",
-        "@!any bra DONE;",
-        *(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)),
-        "DONE:",
-    ]
-    return "{ " + " ".join(lines) + " }"
+@gluon.jit
+def make_notes(CONSUMERS: gl.constexpr):
+    """A consumer's warps tell each other by them whether weights are too large: ``exceed``."""
+    return gl.allocate_shared_memory(gl.int8, [CONSUMERS, 64, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
-@triton.constexpr_function
-def _in_place(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+@gluon.jit
+def exceed(sums):
+    """Whether some sums of this warp's rows are too large: more than 2^15, or, where -inf was subtracted, no number.
+
+    Weights of 2^15 for 1 lose nothing: their rounding is relative, and fp16 reaches to 2^16.
+    """
+    return gl.inline_asm_elementwise(
+        WARP_EXCEEDS, "=&r,=&r,=&r,=&r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
+def read_notes(note):
+    """Whether any warp's note says so. Behind a meeting of the warps, and before another."""
+    ALL: gl.constexpr = gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 1, 4], [0, 1, 2])
+    notes = note.reshape([4, 16, 8]).slice(0, 1, 1).slice(0, 1, 2).load(ALL)  # one of each warp's, which are the same
+    return gl.max(gl.max(gl.max(notes, 2), 1), 0) > 0

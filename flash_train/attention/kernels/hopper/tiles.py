@@ -39,7 +39,7 @@ class DQTile:
 
 
 #: by columns of a tile
-FORWARD = {64: ForwardTile(2, 128, 2, 4, 4), 128: ForwardTile(2, 128, 2, 2, 3), 256: ForwardTile(2, 64, 1, 2, 2)}
+FORWARD = {64: ForwardTile(2, 128, 2, 4, 4), 128: ForwardTile(2, 128, 2, 2, 3), 256: ForwardTile(2, 64, 1, 2, 3)}
 LONG = ForwardTile(3, 128, 2, 3, 3)  #: for 64 columns and long walks: two consumers don't keep the processor busy
 LONG_WALK = 2048  #: keys
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
