@@ -9,10 +9,11 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_func
 from flash_train.attention.kernels.hopper import launch, tiles
-from flash_train.attention.masks import Full, Window
+from flash_train.attention.kernels.hopper.softmax import WARP_EXCEEDS
+from flash_train.attention.masks import Document, Full, Tree, Window
 from tests.attention.cases import BY_NAME, CASES
 from tests.attention.contract import Case, build, run
-from tests.attention.emulated import hopper_on_cpu
+from tests.attention.emulated import ASSEMBLY, hopper_on_cpu
 from tests.attention.recipes import Blocks, Documents
 
 #: cases of the contract that these kernels do not take, and why
@@ -107,6 +108,48 @@ def test_more_than_a_tile(case, monkeypatch):
     check(case)
     monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
     check(case, seed=1, programs=5)
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Whether weights were too large, of every time that a consumer looked."""
+    told, exceeds = [], ASSEMBLY[WARP_EXCEEDS.value]
+
+    def tell(sums):
+        found = exceeds(sums)
+        told.append(bool(found.any()))
+        return found
+
+    monkeypatch.setitem(ASSEMBLY, WARP_EXCEEDS.value, tell)
+    return told
+
+
+DOCUMENTS = Document(torch.tensor([150, 20, 230]).repeat_interleave(torch.tensor([150, 20, 230])).int())
+MASKS = {
+    "causal": Causal(),
+    "full": Full(),
+    "window": Window(120, 0),
+    "both-sides": Window(100, 70),
+    "documents": DOCUMENTS,
+    "causal-documents": Causal() & DOCUMENTS,
+    "tree": Causal() & Tree([-1, *(max(0, i - 1 - i % 3) for i in range(1, 60))]),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_block_is_computed_once(mask, head_dim, again):
+    """Where scores are of one size: a walk begins where its queries see something, whatever they don't see later."""
+    q, k, v = torch.randn(3, 1, 400, 2, head_dim, generator=torch.Generator().manual_seed(0)).half()
+    with hopper_on_cpu():
+        attention(q, k, v, AttentionSpec(MASKS[mask]), backend="hopper")
+    assert again and not any(again)
+
+
+@pytest.mark.parametrize("case", [case for case in WIDE if case.name.startswith("large-scores")], ids=str)
+def test_large_scores_are_computed_again(case, again):
+    check(replace(case, dtype=torch.bfloat16))
+    assert any(again) and not all(again)
 
 
 @pytest.mark.parametrize("case", MANY_HEADS, ids=str)

@@ -57,10 +57,13 @@ def key_visits(mask, seq, head, start_m, lanes, BLOCK_M: tl.constexpr, BLOCK_N: 
     high = None if mask.right is None else shift + mask.right
     visits = _band(start_m, low, high, seq.len_k, BLOCK_M, BLOCK_N)
     if len(mask.terms) > 0:
-        clear_to = visits.clear_from
         if mask.tail is not None:
-            clear_to = tl.maximum(tl.minimum(visits.clear_to, (seq.len_k - mask.tail) // BLOCK_N), clear_to)
-        visits = Visits(visits.first, visits.clear_from, clear_to, visits.stop, visits.list)
+            clear_from = visits.clear_from
+            clear_to = tl.maximum(tl.minimum(visits.clear_to, (seq.len_k - mask.tail) // BLOCK_N), clear_from)
+        else:  # none is clear: the walk begins at the first query's own place
+            clear_from = tl.minimum(tl.maximum((start_m + shift) // BLOCK_N, visits.first), visits.stop)
+            clear_to = clear_from
+        visits = Visits(visits.first, clear_from, clear_to, visits.stop, visits.list)
     return _listed(visits, mask, seq, head, start_m, lanes)
 
 
@@ -81,9 +84,12 @@ def query_visits(mask, seq, head, start_n, lanes, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def edge_block(visits, mask, i):
-    """The i-th visited block that needs the mask: those before the clear ones, then those after."""
-    before = visits.clear_from - visits.first
-    return tl.where(i < before, visits.first + i, visits.clear_to + (i - before))
+    """The i-th visited block that needs the mask: those after the clear ones, then those before.
+
+    So the walk of a tile of queries begins where they see themselves, and from then on each has a maximum to subtract.
+    """
+    after = visits.stop - visits.clear_to
+    return tl.where(i < after, visits.clear_to + i, visits.first + (i - after))
 
 
 @triton.jit
@@ -162,6 +168,7 @@ def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
     else:
         first = tl.minimum(tl.maximum(start + low, 0) // COLS, stop)
         clear_from = tl.minimum(tl.cdiv(tl.maximum(start + (ROWS - 1) + low, 0), COLS), stop)
+    clear_from = tl.minimum(clear_from, tl.maximum(clear_to, first))  # of a narrow band, which has no clear blocks
     clear_to = tl.maximum(clear_to, clear_from)
     return Visits(first, clear_from, clear_to, stop, first)
 
