@@ -315,7 +315,7 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
         return (192, 200) if variant.dropout or variant.extras else (144, 128)
     if variant.head_dim % 16:
         return 1536, 1536
-    return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 144)
+    return (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 160)
 
 
 def all_variants() -> list[Variant]:
