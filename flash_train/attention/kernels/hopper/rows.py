@@ -31,7 +31,8 @@ def hopper_prepare(
     Grid (padded / BLOCK, heads).
     """
     slots, heads = tl.num_programs(0), tl.num_programs(1)
-    slot, head = _find_rows(tl.program_id(1) * slots + tl.program_id(0), slots, heads, cu_q, n_entries)
+    program = tl.program_id(1) * slots + tl.program_id(0)
+    slot, head = _find_rows(program, slots, heads, cu_q, n_entries)
     entry, tile = find_tile(slot, cu_q, n_entries, seqlen_q, BLOCK)
     seq = load_entry(entry, cu_q, cu_q, n_entries, seqlen_q, seqlen_q, WALKS_KEYS=True)
     start = tile * BLOCK
@@ -51,10 +52,9 @@ def hopper_prepare(
     tl.store(delta_ptr + at, d * keep_rate)
     tl.store(lse2_ptr + at, lse_tile)
     if dq_ptr is not None:
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        for first in range(0, n_counters, tl.num_programs(0) * tl.num_programs(1)):
+        for first in range(0, n_counters, slots * heads):
             tl.store(counters + first + program, 0, mask=first + program < n_counters)
-        of_all = head if cu_q is not None else entry * tl.num_programs(1) + head
+        of_all = head if cu_q is not None else entry * heads + head
         if (of_all < first_cleared) | (of_all >= last_cleared):
             columns = tl.arange(0, BLOCK_D)[None, :]
             tl.store(dq_ptr + at[:, None] * BLOCK_D + columns, tl.zeros([BLOCK, BLOCK_D], tl.float32))
