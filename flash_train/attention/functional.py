@@ -191,10 +191,10 @@ def _operands(
     cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
     lowered = spec.mask.lower()
     blocks = spec.mask.block_map(q.shape[-3], k.shape[-3], packing is not None)
-    visited, sizes = (None, (-1, -1)) if blocks is None else (blocks.visited, blocks[1:])
+    states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
     bounds = [lowered.left, lowered.right, lowered.tail, *sizes]
     return (
-        cu_q, cu_k, state, alibi_slopes, None if sinks is None else sinks.contiguous(), visited, lowered.tensors,
+        cu_q, cu_k, state, alibi_slopes, None if sinks is None else sinks.contiguous(), states, lowered.tensors,
         lowered.terms, bounds, list(origin), float(spec.scale_for(q.shape[-1])), float(spec.softcap),
         spec.keep_threshold,
     )  # fmt: skip

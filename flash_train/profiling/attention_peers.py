@@ -113,7 +113,7 @@ def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] 
         rules.append(lambda b, h, q, k: document[q] == document[k])
     blocks = case.spec(device).mask.block_map(case.seq_len, case.seq_len, False)
     if blocks is not None:
-        pattern = blocks.visited[0, 0]
+        pattern = blocks.states[0, 0] > 0
         rules.append(lambda b, h, q, k: pattern[q // blocks.block_q, k // blocks.block_k])
     return and_masks(*rules) if rules else None
 

@@ -72,6 +72,9 @@ CASES = (
     Case("documents-in-any-order", _same(50), terms=(Documents(shared=True, ordered=False),), band=Full()),
     Case("documents-packed", ((50, 50), (30, 20)), terms=(Documents(9),), packed=True, tail=(20, 4), band=Full()),
     Case("documents-cross", ((40, 66), (40, 66)), terms=(Documents(20),), band=Full()),
+    # blocks of one document only
+    Case("documents-long", _same(600), heads=1, kv_heads=1, terms=(Documents(400),)),
+    Case("documents-long-window", ((450, 580),), terms=(Documents(400),), band=Window(300, 140)),
     Case("tree", ((9, 70), (9, 70)), terms=(Nodes(9),), band=Full(), heads=4, kv_heads=1),
     Case("tree-packed", ((9, 9), (9, 40), (20, 5)), terms=(Nodes(9, per_entry=True),), packed=True, band=Full()),
     Case("tree-of-words", ((40, 60),), terms=(Nodes(40),), band=Full()),

@@ -6,6 +6,7 @@ kernels do, over random masks, and holds the answers to the masks' own: ``python
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -40,6 +41,7 @@ from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Causal, Full, M
 from flash_train.attention.varlen import Entry, Packing, entries
 from tests.attention.contract import Case, build
 from tests.attention.properties import SMALL, terms
+from tests.attention.recipes import Blocks, Documents
 
 #: maps of blocks that masks draw themselves have blocks of 128
 LENGTHS, SIDES = range(161), range(100)
@@ -134,13 +136,13 @@ class Question:
         """The mask as the operator's arguments."""
         cu_q, cu_k = (None, None) if self.packing is None else (self.packing.cu_seqlens_q, self.packing.cu_seqlens_k)
         lowered, blocks = self.mask.lower(), self.mask.block_map(*self.rows, self.packing is not None)
-        visited, sizes = (None, (-1, -1)) if blocks is None else (blocks.visited, blocks[1:])
+        states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
         return Call(
-            cu_q, cu_k, None, None, None, visited, lowered.tensors, lowered.terms,
+            cu_q, cu_k, None, None, None, states, lowered.tensors, lowered.terms,
             [lowered.left, lowered.right, lowered.tail, *sizes], [0] * 4, 1.0, 0.0, 256,
         )  # fmt: skip
 
-    def expected(self, which: int, head: int, tile: Tile) -> Reading:
+    def expected(self, which: int, head: int, tile: Tile, walks_keys: bool) -> Reading:
         """The same from the mask itself."""
         entry, call = self.entries[which], self.call
         dense = _of_head(self.mask.dense(entry, self.n_heads), head)
@@ -150,12 +152,30 @@ class Question:
             return Reading(band.clamp(max=PARTIAL), dense)
         states = _of_head(self.mask.blocks(entry, tile.block_m, tile.block_n, self.n_heads), head)
         if call.block_map is not None:  # nothing that the map leaves out is visited, nor what is past its end
-            visited = F.pad(_of_head(call.block_map[which if call.block_map.shape[0] > 1 else 0], head), (0, 1, 0, 1))
+            known = F.pad(_of_head(call.block_map[which if call.block_map.shape[0] > 1 else 0], head), (0, 1, 0, 1))
             rows = torch.arange(states.shape[0]) * tile.block_m // call.bounds[3]
             columns = torch.arange(states.shape[1]) * tile.block_n // call.bounds[4]
-            rows, columns = rows.clamp(max=visited.shape[0] - 1), columns.clamp(max=visited.shape[1] - 1)
-            states = torch.where(visited[rows][:, columns], states, SKIPPED)
-        return Reading(states, dense)
+            rows, columns = rows.clamp(max=known.shape[0] - 1), columns.clamp(max=known.shape[1] - 1)
+            known = known[rows][:, columns]
+            states = torch.where(known == SKIPPED, SKIPPED, states)
+            if call.terms and call.bounds[2] < 0:
+                left, right = (None if bound < 0 else bound for bound in call.bounds[:2])
+                band = Window(left, right).blocks(entry, tile.block_m, tile.block_n)[0]
+                known = torch.where(band == WHOLE, known, known.clamp(max=PARTIAL))
+                run = _first_run(known) if walks_keys else _first_run(known.T).T
+                states = torch.where(run, WHOLE, states)
+        return Reading(states.to(torch.int8), dense)
+
+
+def _first_run(known: Tensor) -> Tensor:
+    """Of each row's visited blocks, the first that are whole one after the other."""
+    run = torch.zeros(known.shape, dtype=torch.bool)
+    for row, states in zip(run, known.tolist(), strict=True):
+        visited = [column for column, state in enumerate(states) if state != SKIPPED]
+        first = next((place for place, column in enumerate(visited) if states[column] == WHOLE), len(visited))
+        for column in itertools.takewhile(lambda column, states=states: states[column] == WHOLE, visited[first:]):
+            row[column] = True
+    return run
 
 
 def _of_head(x: Tensor, head: int) -> Tensor:
@@ -164,8 +184,9 @@ def _of_head(x: Tensor, head: int) -> Tensor:
 
 def check(question: Question, which: int, head: int, tile: Tile, counts: Counter[str]) -> None:
     """Hold the device to the mask, in kernels that walk keys and in those that walk queries."""
-    entry, expected = question.entries[which], question.expected(which, head, tile)
+    entry = question.entries[which]
     for walks_keys in (True, False):
+        expected = question.expected(which, head, tile, walks_keys)
         said = question.read(which, head, tile, walks_keys)
         where = f"{'keys' if walks_keys else 'queries'} of {question.mask}, {entry}, head {head}, {tile}"
         state = said.states.repeat_interleave(tile.block_m, 0).repeat_interleave(tile.block_n, 1)
@@ -181,6 +202,8 @@ def check(question: Question, which: int, head: int, tile: Tile, counts: Counter
                 last = states[:, -1]  # no loop ends here: it may be whole as far as it goes
                 states[:, -1] = torch.where(last == SKIPPED, SKIPPED, said.states[:, -1].clamp(min=PARTIAL))
         assert torch.equal(said.states, states), f"other blocks: {where}\n{said.states}\n{states}"
+        if question.call.has_lists and question.call.terms and question.call.bounds[2] < 0:
+            counts["whole in spite of terms"] += int((said.states == WHOLE).sum())
         for state in (SKIPPED, PARTIAL, WHOLE):
             counts[f"{'keys' if walks_keys else 'queries'} {NAMES[state]}"] += int((said.states == state).sum())
 
@@ -195,12 +218,13 @@ def questions(draw: st.DrawFn) -> tuple[Case, Tile, int]:
     packed, count = pick((False, True)), pick((1, 2, 3))
     lengths = [(pick(LENGTHS), pick(LENGTHS)) for _ in range(count if packed else 1)]
     left, right = ((pick(SIDES) if pick((False, True)) else None) for _ in range(2))
+    of_one_document = (Documents(80), Blocks(pick(((16, 16), (32, 16))), 0.8))  # and so small that there are some
     case = Case(
         "question",
         tuple(lengths) if packed else tuple(lengths * count),
         head_dim=1,
         band=pick((Full(), Causal(), Window(left, right), Window(left, right), Window(left, 0))),
-        terms=terms(pick, SMALL, numbers=(0, 1, 1, 2)),
+        terms=of_one_document if pick((False, False, True)) else terms(pick, SMALL, numbers=(0, 1, 1, 2)),
         packed=packed,
         tail=(pick((0, 5)), pick((0, 5))) if packed else (0, 0),
         seed=pick(range(2**31)),

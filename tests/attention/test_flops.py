@@ -30,9 +30,9 @@ def counted(mask, q, k, packing=None):
     """Pairs of a call as the operator's arguments tell them."""
     left, right, _, _, tail = mask.lower()
     blocks = mask.block_map(q.shape[-3], k.shape[-3], packing is not None)
-    visited, sizes = (None, (-1, -1)) if blocks is None else (blocks.visited, blocks[1:])
+    states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
     boundaries = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    return call_pairs(q, k, *boundaries, visited, [left, right, tail, *sizes])
+    return call_pairs(q, k, *boundaries, states, [left, right, tail, *sizes])
 
 
 def dense(mask, entries):
@@ -109,9 +109,9 @@ def test_documents_are_counted_from_above():
 def test_what_cannot_be_read_counts_as_full():
     mask = Causal() & BlockSparse(torch.zeros(4, 4, dtype=torch.bool), 16)
     assert counted(mask, *tensors(64, 64, batch=1)) == 0
-    visited, mode = mask.block_map(64, 64, packed=True).visited, FakeTensorMode()
+    states, mode = mask.block_map(64, 64, packed=True).states, FakeTensorMode()
     q, k = tensors(64, 64)
-    for unread in (mode.from_tensor(visited), visited.to("meta")):
+    for unread in (mode.from_tensor(states), states.to("meta")):
         bounds = mode.from_tensor(cu(32, 32))
         assert call_pairs(q, k, bounds, bounds, unread, (-1, 0, -1, 16, 16)) == HEADS * 64 * 65 // 2
 

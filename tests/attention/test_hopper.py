@@ -61,7 +61,9 @@ WIDE = [
         band=Full(),
     ),
     Case("blocks-of-256-64", same(600), head_dim=64, heads=4, terms=(Blocks((256, 128), 0.5),)),
+    Case("documents-64", same(600), head_dim=64, band=Full(), terms=(Documents(200),)),
     Case("causal-256", same(150), head_dim=256, dropout=0.1),
+    Case("documents-256", same(600), head_dim=256, heads=1, kv_heads=1, terms=(Documents(400),)),
     Case("softcap-256", ((90, 150),), head_dim=200, heads=4, kv_heads=2, band=Full(), softcap=3.0, slopes="heads"),
     Case("packed-256", ((70, 130), (0, 0), (129, 129)), head_dim=256, packed=True, tail=(9, 9), strided=True),
 ]

@@ -148,13 +148,17 @@ def test_maps_of_blocks_leave_no_pair_out(mask, len_q, len_k, packed, batch):
         return
     entry = Entry(batch, batch, 0, 0, len_q, len_k)
     any_pair, _ = blocks_of(mask.dense(entry, HEADS).expand(HEADS, -1, -1), found.block_q, found.block_k)
-    own = found.visited[batch if found.visited.shape[0] > 1 else 0].expand(HEADS, -1, -1)
+    own = found.states[batch if found.states.shape[0] > 1 else 0].expand(HEADS, -1, -1)
     rows, columns = any_pair.shape[1:]
     assert own.shape[1] >= rows
     assert own.shape[2] >= columns
-    assert not any_pair[~own[:, :rows, :columns]].any()
+    own = own[:, :rows, :columns]
+    assert not any_pair[own == SKIPPED].any()
+    band = Window(*(None if bound < 0 else bound for bound in mask.lower()[:2])).dense(entry)
+    _, every_pair = blocks_of((mask.dense(entry, HEADS) | ~band).expand(HEADS, -1, -1), found.block_q, found.block_k)
+    assert every_pair[own == WHOLE].all()
     if all(isinstance(term, BlockSparse) for term in terms_of(mask)):  # and none in that holds nothing
-        assert torch.equal(own[:, :rows, :columns], any_pair)
+        assert torch.equal(own == WHOLE, any_pair)
 
 
 @given(COMPOSED, st.integers(1, 80), st.integers(1, 80), st.integers(0, 1), st.data())
@@ -188,12 +192,15 @@ def test_composed_maps_are_one_map():
     ids = torch.stack([torch.arange(64) // 20, torch.arange(64) // 50]).int()
     mask = functools.reduce(operator.and_, [*(BlockSparse(pattern, 16) for pattern in patterns), Document(ids)])
     found = mask.block_map(64, 64, packed=False)
-    documents = Document(ids).block_map(64, 64, packed=False, block=(16, 16)).visited
+    documents = Document(ids).block_map(64, 64, packed=False, block=(16, 16)).states
     assert found[1:] == (16, 16)
-    assert torch.equal(found.visited, patterns[0][None, :, :4, :4] & patterns[1][:4, :4] & documents)
-    assert documents.shape == (2, 1, 4, 4)
-    assert not documents.all()
-    assert mask.block_map(64, 64, packed=True).visited.shape == (1, HEADS, 4, 4)
+    assert torch.equal(found.states, documents * (patterns[0][None, :, :4, :4] & patterns[1][:4, :4]))
+    assert documents.tolist() == [
+        [[[2, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]],
+        [[[2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 1], [1, 1, 1, 1]]],
+    ]
+    assert mask.block_map(64, 64, packed=True).states.shape == (1, HEADS, 4, 4)
+    assert mask.block_map(64, 64, packed=True).states.max() == PARTIAL  # as far as blocks know
 
 
 def test_composed_bands_are_one_band():

@@ -22,6 +22,7 @@ def test_the_device_reads_what_the_mask_says():
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
     assert counts.pop("draws") >= DRAWS
+    assert counts.pop("whole in spite of terms") >= 20, counts
     states = [n for name, n in counts.items() if not name.startswith("of ")]
     assert len(states) == 6 and min(states) >= 500, counts  # skipped, partial and whole, both ways
     terms = [n for name, n in counts.items() if name.startswith("of ")]

@@ -17,7 +17,7 @@ from flash_train.attention.kernels.device.philox import Dropout
 from flash_train.attention.kernels.device.score import Score
 from flash_train.attention.kernels.device.tile import Rows, Strided
 from flash_train.attention.kernels.tiles import Tile, block_d
-from flash_train.attention.masks import FUNCTIONS
+from flash_train.attention.masks import FUNCTIONS, PARTIAL, SKIPPED
 
 LOG2_E = math.log2(math.e)
 UNUSED = -1  #: a bound that is not there
@@ -99,7 +99,7 @@ def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> 
         blocks = call.block_map.contiguous()
         strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
         sizes = (*blocks.shape[2:], *call.bounds[3:])
-        terms.append((device_mask.block_sparse, (blocks.view(torch.int8), *strides, *sizes)))
+        terms.append((device_mask.block_sparse, (blocks, *strides, *sizes)))
         tail = None
     return MaskRule(left, right, tuple(terms), tail)
 
@@ -124,18 +124,18 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
     """The fields of ``MaskRule`` that say which tiles to visit for each row of blocks, or for each column of them."""
     block_q, block_k = call.bounds[3:]
     if walks_keys:
-        visited, row_size, repeats = call.block_map, block_q, block_k // tile.block_n
+        states, row_size, repeats = call.block_map, block_q, block_k // tile.block_n
     else:
-        visited, row_size, repeats = call.block_map.transpose(-1, -2), block_k, block_q // tile.block_m
-    visited = visited.repeat_interleave(repeats, -1)
+        states, row_size, repeats = call.block_map.transpose(-1, -2), block_k, block_q // tile.block_m
+    states = states.repeat_interleave(repeats, -1)
+    visited = states != SKIPPED
     entries, heads, rows, capacity = visited.shape
-    place = visited.cumsum(-1, dtype=torch.int32)
-    tiles = torch.empty((entries, heads, rows, capacity + 1), dtype=torch.int32, device=visited.device)
-    index = torch.arange(capacity, dtype=torch.int32, device=visited.device).expand(visited.shape)
-    tiles.scatter_(-1, torch.where(visited, place - 1, capacity).long(), index)  # the rest land in a spare column
-    counts = visited.sum(-1, dtype=torch.int32)
+    tiles = torch.arange(0, 2 * capacity, 2, dtype=torch.int32, device=visited.device)
+    if call.terms and call.bounds[2] == UNUSED:
+        tiles = tiles + (states == PARTIAL)
+    tiles = torch.where(visited, tiles, 2 * capacity).sort(-1).values  # so that the others come last
     strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
-    return tiles, counts, *strides, rows, row_size, capacity + 1
+    return tiles, visited.sum(-1, dtype=torch.int32), *strides, rows, row_size, capacity
 
 
 def score_arguments(call: Call) -> Score:

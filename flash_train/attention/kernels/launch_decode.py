@@ -67,7 +67,7 @@ def decode(
     blocks = spec.mask.block_map(len_q, capacity, True)
     bounds = [lowered.left, lowered.right, lowered.tail, *((UNUSED, UNUSED) if blocks is None else blocks[1:])]
     call = Call(
-        None, None, state, alibi_slopes, sinks, None if blocks is None else blocks.visited, lowered.tensors,
+        None, None, state, alibi_slopes, sinks, None if blocks is None else blocks.states, lowered.tensors,
         lowered.terms, bounds, origin, spec.scale_for(q.shape[-1]), spec.softcap, spec.keep_threshold,
     )  # fmt: skip
     rows = len_q * n_heads // k_cache.shape[2]

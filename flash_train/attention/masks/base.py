@@ -29,9 +29,13 @@ class Lowered(NamedTuple):
 
 
 class BlockMap(NamedTuple):
-    """Blocks that hold anything: bool (entries or 1, heads or 1, query blocks, key blocks), and their sizes."""
+    """What is known of blocks beforehand, and their sizes.
 
-    visited: Tensor
+    ``states``: int8 (entries or 1, heads or 1, query blocks, key blocks). ``SKIPPED`` blocks hold nothing; in ``WHOLE``
+    ones all terms but a band let every pair pass.
+    """
+
+    states: Tensor
     block_q: int
     block_k: int
 
@@ -76,7 +80,7 @@ class Mask:
         """Per block of queries and keys, int8 (1 or n_heads, query blocks, key blocks).
 
         ``SKIPPED``: the kernels do not visit it, and it holds no pair. ``WHOLE``: every pair in it attends and the
-        kernels do not look. ``PARTIAL``: the kernels evaluate the rule.
+        kernels do not look. ``PARTIAL``: the kernels evaluate the rule, unless ``block_map`` knows better.
         """
         shape = (1, -(-entry.len_q // block_q), -(-entry.len_k // block_k))
         return mask_end(torch.full(shape, PARTIAL, dtype=torch.int8), entry, block_k)
@@ -91,7 +95,8 @@ class Mask:
         return Lowered(-1, -1, "", [], -1)
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        """Which blocks the kernels need to visit within the band, where this mask knows; without a synchronisation."""
+        """Which blocks the kernels need to visit within the band, and in which of them to look at pairs, where this
+        mask knows; without a synchronisation."""
         return None
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
@@ -234,11 +239,13 @@ class And(Mask):
         maps = [found for found in drawn if found is not None]
         if not maps:
             return None
-        rows, columns = (min(m.visited.shape[dim] for m in maps) for dim in (2, 3))
-        visited = maps[0].visited[:, :, :rows, :columns]
+        rows, columns = (min(m.states.shape[dim] for m in maps) for dim in (2, 3))
+        states = maps[0].states[:, :, :rows, :columns]
         for other in maps[1:]:
-            visited = visited & other.visited[:, :, :rows, :columns]
-        return BlockMap(visited, maps[0].block_q, maps[0].block_k)
+            states = torch.minimum(states, other.states[:, :, :rows, :columns])
+        if len(maps) < sum(not isinstance(term, Band) for term in self.terms):  # there are others, which ask every pair
+            states = states.clamp(max=PARTIAL)
+        return BlockMap(states, maps[0].block_q, maps[0].block_k)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
         for term in self.terms:

@@ -55,7 +55,8 @@ class BlockSparse(Mask):
         return mask_end(_pool(self.dense(entry, n_heads).cpu(), block_q, block_k), entry, block_k)
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        return BlockMap(self.pattern[None] if self.pattern.dim() == 3 else self.pattern[None, None], *self.sizes)
+        states = self.pattern.to(torch.int8) * WHOLE
+        return BlockMap(states[None] if states.dim() == 3 else states[None, None], *self.sizes)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
         _on_device("BlockSparse pattern", self.pattern, device)
@@ -112,10 +113,12 @@ class Document(Mask):
         if packed:  # an entry's blocks do not begin at multiples of a block in the tensor
             return None
         sizes = block or (MAP_BLOCK, MAP_BLOCK)
-        q_low, q_high = _block_range(self.q_ids, sizes[0])
-        k_low, k_high = _block_range(self._k, sizes[1])
-        visited = (q_low[:, :, None] <= k_high[:, None, :]) & (k_low[:, None, :] <= q_high[:, :, None])
-        return BlockMap(visited[:, None], *sizes)
+        q_range = _block_range(self.q_ids, sizes[0])
+        k_range = q_range if self.k_ids is None and sizes[0] == sizes[1] else _block_range(self._k, sizes[1])
+        q_low, q_high, k_low, k_high = (*(x[:, :, None] for x in q_range), *(x[:, None, :] for x in k_range))
+        visited = (q_low <= k_high) & (k_low <= q_high)
+        whole = (q_low == k_high) & (k_low == q_high)  # and so all four are equal
+        return BlockMap((visited.to(torch.int8) + whole)[:, None], *sizes)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
         for name, ids, length in (("q_ids", self.q_ids, len_q), ("k_ids", self._k, len_k)):
@@ -274,7 +277,7 @@ def _block_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
     if missing:
         ids = torch.cat([ids, ids[:, -1:].expand(-1, missing)], 1)
     blocks = ids.reshape(ids.shape[0], ids.shape[1] // block, block)
-    return blocks.amin(-1), blocks.amax(-1)
+    return torch.aminmax(blocks, dim=-1)
 
 
 def _row(ids: Tensor, batch: int) -> Tensor:

@@ -12,9 +12,9 @@ class MaskRule(NamedTuple):
     The terms concern the last ``tail`` keys only (None: all of them).
 
     ``tiles`` (None: there are no lists) has a row per block of queries in kernels that walk keys, and per block of keys
-    in those that walk queries: the tiles of the kernel that hold anything, ascending; int32 (entries or 1, heads or 1,
-    rows, capacity), contiguous, ``counts`` the same without the last dimension. A row is ``row_size`` positions.
-    Strides are in rows; 0 where one list serves all.
+    in those that walk queries: twice the numbers of the kernel's tiles that hold anything, ascending, and 1 more where
+    terms are to be asked; int32 (entries or 1, heads or 1, rows, capacity), contiguous, ``counts`` the same without the
+    last dimension. A row is ``row_size`` positions. Strides are in rows; 0 where one list serves all.
 
     It is flat because Triton 3.6 loses constants in named tuples inside named tuples, and None is asked of a field
     because it cannot look at a tuple that holds one.
@@ -56,15 +56,16 @@ def key_visits(mask, seq, head, start_m, lanes, BLOCK_M: tl.constexpr, BLOCK_N: 
     low = None if mask.left is None else shift - mask.left
     high = None if mask.right is None else shift + mask.right
     visits = _band(start_m, low, high, seq.len_k, BLOCK_M, BLOCK_N)
+    # where none is clear, the walk begins at the first query's own place
+    own = tl.minimum(tl.maximum((start_m + shift) // BLOCK_N, visits.first), visits.stop)
     if len(mask.terms) > 0:
         if mask.tail is not None:
             clear_from = visits.clear_from
             clear_to = tl.maximum(tl.minimum(visits.clear_to, (seq.len_k - mask.tail) // BLOCK_N), clear_from)
-        else:  # none is clear: the walk begins at the first query's own place
-            clear_from = tl.minimum(tl.maximum((start_m + shift) // BLOCK_N, visits.first), visits.stop)
-            clear_to = clear_from
-        visits = Visits(visits.first, clear_from, clear_to, visits.stop, visits.list)
-    return _listed(visits, mask, seq, head, start_m, lanes)
+            visits = Visits(visits.first, clear_from, clear_to, visits.stop, visits.list)
+        elif mask.tiles is None:
+            visits = Visits(visits.first, own, own, visits.stop, visits.list)
+    return _listed(visits, own, mask, seq, head, start_m, lanes)
 
 
 @triton.jit
@@ -74,12 +75,12 @@ def query_visits(mask, seq, head, start_n, lanes, BLOCK_M: tl.constexpr, BLOCK_N
     low = None if mask.right is None else -shift - mask.right
     high = None if mask.left is None else mask.left - shift
     visits = _band(start_n, low, high, seq.len_q, BLOCK_N, BLOCK_M)
-    if len(mask.terms) > 0:
+    if len(mask.terms) > 0 and (mask.tail is not None or mask.tiles is None):
         clear_to = visits.clear_from
         if mask.tail is not None:
             clear_to = tl.where(start_n + BLOCK_N <= seq.len_k - mask.tail, visits.clear_to, clear_to)
         visits = Visits(visits.first, visits.clear_from, clear_to, visits.stop, visits.list)
-    return _listed(visits, mask, seq, head, start_n, lanes)
+    return _listed(visits, visits.clear_from, mask, seq, head, start_n, lanes)
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def block_start(visits, mask, block, COLS: tl.constexpr):
     if mask.tiles is None:
         start = block * COLS
     else:
-        start = tl.load(visits.list + block) * COLS
+        start = (tl.load(visits.list + block) >> 1) * COLS
     return start
 
 
@@ -174,23 +175,31 @@ def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _listed(visits, mask, seq, head, start, lanes):
-    """The same blocks as places in the list of the row that holds ``start``."""
+def _listed(visits, own, mask, seq, head, start, lanes):
+    """The same blocks as places in the list of the row that holds ``start``. Clear are the first clear ones in a row of
+    which no term is to be asked: of a document, where it is contiguous, all. If there are none, none at ``own``."""
     if mask.tiles is not None:
         row = start // mask.row_size
         at = seq.index.to(tl.int64) * mask.stride_entry + head * mask.stride_head + row
         count = tl.load(mask.counts + at, mask=row < mask.n_rows, other=0)
         tiles = mask.tiles + at * mask.capacity
         first = count * 0
-        clear_from = count * 0
-        clear_to = count * 0
+        own_place = count * 0
+        clear_from = count
+        clear_to = count
         stop = count * 0
         for begin in range(0, count, lanes.shape[0]):
             i = begin + lanes
-            tile = tl.load(tiles + i, mask=i < count, other=1 << 30)
+            listed = tl.load(tiles + i, mask=i < count, other=1 << 30)
+            tile = listed >> 1
             first += tl.sum((tile < visits.first).to(tl.int32), 0)
-            clear_from += tl.sum((tile < visits.clear_from).to(tl.int32), 0)
-            clear_to += tl.sum((tile < visits.clear_to).to(tl.int32), 0)
+            own_place += tl.sum((tile < own).to(tl.int32), 0)
             stop += tl.sum((tile < visits.stop).to(tl.int32), 0)
+            clear = (tile >= visits.clear_from) & (tile < visits.clear_to) & ((listed & 1) == 0)
+            clear_from = tl.minimum(clear_from, tl.min(tl.where(clear, i, count), 0))
+            clear_to = tl.minimum(clear_to, tl.min(tl.where(clear | (i < clear_from), count, i), 0))
+        none = clear_from == count
+        clear_from = tl.where(none, own_place, clear_from)
+        clear_to = tl.where(none, own_place, clear_to)
         visits = Visits(first, clear_from, clear_to, stop, tiles)
     return visits

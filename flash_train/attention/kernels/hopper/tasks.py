@@ -160,7 +160,7 @@ def start_of_block(visits, mask, seq, j, BLOCK_N: gl.constexpr):
     if mask.tiles is None:
         start = block * BLOCK_N
     else:
-        start = gl.load(visits.list + block, mask=visits.stop > visits.first, other=0) * BLOCK_N
+        start = (gl.load(visits.list + block, mask=visits.stop > visits.first, other=0) >> 1) * BLOCK_N
     return gl.where(visits.stop > visits.first, start, seq.len_k)
 
 
@@ -171,7 +171,7 @@ def query_tile(visits, mask, kv_head, i, GROUP: gl.constexpr, BLOCK_M: gl.conste
     edges = count_edges(visits)
     block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
     if mask.tiles is not None:
-        block = gl.load(visits.list + block)
+        block = gl.load(visits.list + block) >> 1
     return kv_head * GROUP + g, block * BLOCK_M
 
 
