@@ -279,8 +279,10 @@ def _step(
         hold(marks[0])
         head = head + (read_word(words, slot) - task)
     s = warpgroup_mma_wait(1, deps=[s_next])
+    TERMS: gl.constexpr = len(mask.terms) > 0
+    pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG and TERMS)
     s = _masked(s, j, visits, mask, score, slope, seq, head, offs_m, BLOCK_N, S)
-    pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG)  # only now, so that the consumers' logits come one at a time
+    pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG and not TERMS)  # only now, so that logits come one at a time
 
     # The wait for the output stands between two halves of the exponentials: what else is to be done for the first, the
     # assembler does while the second runs.
