@@ -277,7 +277,6 @@ def _consume(
                 # and would run every product by itself.
                 product = warpgroup_mma_wait(0, deps=[s_next])
                 wait_full(do_ring, i)
-                take_turn(turns, i, W, PINGPONG)
                 dp_next = warpgroup_mma(v_own, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse_row = lse_tiles.index(stage_of(q_ring, i)).load(COLS)
                 offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
@@ -290,10 +289,11 @@ def _consume(
                 kept = pack(p, dtype)
                 if DROPOUT:
                     kept = keep(kept, even, odd, BLOCK_M, True)
+                take_turn(turns, i, W, PINGPONG)
+                hold(marks[1])
+                dp = warpgroup_mma_wait(0, deps=[dp_next])
                 dv_next = warpgroup_mma(unpack(kept, dtype, A), do_tile, dv_acc, is_async=True)
                 pass_turn(turns, i, W, 2, DROPOUT)  # dS takes longer with it
-                hold(marks[1])
-                dp = warpgroup_mma_wait(1, deps=[dp_next])
                 delta_row = delta_tiles.index(stage_of(do_ring, i)).load(COLS)
                 if DROPOUT:
                     dp = keep_wide(dp, even, odd, S, BLOCK_M, True)
