@@ -2,8 +2,8 @@
 
 Five products a step, in one kernel: consumers of 64 keys each work on S transposed, [64, BLOCK_M], so that P and dS
 enter dV and dK from registers; dS passes through shared memory, from both consumers to both, for dQ, of which each
-computes one half, and which TMA adds to a sum in fp32 in memory. Consumers take turns: one has dP, the exponentials,
-dV and dS, the other dK, dQ and the next S. Partitions: two consumers, a loader, a writer.
+computes one half, and which TMA adds to a sum in fp32 in memory. Consumers take turns: one has dV and dS, the
+other dK, dQ, the next S, dP and the exponentials. Partitions: two consumers, a loader, a writer.
 """
 
 import triton
