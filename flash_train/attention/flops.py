@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.attention.masks import Causal, Full, Mask, Window
+from flash_train.attention.masks import SKIPPED, Causal, Full, Mask, Window
 from flash_train.attention.varlen import Entry, unreadable
 
 
@@ -72,7 +72,7 @@ def call_pairs(
     Args:
         q, k: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,), packed.
-        block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), 0 where nothing attends.
+        block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), ``SKIPPED`` where nothing attends.
         bounds: the band's left and right, the terms' tail, the map's block sizes; -1 for none.
     """
     left, right, _, block_q, block_k = bounds
@@ -87,7 +87,7 @@ def call_pairs(
         found = [Entry(i, 0, 0, 0, len_q, len_k) for i, (len_q, len_k) in enumerate(lengths)]
     if block_map is None or unreadable(block_map):
         return sum(mask.pairs(entry, n_heads) for entry in found)
-    visited = block_map.cpu() > 0
+    visited = block_map.cpu() != SKIPPED
     pairs = 0
     for entry in found:
         own = visited[entry.index if visited.shape[0] > 1 else 0]

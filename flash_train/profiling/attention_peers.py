@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_train.attention import RngState, attention
 from flash_train.attention.backends import hopper_unavailable
+from flash_train.attention.masks import SKIPPED
 from flash_train.profiling.attention_cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -113,7 +114,7 @@ def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] 
         rules.append(lambda b, h, q, k: document[q] == document[k])
     blocks = case.spec(device).mask.block_map(case.seq_len, case.seq_len, False)
     if blocks is not None:
-        pattern = blocks.states[0, 0] > 0
+        pattern = blocks.states[0, 0] != SKIPPED
         rules.append(lambda b, h, q, k: pattern[q // blocks.block_q, k // blocks.block_k])
     return and_masks(*rules) if rules else None
 

@@ -131,7 +131,7 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
     visited = states != SKIPPED
     entries, heads, rows, capacity = visited.shape
     tiles = torch.arange(0, 2 * capacity, 2, dtype=torch.int32, device=visited.device)
-    if call.terms and call.bounds[2] == UNUSED:
+    if call.terms and call.bounds[2] == UNUSED:  # a tail says by itself which keys they concern
         tiles = tiles + (states == PARTIAL)
     tiles = torch.where(visited, tiles, 2 * capacity).sort(-1).values  # so that the others come last
     strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)

@@ -289,6 +289,7 @@ def _consume(
                 kept = pack(p, dtype)
                 if DROPOUT:
                     kept = keep(kept, even, odd, BLOCK_M, True)
+                # Only here: two turns are a step, and dP and the exponentials need none.
                 take_turn(turns, i, W, PINGPONG)
                 hold(marks[1])
                 dp = warpgroup_mma_wait(0, deps=[dp_next])

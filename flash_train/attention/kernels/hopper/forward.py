@@ -280,7 +280,7 @@ def _step(
         head = head + (read_word(words, slot) - task)
     s = warpgroup_mma_wait(1, deps=[s_next])
     TERMS: gl.constexpr = len(mask.terms) > 0
-    pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG and TERMS)
+    pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG and TERMS)  # to ask them takes long
     s = _masked(s, j, visits, mask, score, slope, seq, head, offs_m, BLOCK_N, S)
     pass_turn(turns, step + 1, W, CONSUMERS, PINGPONG and not TERMS)  # only now, so that logits come one at a time
 
