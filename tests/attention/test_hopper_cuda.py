@@ -7,6 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
 from flash_train.attention import AttentionSpec, Causal, RngState, attention
 from flash_train.attention.kernels import planned
 from flash_train.attention.kernels.hopper import launch
@@ -146,6 +149,77 @@ def test_streams_and_graphs_take_their_own_tasks():
             found.append(replayed.clone())
         torch.cuda.synchronize()
     assert all(torch.equal(out, alone) for out in found)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gradients_on_streams_and_by_graphs(dropout):
+    """As above: backwards whose programs wait for each other's tasks, at the same time."""
+    spec, rng = AttentionSpec(Causal(), dropout=dropout), RngState(1)
+
+    def record():
+        own = [x.detach().requires_grad_() for x in leaves]  # leaves of this stream, for autograd returns to theirs
+        out = attention(*own, spec, rng=rng, backend="hopper")
+        return out, own, torch.ones_like(out)
+
+    leaves = tensors(2000, 128)
+    alone = torch.autograd.grad(*record())
+    torch.cuda.synchronize()
+    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.graph(graph):
+        replayed = torch.autograd.grad(*record())
+    recorded = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            recorded.append(record())
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for stream, made in zip(streams, recorded, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(torch.autograd.grad(*made, retain_graph=True))
+        graph.replay()
+        found.append([x.clone() for x in replayed])
+    torch.cuda.synchronize()
+    for dq, dk, dv in found:
+        assert torch.equal(dk, alone[1]) and torch.equal(dv, alone[2])
+        assert (dq - alone[0]).abs().max() <= 2**-8 * alone[0].abs().max()
+
+
+@gluon.jit
+def _occupy(flag, places, turns):
+    """Keeps a processor's shared memory until somebody sets the flag, or so many turns are over."""
+    SIZE: gl.constexpr = 32768
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = gl.allocate_shared_memory(gl.int32, [SIZE], FLAT)
+    tile.store(gl.arange(0, SIZE, THREADS))
+    turn = 0
+    while (gl.load(flag, volatile=True) == 0) & (turn < turns):
+        turn += 1
+    gl.store(places + gl.program_id(0), gl.max(tile.load(THREADS), 0))
+
+
+def test_gradients_while_others_keep_most_processors():
+    """No task may wait for one whose program has not begun."""
+    leaves, spec = tensors(2000, 128), AttentionSpec(Causal())
+    out = attention(*leaves, spec, backend="hopper")
+    dout = torch.randn_like(out)
+    alone = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    flag, others = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    places = torch.zeros(count, dtype=torch.int32, device="cuda")
+    with torch.cuda.stream(others):
+        _occupy[(1,)](flag, places, 1)  # compiled before anything waits
+    torch.cuda.synchronize()
+    with torch.cuda.stream(others):
+        _occupy[(count - 20,)](flag, places, 1 << 22)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    torch.cuda.current_stream().synchronize()
+    assert not others.query(), "the others ended too early for this to show anything"
+    flag.fill_(1)
+    torch.cuda.synchronize()
+    assert torch.equal(dk, alone[1]) and torch.equal(dv, alone[2])
+    assert (dq - alone[0]).abs().max() <= 2**-8 * alone[0].abs().max()
 
 
 def test_under_graphs_that_compile_makes():

@@ -104,7 +104,7 @@ def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, 
     barrier.loads.append((barrier.phase, load.site))
     result.raw()[...] = to_memory(junk(result.shape, result.dtype), result.dtype)
     memory.mark_written(load.regions[0], barrier.component, barrier.phase + 1, f"TMA load in {load.site}")
-    task.program.pending.append(load)
+    task.program.start(load)
     task.program.point()
 
 
@@ -119,7 +119,7 @@ def _copy_out(descriptor, coord, view, add):
     descriptor.box(coord)
     store = memory.start(Store(descriptor, coord, view, add))
     task.stores.append(store)
-    task.program.pending.append(store)
+    task.program.start(store)
     task.program.point()
 
 

@@ -174,7 +174,7 @@ class Program:
             choices = ready + self.pending
             if not choices:
                 return self._stuck(task)
-            weights = [other.speed for other in ready] + [self.patience] * len(self.pending)
+            weights = [other.speed for other in ready] + [self.patience * copy.speed for copy in self.pending]
             chosen = self.rng.choices(choices, weights)[0]
             if isinstance(chosen, Task):
                 break
@@ -184,6 +184,11 @@ class Program:
             if not task.finished:
                 task.baton.acquire()
                 self._check_failure()
+
+    def start(self, copy):
+        """An asynchronous operation, which is under way from now on; some take much longer than others."""
+        copy.speed = math.exp(-(self.rng.expovariate(1.0) ** 2))
+        self.pending.append(copy)
 
     def complete(self, operation):
         self.pending.remove(operation)
