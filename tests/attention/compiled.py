@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from itertools import product
@@ -227,7 +227,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled
     else:
         all_launches = launches(variant, variant.tiles() if tile is None else Tiles(tile, tile, tile))
     done = []
-    for name, own, found in all_launches:
+    for name, own, found in _with_first(all_launches):
         constants = found.constants | {key: value for key, value in _on_gpu().items() if key in found.constants}
         try:
             kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
@@ -237,6 +237,12 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled
         resources = resources_of(kernel)
         done.append(Compiled(variant, name, own, resources, problems_of(variant, resources)))
     return done
+
+
+def _with_first(launches: Iterable[tuple[str, Tile | None, launch.Launch]]) -> Iterator[tuple[str, Any, launch.Launch]]:
+    for name, tile, found in launches:
+        yield from ((f"{name}-{first.kernel.__name__}", None, first) for first in found.first)
+        yield name, tile, found
 
 
 @cache

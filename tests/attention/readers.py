@@ -36,6 +36,7 @@ from flash_train.attention.kernels.device.mask import (
     visible,
 )
 from flash_train.attention.kernels.device.schedule import load_entry
+from flash_train.attention.kernels.lists import lists_launch
 from flash_train.attention.kernels.tiles import Tile
 from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Causal, Full, Mask, Window
 from flash_train.attention.varlen import Entry, Packing, entries
@@ -120,9 +121,11 @@ class Question:
         width = triton.next_power_of_2(max(rows * tile.block_m, columns * tile.block_n, 1))
         pairs = torch.full((width, width), 7, dtype=torch.int32)
         if rows and columns:
+            rule = mask_rule(self.call, tile, walks_keys)
+            for lists in lists_launch(self.call, rule, walks_keys):
+                lists.run()
             read_mask[(rows if walks_keys else columns,)](
-                states, pairs, self.call.cu_seqlens_q, self.call.cu_seqlens_k,
-                mask_rule(self.call, tile, walks_keys), len(self.entries), *self.rows,
+                states, pairs, self.call.cu_seqlens_q, self.call.cu_seqlens_k, rule, len(self.entries), *self.rows,
                 which, head, columns, width, walks_keys, tile.block_m, tile.block_n,
             )  # fmt: skip
         asked = pairs[: entry.len_q, : columns * tile.block_n]

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_func
 from flash_train.attention.kernels.hopper import launch, tiles
 from flash_train.attention.kernels.hopper.softmax import WARP_EXCEEDS
+from flash_train.attention.kernels.lists import list_tiles
 from flash_train.attention.masks import Document, Full, Tree, Window
 from tests.attention.cases import BY_NAME, CASES
 from tests.attention.contract import Case, build, run
@@ -90,7 +91,8 @@ def check(case, seed=0, repeatable=False, **options):
     with hopper_on_cpu(seed, **options) as ran:
         errors = run(case, "hopper", "cpu")
     assert all(e.ok for e in errors), errors
-    assert ran == kernels_of(case, repeatable) * (case.layout.rows(0) > 0)
+    ours = [name for name in ran if name != list_tiles.__name__]  # which runs before any that follows lists
+    assert ours == kernels_of(case, repeatable) * (case.layout.rows(0) > 0)
 
 
 @pytest.mark.parametrize("case", ONE_TILE, ids=str)

@@ -12,14 +12,16 @@ from flash_train.attention.kernels import launch, planned
 from flash_train.attention.kernels.arguments import Call
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.tiles import Tile, Tiles
+from flash_train.attention.masks import BlockSparse, Document, MaskFunction, Tree
+from tests.attention.rules import budget, budget_twin, parity, parity_twin
 
 TILES = Tiles(*3 * [Tile(64, 64, 4, 2)])
 APART = Tiles(*4 * [Tile(64, 32, 4, 2)])
 
 CASES = {
     "dense": {},
-    "window": {"mask": Window(10, 3), "n_kv_heads": 1},
-    "softcap": {"mask": Full(), "softcap": 20.0, "gradient_of_lse": True},
+    "window": {"mask": lambda: Window(10, 3), "n_kv_heads": 1},
+    "softcap": {"mask": Full, "softcap": 20.0, "gradient_of_lse": True},
     "dropout": {"dropout": 0.1},
     "sinks": {"sinks": True},
     "slopes": {"slopes": (4,), "needs_slopes": True},
@@ -27,14 +29,31 @@ CASES = {
     "packed": {"packed": "with one tensor"},
     "packed apart": {"packed": "with two", "dropout": 0.5, "sinks": True},
     "apart": {"tiles": APART, "ordered": True},
+    "documents": {"mask": lambda: Causal() & Document(torch.randint(3, (2, 80), dtype=torch.int32))},
+    "blocks": {"mask": lambda: Window(50, 0) & _blocks() & _documents(), "tiles": APART, "ordered": True},
+    "tree": {"mask": lambda: Tree(torch.tensor([[-1, 0, 0], [-1, -1, 1]]))},
+    "function": {"mask": lambda: Causal() & MaskFunction(parity, parity_twin) & _budget() & _documents()},
+    "packed documents": {"mask": lambda: Causal() & Document(torch.arange(160).int() // 30), "packed": "with two"},
 }
+
+
+def _blocks():
+    return BlockSparse(torch.rand(4, 2, 2) < 0.8)
+
+
+def _documents():
+    return Document(torch.randint(3, (80,), dtype=torch.int32), torch.randint(3, (2, 80), dtype=torch.int32))
+
+
+def _budget():
+    return MaskFunction(budget, budget_twin, (torch.randint(80, (160,)), torch.tensor([9, 80])))
 
 
 class Operands:
     """Random tensors of a case, other ones each time."""
 
     def __init__(
-        self, mask=None, n_kv_heads=2, softcap=0.0, dropout=0.0, sinks=False, slopes=None, packed=None, tiles=TILES,
+        self, mask=Causal, n_kv_heads=2, softcap=0.0, dropout=0.0, sinks=False, slopes=None, packed=None, tiles=TILES,
         gradient_of_lse=False, needs_slopes=False, ordered=False,
     ):  # fmt: skip
         lead = (2, 80) if packed is None else (160,)
@@ -49,7 +68,7 @@ class Operands:
         packing = None if packed is None else Packing(cu, cu if packed == "with one tensor" else cu.clone())
         self.call = Call(
             *_operands(
-                self.q, self.k, AttentionSpec(mask or Causal(), softcap=softcap, dropout=dropout), packing,
+                self.q, self.k, AttentionSpec(mask(), softcap=softcap, dropout=dropout), packing,
                 torch.tensor([1, 2]) if dropout else None, (0, 0, 0, 0), torch.rand(slopes) if slopes else None,
                 torch.randn(4) if sinks else None,
             )
@@ -69,8 +88,7 @@ class Operands:
         yield hopper._backward_launches, (*begin, *sums, *end), ()
 
     def given(self, tensors):
-        call = self.call
-        return (*tensors, call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks)
+        return (*tensors, *planned._tensors_of(self.call))
 
 
 def same(a, b):
@@ -94,16 +112,23 @@ def absent_gpu(monkeypatch):
 def test_a_plan_takes_other_tensors(case, absent_gpu):
     first, second = Operands(**case), Operands(**case)
     for (build, tensors, options), (_, others, _) in zip(first.all(), second.all(), strict=True):
-        made = [(found, "compiled") for found in build(*tensors, first.call, *options)]
-        plans = planned._plan_all(made, first.given(tensors))
-        assert plans is not None and len(plans) == len(made)
-        for plan, found in zip(plans, build(*others, second.call, *options), strict=True):
+        launched = [(found, "compiled") for found in planned._flat(build(*tensors, first.call, *options))]
+        found_plans = planned._plan_all(launched, first.given(tensors))
+        assert found_plans is not None and len(found_plans.plans) == len(launched)
+        again = list(planned._flat(build(*others, second.call, *options)))
+        made = [x for found in again for x in found.made]
+        assert found_plans.made == tuple((x.shape, x.dtype) for x in made)
+        for plan, found in zip(found_plans.plans, again, strict=True):
             kernel = found.kernel
-            assert len(plan.arguments) == len(kernel.arg_names) and not any(map(planned._has_tensor, [plan.arguments]))
+            assert len(plan.arguments.parts) == len(kernel.arg_names) and not holds_tensors(plan.arguments)
             tail = kernel.arg_names[len(found.arguments) :]
             anew = (*found.arguments, *(found.constants[name] for name in tail))
-            assert same(anew, tuple(planned._filled(plan, second.given(others)))), kernel.__name__
+            assert same(anew, tuple(planned._filled(plan, (*second.given(others), *made)))), kernel.__name__
             assert plan.grid == (*found.grid, 1, 1)[:3] and plan.compiled == "compiled"
+
+
+def holds_tensors(group):
+    return planned._has_tensor(tuple(group.parts)) or any(holds_tensors(inner) for _, inner in group.groups)
 
 
 def test_what_leaves_no_plan(absent_gpu):
@@ -158,17 +183,18 @@ def test_what_a_key_tells_apart():
         key(a, b, c, call=call._replace(scale=0.5)), key(a, b, c, call=call._replace(softcap=1.0)),
         key(a, b, c, call=call._replace(bounds=[3, 0, -1, -1, -1])),
         key(a, b, c, call=call._replace(origin=[0, 0, 16, 0])), key(a, b, c, call=call._replace(keep_threshold=230)),
+        key(a, b, c, call=call._replace(block_map=a)), key(a, b, c, call=call._replace(block_map=OnCuda(shape=(1,)))),
+        key(a, b, c, call=call._replace(term_tensors=[a])), key(a, b, c, call=call._replace(term_tensors=[a, b])),
+        key(a, b, c, call=call._replace(term_tensors=[OnCuda(shape=(1,))])),
     ]  # fmt: skip
     assert len(set(others)) == len(others)
     assert key(torch.empty(1), b, c) is None
-    assert key(a, b, c, call=call._replace(block_map=torch.ones(1, 1, 1, 1, dtype=torch.bool))) is None
-    assert key(a, b, c, call=call._replace(term_tensors=[torch.empty(1)])) is None
 
 
 def test_plans_do_not_grow_without_end(monkeypatch):
     monkeypatch.setattr(planned, "_plans", {})
     monkeypatch.setattr(planned, "MOST", 3)
-    monkeypatch.setattr(planned, "_plan_all", lambda made, given: ())
+    monkeypatch.setattr(planned, "_plan_all", lambda made, given: planned.Planned((), ()))
     made = []
 
     def build(q, call):

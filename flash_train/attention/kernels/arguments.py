@@ -17,7 +17,7 @@ from flash_train.attention.kernels.device.philox import Dropout
 from flash_train.attention.kernels.device.score import Score
 from flash_train.attention.kernels.device.tile import Rows, Strided
 from flash_train.attention.kernels.tiles import Tile, block_d
-from flash_train.attention.masks import FUNCTIONS, PARTIAL, SKIPPED
+from flash_train.attention.masks import FUNCTIONS
 
 LOG2_E = math.log2(math.e)
 UNUSED = -1  #: a bound that is not there
@@ -61,15 +61,21 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its grid and its arguments: to be run, or only compiled."""
+    """A kernel, its grid and its arguments: to be run, or only compiled.
+
+    ``first`` are launches that must run before it. ``made`` are tensors among the arguments that came into being with
+    this launch, for it to fill.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
+    first: tuple[Launch, ...] = ()
+    made: tuple[Tensor, ...] = ()
 
     def run(self) -> Any:
-        """Returns what Triton compiled for it."""
+        """Returns what Triton compiled for it. Those before it must have run."""
         return self.kernel[self.grid](*self.arguments, **self.constants)
 
 
@@ -121,21 +127,18 @@ def _batch_stride(ids: Tensor) -> int:
 
 
 def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
-    """The fields of ``MaskRule`` that say which tiles to visit for each row of blocks, or for each column of them."""
+    """The fields of ``MaskRule`` about which tiles to visit for each row of blocks, or for each column of them, with
+    room for the lists: ``lists.lists_launch`` fills it."""
     block_q, block_k = call.bounds[3:]
+    entries, heads, rows, columns = call.block_map.shape
     if walks_keys:
-        states, row_size, repeats = call.block_map, block_q, block_k // tile.block_n
+        row_size, capacity = block_q, columns * (block_k // tile.block_n)
     else:
-        states, row_size, repeats = call.block_map.transpose(-1, -2), block_k, block_q // tile.block_m
-    states = states.repeat_interleave(repeats, -1)
-    visited = states != SKIPPED
-    entries, heads, rows, capacity = visited.shape
-    tiles = torch.arange(0, 2 * capacity, 2, dtype=torch.int32, device=visited.device)
-    if call.terms and call.bounds[2] == UNUSED:  # a tail says by itself which keys they concern
-        tiles = tiles + (states == PARTIAL)
-    tiles = torch.where(visited, tiles, 2 * capacity).sort(-1).values  # so that the others come last
+        row_size, rows, capacity = block_k, columns, rows * (block_q // tile.block_m)
+    tiles = call.block_map.new_empty((entries, heads, rows, capacity), dtype=torch.int32)
+    counts = call.block_map.new_empty((entries, heads, rows), dtype=torch.int32)
     strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
-    return tiles, visited.sum(-1, dtype=torch.int32), *strides, rows, row_size, capacity
+    return tiles, counts, *strides, rows, row_size, capacity
 
 
 def score_arguments(call: Call) -> Score:

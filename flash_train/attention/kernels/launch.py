@@ -27,6 +27,7 @@ from flash_train.attention.kernels.backward import (
     attention_backward_rows,
 )
 from flash_train.attention.kernels.forward import attention_forward
+from flash_train.attention.kernels.lists import lists_launch
 from flash_train.attention.kernels.planned import launch_all
 from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, cdiv, choose_tiles, variant_of
 
@@ -113,7 +114,8 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ca
         dropout, *lengths_of(q, k, call),
     )  # fmt: skip
     grid = (slots_of(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
-    return Launch(attention_forward, grid, arguments, _constants(q, k, v, tile))
+    fixed, lists = _constants(q, k, v, tile), lists_launch(call, rule, walks_keys=True)
+    return Launch(attention_forward, grid, arguments, fixed, lists)
 
 
 def rows_launch(
@@ -147,7 +149,8 @@ def dkdv_launch(
         call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *lengths_of(q, k, call),
     )  # fmt: skip
     grid = (slots_of(k, call.cu_seqlens_k, tile.block_n), k.shape[-2])
-    return Launch(attention_backward_dkdv, grid, arguments, _constants(q, k, v, tile))
+    fixed, lists = _constants(q, k, v, tile), lists_launch(call, rule, walks_keys=False)
+    return Launch(attention_backward_dkdv, grid, arguments, fixed, lists)
 
 
 def dq_launch(
@@ -169,7 +172,8 @@ def dq_launch(
         call.scale / call.keep_rate, call.keep_rate, *lengths_of(q, k, call),
     )  # fmt: skip
     grid = (slots_of(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
-    return Launch(attention_backward_dq, grid, arguments, _constants(q, k, v, tile))
+    fixed, lists = _constants(q, k, v, tile), lists_launch(call, rule, walks_keys=True)
+    return Launch(attention_backward_dq, grid, arguments, fixed, lists)
 
 
 def slope_gradient(rows: Tensor, call: Call) -> Tensor:

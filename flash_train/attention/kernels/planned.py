@@ -7,7 +7,7 @@ several times as long as the launch itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ Build = Callable[..., Iterable[Launch]]
 
 
 class Unknown(Exception):
-    """A tensor that was made for one launch alone, or lies deeper than a plan looks."""
+    """A tensor that was copied for one launch alone."""
 
 
 class Form(NamedTuple):
@@ -35,23 +35,37 @@ class Form(NamedTuple):
     offset: int  #: bytes of the address past a multiple of 16
 
 
+class Group(NamedTuple):
+    """A tuple, or a named one, with places left for tensors, at any depth. ``tensors``: (place, number); ``groups``:
+    (place, group)."""
+
+    kind: type
+    parts: list[Any]
+    tensors: list[tuple[int, int]]
+    groups: list[tuple[int, Group]]
+
+
 class Plan(NamedTuple):
     """A compiled kernel with its grid, and its arguments, in which places are left for a call's tensors.
 
-    Tensors are known by their numbers among those of the call. ``tensors``: (place, number); ``descriptors`` of TMA's:
-    (place, number of the base, class, other fields); ``groups``, tuples with tensors in them: (place, class, parts,
-    (place, number) of the tensors in it).
+    Tensors are known by their numbers among those of the call and those ``made`` by its launches. ``arguments``, but
+    for ``descriptors`` of TMA's: (place, number of the base, class, other fields).
     """
 
     compiled: Any
     grid: tuple[int, ...]  #: three
-    arguments: list[Any]
-    tensors: list[tuple[int, int]]
+    arguments: Group
     descriptors: list[tuple[int, int, type, dict[str, Any]]]
-    groups: list[tuple[int, type, list[Any], list[tuple[int, int]]]]
 
 
-_plans: dict[tuple[Any, ...], tuple[Plan, ...] | None] = {}
+class Planned(NamedTuple):
+    """What a call of a form runs, and shape and dtype of tensors that its launches make, numbered behind its own."""
+
+    plans: tuple[Plan, ...]
+    made: tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+_plans: dict[tuple[Any, ...], Planned | None] = {}
 
 
 def launch_all(
@@ -67,26 +81,42 @@ def launch_all(
     """
     key = _key(build, inputs, made, call, options)
     given = (*inputs, *made, *_tensors_of(call))
-    plans = None if key is None else _plans.get(key)
-    if plans is not None:
-        for plan in plans:
+    planned = None if key is None else _plans.get(key)
+    if planned is not None:
+        if planned.made:
+            given = (*given, *(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in planned.made))
+        for plan in planned.plans:
             plan.compiled[plan.grid](*_filled(plan, given))
         return
     if key is None or key in _plans:
-        for launch in build(*inputs, *made, call, *options):
+        for launch in _flat(build(*inputs, *made, call, *options)):
             launch.run()
         return
     apart = _apart(given)
-    *tensors, cu_q, cu_k, rng, slopes, sinks = apart
-    call = call._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, rng=rng, alibi_slopes=slopes, sinks=sinks)
-    launched = [(launch, launch.run()) for launch in build(*tensors, call, *options)]
+    n_tensors = len(inputs) + len(made)
+    cu_q, cu_k, rng, slopes, sinks, block_map, *term_tensors = apart[n_tensors:]
+    call = call._replace(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, rng=rng, alibi_slopes=slopes, sinks=sinks, block_map=block_map,
+        term_tensors=term_tensors,
+    )  # fmt: skip
+    launched = [(launch, launch.run()) for launch in _flat(build(*apart[:n_tensors], call, *options))]
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = _plan_all(launched, apart)
 
 
+def _flat(launches: Iterable[Launch]) -> Iterator[Launch]:
+    """All of them, each behind those that must run before it."""
+    for launch in launches:
+        yield from launch.first
+        yield launch
+
+
 def _tensors_of(call: Call) -> tuple[Tensor | None, ...]:
-    return call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks
+    return (
+        call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks, call.block_map,
+        *call.term_tensors,
+    )  # fmt: skip
 
 
 def _apart(given: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -102,9 +132,9 @@ def _key(
     call: Call,
     options: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """What the launches follow from; None where they are not planned: off CUDA, and for masks with tensors."""
+    """What the launches follow from; None where they are not planned: off CUDA."""
     device = inputs[0].device
-    if device.type != "cuda" or call.block_map is not None or call.term_tensors:
+    if device.type != "cuda":
         return None
     return (
         build,
@@ -126,39 +156,39 @@ def form_of(x: Tensor) -> Form:
     return Form(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> tuple[Plan, ...] | None:
-    numbers = {id(x): number for number, x in enumerate(given)}
+def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> Planned | None:
+    made = [x for launch, _ in launched for x in launch.made]
+    numbers = {id(x): number for number, x in enumerate((*given, *made))}
     plans = []
     for launch, compiled in launched:
         constants = [launch.constants[name] for name in launch.kernel.arg_names[len(launch.arguments) :]]
         if not isinstance(compiled, CompiledKernel):  # a hook of Triton's kept it from compiling
             return None
-        plan = Plan(compiled, (*launch.grid, 1, 1)[:3], [*launch.arguments, *constants], [], [], [])
+        plain = [None if hasattr(x, "base") else x for x in launch.arguments]
         try:
-            for place, argument in enumerate(launch.arguments):
-                _leave(plan, place, argument, numbers)
+            arguments = _group(list, [*plain, *constants], numbers)
+            descriptors = [
+                (place, _number(x.base, numbers), type(x), {k: v for k, v in vars(x).items() if k != "base"})
+                for place, x in enumerate(launch.arguments)
+                if hasattr(x, "base")  # a descriptor of TMA's
+            ]
         except Unknown:
             return None
-        plans.append(plan)
-    return tuple(plans)
+        plans.append(Plan(compiled, (*launch.grid, 1, 1)[:3], arguments, descriptors))
+    return Planned(tuple(plans), tuple((x.shape, x.dtype) for x in made))
 
 
-def _leave(plan: Plan, place: int, argument: Any, numbers: dict[int, int]) -> None:
-    """Leave the place of an argument that is a tensor, or has one in it, to be filled."""
-    if isinstance(argument, Tensor):
-        plan.tensors.append((place, _number(argument, numbers)))
-    elif hasattr(argument, "base"):  # a descriptor of TMA's
-        fields = {name: value for name, value in vars(argument).items() if name != "base"}
-        plan.descriptors.append((place, _number(argument.base, numbers), type(argument), fields))
-    elif isinstance(argument, tuple) and _has_tensor(argument):
-        if any(isinstance(part, tuple) and _has_tensor(part) for part in argument):
-            raise Unknown
-        inner = [(i, _number(part, numbers)) for i, part in enumerate(argument) if isinstance(part, Tensor)]
-        parts = [None if isinstance(part, Tensor) else part for part in argument]
-        plan.groups.append((place, type(argument), parts, inner))
-    else:
-        return
-    plan.arguments[place] = None  # which would keep the tensor
+def _group(kind: type, parts: Iterable[Any], numbers: dict[int, int]) -> Group:
+    group = Group(kind, list(parts), [], [])
+    for place, part in enumerate(group.parts):
+        if isinstance(part, Tensor):
+            group.tensors.append((place, _number(part, numbers)))
+        elif isinstance(part, tuple) and _has_tensor(part):
+            group.groups.append((place, _group(type(part), part, numbers)))
+        else:
+            continue
+        group.parts[place] = None  # which would keep the tensor
+    return group
 
 
 def _has_tensor(parts: tuple[Any, ...]) -> bool:
@@ -173,16 +203,18 @@ def _number(x: Tensor, numbers: dict[int, int]) -> int:
 
 def _filled(plan: Plan, given: Sequence[Tensor | None]) -> list[Any]:
     """The arguments, with these tensors in their places."""
-    arguments = plan.arguments.copy()
-    for place, number in plan.tensors:
-        arguments[place] = given[number]
+    arguments = _parts(plan.arguments, given)
     for place, number, kind, fields in plan.descriptors:
         described: Any = object.__new__(kind)
         arguments[place] = described
         described.__dict__ = {**fields, "base": given[number]}
-    for place, kind, parts, inner in plan.groups:
-        parts = parts.copy()
-        for i, number in inner:
-            parts[i] = given[number]
-        arguments[place] = tuple.__new__(kind, parts)
     return arguments
+
+
+def _parts(group: Group, given: Sequence[Tensor | None]) -> list[Any]:
+    parts = group.parts.copy()
+    for place, number in group.tensors:
+        parts[place] = given[number]
+    for place, inner in group.groups:
+        parts[place] = tuple.__new__(inner.kind, _parts(inner, given))
+    return parts

@@ -55,7 +55,7 @@ class BlockSparse(Mask):
         return mask_end(_pool(self.dense(entry, n_heads).cpu(), block_q, block_k), entry, block_k)
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        states = self.pattern.to(torch.int8) * WHOLE
+        states = self.pattern.view(torch.int8) * WHOLE
         return BlockMap(states[None] if states.dim() == 3 else states[None, None], *self.sizes)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:

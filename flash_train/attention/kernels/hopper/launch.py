@@ -29,6 +29,7 @@ from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper
 from flash_train.attention.kernels.hopper.sums import AHEAD
 from flash_train.attention.kernels.hopper.tiles import WIDEST_SUM, ForwardTile, backward_tile, dq_tile, forward_tile
 from flash_train.attention.kernels.launch import lengths_of, make_output, sink_gradient, slope_gradient, slots_of
+from flash_train.attention.kernels.lists import lists_launch
 from flash_train.attention.kernels.planned import Form, form_of, launch_all
 from flash_train.attention.kernels.tiles import block_d, cdiv, processors
 
@@ -188,11 +189,11 @@ def forward_launch(
     tile = tile or forward_tile(columns, _mean_rows(k, call.cu_seqlens_k), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
+    rule = mask_rule(call, tile.portable, walks_keys=True)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
-        describe(out, 64, columns), stats(lse), counter,
-        call.cu_seqlens_q, call.cu_seqlens_k, mask_rule(call, tile.portable, walks_keys=True), score_arguments(call),
-        call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads,
+        describe(out, 64, columns), stats(lse), counter, call.cu_seqlens_q, call.cu_seqlens_k, rule,
+        score_arguments(call), call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads,
         _heads_at_once(q, k, call, 64 * tile.consumers),
     )  # fmt: skip
     constants = {
@@ -207,8 +208,8 @@ def forward_launch(
         "num_warps": 4,
         "maxnreg": {2: 168, 3: 128}[tile.consumers],
     }
-    tasks = _tasks(q, call.cu_seqlens_q, 64 * tile.consumers)
-    return Launch(hopper_forward, (min(tasks, processors(q.device)),), arguments, constants)
+    grid = (min(_tasks(q, call.cu_seqlens_q, 64 * tile.consumers), processors(q.device)),)
+    return Launch(hopper_forward, grid, arguments, constants, lists_launch(call, rule, walks_keys=True))
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,7 @@ def backward_launch(
     tile = backward_tile(columns, call)
     queries, keys = (tile.block_m, columns), (tile.block_n, columns)
     entries, rows_q, rows_k = lengths_of(q, k, call)
+    rule = mask_rule(call, tile, walks_keys=False)
     kernel: Any = hopper_backward_wide
     sum_dq: tuple[Any, ...] = ()
     with_dq: dict[str, Any] = {}
@@ -280,9 +282,8 @@ def backward_launch(
     arguments = (
         describe(q, *queries), describe(k, *keys), describe(v, *keys), describe(dout, *queries),
         describe_rows(sums.lse2, tile.block_m), describe_rows(sums.delta, tile.block_m), *sum_dq,
-        describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k,
-        mask_rule(call, tile, walks_keys=False), score_arguments(call), dropout_arguments(call),
-        call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2],
+        describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
+        dropout_arguments(call), call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2],
         _kv_heads_at_once(q, k, call, tile.block_n), sums.padded,
     )  # fmt: skip
     constants = {
@@ -294,7 +295,8 @@ def backward_launch(
         "num_warps": 4,
         "maxnreg": 168,
     }
-    return Launch(kernel, (_tasks(k, call.cu_seqlens_k, tile.block_n),), arguments, constants)
+    grid = (_tasks(k, call.cu_seqlens_k, tile.block_n),)
+    return Launch(kernel, grid, arguments, constants, lists_launch(call, rule, walks_keys=False))
 
 
 def dq_launch(
@@ -311,12 +313,12 @@ def dq_launch(
     tile = dq_tile(columns, call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
+    rule = mask_rule(call, tile.portable, walks_keys=True)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
-        None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k,
-        mask_rule(call, tile.portable, walks_keys=True), score_arguments(call), dropout_arguments(call),
-        call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
+        None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
+        dropout_arguments(call), call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
         _heads_at_once(q, k, call, tile.portable.block_m), sums.padded,
     )  # fmt: skip
     constants = {
@@ -328,7 +330,8 @@ def dq_launch(
         "num_warps": 4,
         "maxnreg": 168,
     }
-    return Launch(hopper_backward_dq, (_tasks(q, call.cu_seqlens_q, tile.portable.block_m),), arguments, constants)
+    grid = (_tasks(q, call.cu_seqlens_q, tile.portable.block_m),)
+    return Launch(hopper_backward_dq, grid, arguments, constants, lists_launch(call, rule, walks_keys=True))
 
 
 def finish_launch(sums: Sums, dq: Tensor, k: Tensor, call: Call) -> Launch:
