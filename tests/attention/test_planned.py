@@ -228,6 +228,53 @@ def test_what_was_given_twice_is_planned_as_two(monkeypatch, absent_gpu):
     assert arguments[5] is second.call.cu_seqlens_q and arguments[6] is second.call.cu_seqlens_k
 
 
+MASKS = {
+    "documents": lambda draw: Causal() & Document(draw(3, (2, 300))),
+    "blocks": lambda draw: BlockSparse(draw(3, (4, 3, 3)) > 0) & Window(200, 0),
+    "tree": lambda draw: Tree(draw(9, (2, 9)) % torch.arange(1, 10, device="cuda") - 1),
+    "function": lambda draw: MaskFunction(budget, budget_twin, (draw(300, (600,)), draw(1, (2,)) + 9)) & _own(draw),
+}
+
+
+def _own(draw):
+    return Document(draw(3, (300,)), draw(3, (2, 300)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_call_computes_with_the_tensors_of_its_mask(backend, mask, monkeypatch):
+    _needs(backend)
+    for seed in range(4):
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def draw(stop, shape, generator=generator):
+            return torch.randint(stop, shape, dtype=torch.int32, device="cuda", generator=generator)
+
+        q, k, v, dout = (torch.randn(2, 300, 4, 64, device="cuda", generator=generator) for _ in range(4))
+        spec = AttentionSpec(MASKS[mask](draw))
+        found = {}
+        for name, dtype in ((backend, torch.bfloat16), ("reference", torch.float32)):
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            out = attention(*leaves, spec, backend=name)
+            found[name] = [x.float() for x in (out, *torch.autograd.grad(out, leaves, dout.to(dtype)))]
+        _plan_no_more(monkeypatch)
+        for ours, expected in zip(found[backend], found["reference"], strict=True):
+            assert (ours - expected).norm() < 0.02 * expected.norm()
+
+
+def _needs(backend):
+    reason = hopper.device_unavailable(torch.device("cuda"))
+    if backend == "hopper" and reason is not None:
+        pytest.skip(reason)
+
+
+def _plan_no_more(monkeypatch):
+    for launches in (launch, hopper):
+        monkeypatch.setattr(launches, "forward_launch", None)
+        monkeypatch.setattr(launches, "backward_launch", None, raising=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "k is v"])
@@ -235,9 +282,7 @@ def test_what_was_given_twice_is_planned_as_two(monkeypatch, absent_gpu):
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "more"])
 def test_every_call_computes_with_its_own_tensors(backend, shared, packed, more, monkeypatch):
     """The first call of a form plans its launches, the others only fill them."""
-    reason = hopper.device_unavailable(torch.device("cuda"))
-    if backend == "hopper" and reason is not None:
-        pytest.skip(reason)
+    _needs(backend)
     lead = (400,) if packed else (2, 200)
     for seed in range(4):
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -253,8 +298,6 @@ def test_every_call_computes_with_its_own_tensors(backend, shared, packed, more,
             out = attention(*operands, spec, packing=packing, rng=rng, sinks=sinks, backend=name)
             grads = torch.autograd.grad(out, leaves[: 2 if shared else 3], dout.to(dtype))
             found[name] = [x.float() for x in (out, *grads)]
-        for launches in (launch, hopper):
-            monkeypatch.setattr(launches, "forward_launch", None)
-            monkeypatch.setattr(launches, "backward_launch", None, raising=False)
+        _plan_no_more(monkeypatch)
         for ours, expected in zip(found[backend], found["reference"], strict=True):
             assert (ours - expected).norm() < 0.02 * expected.norm()

@@ -118,7 +118,7 @@ class Document(Mask):
         q_low, q_high, k_low, k_high = (*(x[:, :, None] for x in q_range), *(x[:, None, :] for x in k_range))
         visited = (q_low <= k_high) & (k_low <= q_high)
         whole = (q_low == k_high) & (k_low == q_high)  # and so all four are equal
-        return BlockMap((visited.to(torch.int8) + whole)[:, None], *sizes)
+        return BlockMap((visited.view(torch.int8) + whole.view(torch.int8))[:, None], *sizes)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
         for name, ids, length in (("q_ids", self.q_ids, len_q), ("k_ids", self._k, len_k)):
