@@ -73,7 +73,7 @@ class Problem:
         self.launch("forward", start).run()
         launch.rows_launch(self.out, self.dout, self.lse, None, self.delta, self.lse2, self.call).run()
 
-    def _launch(self, kernel: str, tile: Tile) -> launch.Launch:
+    def launch(self, kernel: str, tile: Tile) -> launch.Launch:
         if self.call.has_lists:
             tile = tile.within(*self.call.bounds[3:])
         if kernel == "forward":
@@ -83,13 +83,6 @@ class Problem:
             return launch.dq_launch(*inputs, self.dq, None, self.call, tile)
         dk, dv = (self.dk if "dk" in kernel else None), (self.dv if "dv" in kernel else None)
         return launch.dkdv_launch(*inputs, dk, dv, self.call, tile)
-
-    def launch(self, kernel: str, tile: Tile) -> launch.Launch:
-        """It by itself: what must run before it, has."""
-        found = self._launch(kernel, tile)
-        for first in found.first:
-            first.run()
-        return found
 
     def results(self, kernel: str) -> dict[str, Tensor]:
         named = {"forward": ["out"], "dq": ["dq"], "dkdv": ["dk", "dv"], "dk": ["dk"], "dv": ["dv"]}[kernel]
@@ -167,7 +160,9 @@ def try_tile(
 
     try:
         small.check(kernel, tile)
-        return timer(large.launch(kernel, tile).run)
+        found = large.launch(kernel, tile)
+        found.run()
+        return timer(found.start)
     except torch.AcceleratorError:  # the device is lost to this process
         raise
     except (TritonError, RuntimeError) as failure:

@@ -31,7 +31,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
     ran: list[str] = []
     counter = torch.zeros(1, dtype=torch.int32)
 
-    def run(launch: arguments.Launch) -> None:
+    def start(launch: arguments.Launch) -> None:
         ran.append(launch.kernel.__name__)
         constants = {name: value for name, value in launch.constants.items() if name not in COMPILER_OPTIONS}
         gluon.launch(
@@ -51,7 +51,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         return sums
 
     with (
-        patch.object(arguments.Launch, "run", run),
+        patch.object(arguments.Launch, "start", start),
         patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
         patch.object(hopper, "device_unavailable", lambda device: None),
         patch.object(hopper, "processors", lambda device: programs),

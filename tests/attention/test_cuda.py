@@ -278,13 +278,16 @@ def test_graph_replay_draws_a_new_mask():
     assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
 
 
-def test_compiles_with_inductor():
+@pytest.mark.parametrize("mask", [None, BlockSparse, Document], ids=["causal", "blocks", "documents"])
+def test_compiles_with_inductor(mask):
     q, k, v = random_tensors(1, 256, heads=4, kv_heads=4, head_dim=64)
-    spec, rng, dout = AttentionSpec(Causal(), dropout=0.2), RngState(4), torch.randn_like(q)
+    rng, dout = RngState(4), torch.randn_like(q)
+    given = torch.arange(256, device=q.device).int() // 40 if mask is Document else torch.eye(2, device=q.device).bool()
 
-    def call(q, k, v):
-        return attention(q, k, v, spec, rng=rng, backend="triton")
+    def call(q, k, v, given):
+        rule = Causal() if mask is None else Causal() & mask(given)
+        return attention(q, k, v, AttentionSpec(rule, dropout=0.2), rng=rng, backend="triton")
 
-    eager = torch.autograd.grad(call(q, k, v), (q, k, v), dout)
-    compiled = torch.autograd.grad(torch.compile(call, fullgraph=True)(q, k, v), (q, k, v), dout)
+    eager = torch.autograd.grad(call(q, k, v, given), (q, k, v), dout)
+    compiled = torch.autograd.grad(torch.compile(call, fullgraph=True)(q, k, v, given), (q, k, v), dout)
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))

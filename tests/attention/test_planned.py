@@ -218,7 +218,7 @@ def test_what_was_given_twice_is_planned_as_two(monkeypatch, absent_gpu):
         def __getitem__(self, grid):
             return lambda *arguments: ran.append(arguments)
 
-    monkeypatch.setattr(planned.Launch, "run", lambda self: Compiled())
+    monkeypatch.setattr(planned.Launch, "start", lambda self: Compiled())
     first, second = Operands(packed="with one tensor"), Operands(packed="with two")
     for operands, k, v in ((first, first.k, first.k), (second, second.k, second.v)):
         inputs, made = (operands.q, k, v), (operands.out, operands.lse)
@@ -270,9 +270,10 @@ def _needs(backend):
 
 
 def _plan_no_more(monkeypatch):
+    names = ("forward", "backward", "rows", "prepare", "dkdv", "dq", "finish")
     for launches in (launch, hopper):
-        monkeypatch.setattr(launches, "forward_launch", None)
-        monkeypatch.setattr(launches, "backward_launch", None, raising=False)
+        for name in names:
+            monkeypatch.setattr(launches, f"{name}_launch", None, raising=False)
 
 
 @pytest.mark.gpu

@@ -74,8 +74,13 @@ class Launch:
     first: tuple[Launch, ...] = ()
     made: tuple[Tensor, ...] = ()
 
-    def run(self) -> Any:
-        """Returns what Triton compiled for it. Those before it must have run."""
+    def run(self) -> None:
+        for launch in self.first:
+            launch.start()
+        self.start()
+
+    def start(self) -> Any:
+        """It alone. Returns what Triton compiled for it."""
         return self.kernel[self.grid](*self.arguments, **self.constants)
 
 

@@ -36,8 +36,8 @@ class Form(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A tuple, or a named one, with places left for tensors, at any depth. ``tensors``: (place, number); ``groups``:
-    (place, group)."""
+    """A tuple, a named one or a kernel's list of arguments, with places left for tensors, at any depth. ``tensors``:
+    (place, number); ``groups``: (place, group)."""
 
     kind: type
     parts: list[Any]
@@ -89,7 +89,7 @@ def launch_all(
             plan.compiled[plan.grid](*_filled(plan, given))
         return
     if key is None or key in _plans:
-        for launch in _flat(build(*inputs, *made, call, *options)):
+        for launch in build(*inputs, *made, call, *options):
             launch.run()
         return
     apart = _apart(given)
@@ -99,7 +99,7 @@ def launch_all(
         cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, rng=rng, alibi_slopes=slopes, sinks=sinks, block_map=block_map,
         term_tensors=term_tensors,
     )  # fmt: skip
-    launched = [(launch, launch.run()) for launch in _flat(build(*apart[:n_tensors], call, *options))]
+    launched = [(launch, launch.start()) for launch in _flat(build(*apart[:n_tensors], call, *options))]
     if len(_plans) >= MOST:
         _plans.clear()
     _plans[key] = _plan_all(launched, apart)

@@ -55,7 +55,7 @@ class BlockSparse(Mask):
         return mask_end(_pool(self.dense(entry, n_heads).cpu(), block_q, block_k), entry, block_k)
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        states = self.pattern.view(torch.int8) * WHOLE
+        states = self.pattern.to(torch.int8) * WHOLE
         return BlockMap(states[None] if states.dim() == 3 else states[None, None], *self.sizes)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
@@ -118,7 +118,7 @@ class Document(Mask):
         q_low, q_high, k_low, k_high = (*(x[:, :, None] for x in q_range), *(x[:, None, :] for x in k_range))
         visited = (q_low <= k_high) & (k_low <= q_high)
         whole = (q_low == k_high) & (k_low == q_high)  # and so all four are equal
-        return BlockMap((visited.view(torch.int8) + whole.view(torch.int8))[:, None], *sizes)
+        return BlockMap((visited.to(torch.int8) + whole)[:, None], *sizes)
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
         for name, ids, length in (("q_ids", self.q_ids, len_q), ("k_ids", self._k, len_k)):
