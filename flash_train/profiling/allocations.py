@@ -1,7 +1,9 @@
 """What a stretch of a program takes of a device's memory: every tensor's, with the module and the phase that made it.
 
 On CUDA the allocations come from the allocator's own history, elsewhere from PyTorch's profiler. What the model is
-doing is logged beside them by hooks that touch no value; the two are joined by their times.
+doing is logged beside them by hooks that touch no value; the two are joined by their times. The profiler's clock is not
+the system's (it may run apart by more than an operation takes), so what is logged is a mark in its record, too, and has
+that mark's time.
 """
 
 import bisect
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from flash_train.profiling.ledger import ROUND, Moment
 
@@ -113,9 +116,18 @@ class Scopes:
 
         return hook
 
+    @torch.compiler.disable  # times are taken when it runs, not when a compiled block is traced
     def _log(self, scope: str) -> None:
         self._now = scope
-        self.entries.append((time.time_ns(), self.phase, scope))
+        with record_function(f"{MARK}{len(self.entries)}"):
+            self.entries.append((time.time_ns(), self.phase, scope))
+
+    def by_marks(self, times: dict[str, int]) -> None:
+        """Take the profiler's times (ns, by the names of its events) for those of the system's clock."""
+        self.entries = [(times[f"{MARK}{i}"], *entry[1:]) for i, entry in enumerate(self.entries)]
+
+
+MARK = "flash_train scope "  # and the number of the entry: an event of PyTorch's profiler
 
 
 class Recording:
@@ -161,10 +173,13 @@ class Recording:
     def _cpu(self) -> Iterator[None]:
         from torch.profiler import ProfilerActivity, profile
 
+        marks: dict[str, int] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
 
         def walk(event: Any) -> None:
+            if event.name.startswith(MARK):
+                marks[event.name] = event.start_time_ns
             if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
                 fields = event.extra_fields
                 self.events.append(Event(event.start_time_ns, fields.ptr, fields.alloc_size))
@@ -174,6 +189,7 @@ class Recording:
         results = profiler.profiler.kineto_results if profiler.profiler else None
         for root in results.experimental_event_tree() if results else ():
             walk(root)
+        self.scopes.by_marks(marks)
 
     @contextmanager
     def _cuda(self) -> Iterator[None]:

@@ -5,7 +5,8 @@ from itertools import groupby
 import torch
 
 from flash_train.model import ModelConfig, Transformer
-from flash_train.profiling.allocations import Event, Scopes, events_of
+from flash_train.profiling import allocations
+from flash_train.profiling.allocations import Event, Recording, Scopes, events_of, profile_of
 
 
 def entry(action: str, address: int, size: int, time_us: int) -> dict:
@@ -49,3 +50,23 @@ def test_the_backward_goes_through_the_modules_in_their_order():
     attention = (".out", "", ".call", ".v", ".k", ".q")
     block = ["", *mlp, *(f".attention{part}" for part in attention), ".attention_norm"]
     assert names == ["", "norm", *(f"blocks.{i}{part}" for i in (1, 0) for part in block), "embedding"]
+
+
+def test_the_systems_clock_may_run_apart_from_the_profilers(monkeypatch):
+    config = ModelConfig(64, n_layers=3, width=32, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64)
+    model, tokens = Transformer(config, attention="sdpa"), torch.zeros(1, 8, dtype=torch.int64)
+
+    def kept_by_block() -> dict[str, int]:
+        recording = Recording(torch.device("cpu"), [])
+        with recording.recording(model):
+            recording.scopes.begin("forward")
+            loss, _ = model.loss(tokens, tokens)
+            recording.scopes.begin("backward")
+            loss.backward()
+            recording.scopes.begin("end")
+        return profile_of(recording, model, 4).kept_by_block
+
+    right = kept_by_block()
+    now = allocations.time.time_ns
+    monkeypatch.setattr(allocations.time, "time_ns", lambda: now() + 1_000_000)
+    assert kept_by_block() == right and len(right) == 3 and len(set(right.values())) == 1
