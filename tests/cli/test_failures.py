@@ -115,12 +115,13 @@ def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
 
 
 def test_the_first_rank_is_waited_for_and_not_for_ever(monkeypatch):
-    monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 0.2)
+    monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 1.0)
     begin = time.monotonic()
     failures._outlast(os.getppid() + 1)  # it has ended, and another process has taken its place
-    assert time.monotonic() - begin < 0.1
+    assert time.monotonic() - begin < 1
+    begin = time.monotonic()
     failures._outlast(os.getppid())
-    assert 0.2 <= time.monotonic() - begin < 2
+    assert 1 <= time.monotonic() - begin < 10
 
 
 def test_the_allocator_of_this_machine(config):
