@@ -46,6 +46,9 @@ class Event:
     size: int
 
 
+MARK = "flash_train scope "  # and the number of an entry: an event of PyTorch's profiler
+
+
 class Scopes:
     """What was at work when, in order of time: the phase, and the innermost module."""
 
@@ -125,9 +128,6 @@ class Scopes:
     def by_marks(self, times: dict[str, int]) -> None:
         """Take the profiler's times (ns, by the names of its events) for those of the system's clock."""
         self.entries = [(times[f"{MARK}{i}"], *entry[1:]) for i, entry in enumerate(self.entries)]
-
-
-MARK = "flash_train scope "  # and the number of the entry: an event of PyTorch's profiler
 
 
 class Recording:

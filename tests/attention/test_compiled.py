@@ -15,13 +15,13 @@ import torch
 from flash_train.attention.kernels.tiles import load_table, tiles_for
 from tests.attention.compiled import (
     SHARED_LIMIT,
-    Resources,
     Variant,
     all_variants,
     allowed_spills,
     problems_of,
     sampled_variants,
 )
+from tests.attention.machine_code import Resources
 
 ROOT = Path(__file__).parents[2]
 HOPPER = Variant((9, 0), torch.bfloat16, 128)
