@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from statistics import median
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
 OURS = "triton"
 OWN = ("hopper", OURS)  #: this project's kernels; the first for compute capability 9.0
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-ROUNDS = 3  #: turns of each implementation of a case
+ROUNDS = 7  #: turns of each implementation of a case
 ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
 
 
@@ -162,7 +163,8 @@ def measure(
     result is wrong.
 
     All are built and checked first. Then they take turns, `ROUNDS` of them, on the same inputs, and a rate is of the
-    median time: a card's clock follows what it did in the seconds before, so that whoever came later would be slower.
+    median time: a card's clock follows what it did just before, so that whoever came later, or always after the same
+    neighbour, would be slower or faster. The order is therefore drawn anew for each round, the same in every run.
     Rates are model FLOPs (the backward's are 2.5 times the forward's) over the time. A sparse case is also timed
     without its pattern: ``time_to_dense`` is the ratio.
     """
@@ -195,8 +197,9 @@ def measure(
 
     for name in names:
         attempt(name, prepare)
+    draw = Random(case.name)
     for _ in range(ROUNDS):
-        for name in timed:
+        for name in draw.sample(list(timed), len(timed)):
             if name not in failed:
                 attempt(name, take_turn)
     records = []
