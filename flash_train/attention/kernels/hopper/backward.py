@@ -59,6 +59,7 @@ from flash_train.attention.kernels.hopper.tasks import (
     padded_row,
     query_tile,
     step_needs_mask,
+    walks_back,
 )
 
 BLOCK_N = gl.constexpr(128)
@@ -80,10 +81,10 @@ def tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "processors"])
 def hopper_backward(
     q, k, v, dout, lse2, delta, sum_dq, counters, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale,
-    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, padded,
+    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, processors, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -91,7 +92,7 @@ def hopper_backward(
     [BLOCK_N, HEAD_DIM], dq of [64, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); sum_dq, fp32, of pieces
     (``rows``); counters, of tasks of heads, are those of ``sums``. Without dQ these three are None. Grid: a program for
     each task (``tasks.find_task``); with dQ they wait for some of lower numbers, which a GPU begins before them."""
-    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once)
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, processors)
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -174,10 +175,11 @@ def load_walk(
         tma.async_copy_global_to_shared(k, where, filled, k_tile.index(0))
         tma.async_copy_global_to_shared(v, where, filled, v_tile.index(0))
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+        back = walks_back(gl.program_id(0), work)
         first = padded_row(seq, work)
         steps = GROUP * (visits.stop - visits.first)
         for i in range(0, steps):
-            head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
+            head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
             where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
             row = [head * padded + first + start_m]
             stage = stage_of(q_ring, i)
@@ -206,9 +208,10 @@ def _write(
     if live:
         if WITH_DQ:
             visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+            back = walks_back(gl.program_id(0), work)
             first = padded_row(seq, work)
             for i in range(0, GROUP * (visits.stop - visits.first)):
-                head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
                 piece = (head * padded + first + start_m) // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
                 for w in gl.static_range(2):
                     mbarrier.wait(dq_full.index(w), i & 1)
@@ -246,6 +249,7 @@ def _consume(
     steps = gl.to_tensor(0)
     if live:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+        back = walks_back(gl.program_id(0), work)
         steps = GROUP * (visits.stop - visits.first)
         key0, key1 = load_key(dropout)
         places = find_places(dropout, BLOCK_M)
@@ -262,7 +266,7 @@ def _consume(
             k_own = _rows_of(k_tile, 0, W, HEAD_DIM)
             s_next = warpgroup_mma(k_own, tile_of(q_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
-                head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
                 head = head.to(gl.int64)
                 # Always 0. Addresses that depend on a step are computed in it: those that do not take registers.
                 none = i >> 30
@@ -284,7 +288,7 @@ def _consume(
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
                 s = logits(product, score, load_slope(score, seq, head), distance, False)
                 p = gl.exp2(s * score.factor - lse_row[None, :])
-                if step_needs_mask(visits, i, GROUP) | partial:
+                if step_needs_mask(visits, i, back, GROUP) | partial:
                     p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
                 kept = pack(p, dtype)
                 if DROPOUT:

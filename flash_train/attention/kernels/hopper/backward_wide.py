@@ -34,22 +34,30 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import Work, at, find_task, lanes, query_tile, step_needs_mask
+from flash_train.attention.kernels.hopper.tasks import (
+    Work,
+    at,
+    find_task,
+    lanes,
+    query_tile,
+    step_needs_mask,
+    walks_back,
+)
 
 BLOCK_N = gl.constexpr(64)
 P_STAGES = gl.constexpr(2)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "processors"])
 def hopper_backward_wide(
     q, k, v, dout, lse2, delta, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale, n_entries, seqlen_q, seqlen_k,
-    n_kv_heads, heads_at_once, padded,
+    n_kv_heads, heads_at_once, processors, padded,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
     [BLOCK_N, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded). Grid: a program for each task
     (``tasks.find_task``)."""
-    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once)
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, processors)
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -97,6 +105,7 @@ def _consume_for_dv(
     seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
     if live:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
+        back = walks_back(gl.program_id(0), work)
         steps = GROUP * (visits.stop - visits.first)
         key0, key1 = load_key(dropout)
         places = find_places(dropout, BLOCK_M)
@@ -110,7 +119,7 @@ def _consume_for_dv(
             k_own = k_tile.index(0).reshape([BLOCK_N, HEAD_DIM])
             s_next = warpgroup_mma(k_own, tile_of(q_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
-                head, start_m = query_tile(visits, mask, kv_head, i, GROUP, BLOCK_M)
+                head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
                 head = head.to(gl.int64)
                 if dropout.state is not None:  # drawn while the matrix unit works
                     even, odd = draw(dropout, key0, key1, seq.index, head, start_m, start_n, places, BLOCK_M, True)
@@ -123,7 +132,7 @@ def _consume_for_dv(
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
                 s = logits(product, score, load_slope(score, seq, head), distance, False)
                 p = gl.exp2(s * score.factor - lse_row[None, :])
-                if step_needs_mask(visits, i, GROUP) | partial:
+                if step_needs_mask(visits, i, back, GROUP) | partial:
                     p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
                 kept = p
                 told = p

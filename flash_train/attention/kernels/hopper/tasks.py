@@ -23,6 +23,7 @@ class Work(NamedTuple):
     seqlen_k: Any
     n_heads: Any
     heads_at_once: Any
+    processors: Any  #: how many tasks run at a time
 
 
 @gluon.jit
@@ -165,9 +166,21 @@ def start_of_block(visits, mask, seq, j, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def query_tile(visits, mask, kv_head, i, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Head and first query of a walk's step i: the blocks of each head of the group, those that need the mask first."""
-    g, j = _step(visits, i, GROUP)
+def walks_back(task, work):
+    """Whether a task of keys takes its blocks of queries from the last on: so that those at work are at the same ones.
+
+    Every other round of tasks does. Those of a first round begin together, with the last queries, which all keys see.
+    They end one by one, short walks first, and the long ones of the next round begin one by one; but with what they lie
+    apart they end together, and so meet at every query on the way up. The next round begins together again.
+    """
+    return task // work.processors % 2 == 0
+
+
+@gluon.jit
+def query_tile(visits, mask, kv_head, i, back, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Head and first query of a walk's step i: the blocks of a head, those that need the mask first. Where heads share
+    keys, each block of all of them, and those that need the mask last if the walk goes ``back``."""
+    g, j = _step(visits, i, back, GROUP)
     edges = count_edges(visits)
     block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
     if mask.tiles is not None:
@@ -176,17 +189,18 @@ def query_tile(visits, mask, kv_head, i, GROUP: gl.constexpr, BLOCK_M: gl.conste
 
 
 @gluon.jit
-def step_needs_mask(visits, i, GROUP: gl.constexpr):
-    _, j = _step(visits, i, GROUP)
+def step_needs_mask(visits, i, back, GROUP: gl.constexpr):
+    _, j = _step(visits, i, back, GROUP)
     return j < count_edges(visits)
 
 
 @gluon.jit
-def _step(visits, i, GROUP: gl.constexpr):
-    if GROUP == 1:
+def _step(visits, i, back, GROUP: gl.constexpr):
+    if GROUP == 1:  # the rows of a head fit the cache, wherever programs are
         g, j = i * 0, i
     else:
-        g, j = i // (visits.stop - visits.first), i % (visits.stop - visits.first)
+        g, j = i % GROUP, i // GROUP
+        j = gl.where(back, visits.stop - visits.first - 1 - j, j)
     return g, j
 
 
