@@ -196,7 +196,7 @@ def step_needs_mask(visits, i, back, GROUP: gl.constexpr):
 
 @gluon.jit
 def _step(visits, i, back, GROUP: gl.constexpr):
-    if GROUP == 1:  # the rows of a head fit the cache, wherever programs are
+    if GROUP == 1:  # of one head's queries the cache holds those between the programs at work
         g, j = i * 0, i
     else:
         g, j = i % GROUP, i // GROUP
