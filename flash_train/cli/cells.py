@@ -188,7 +188,8 @@ class _Child:
         with open(cell.folder / LOG, "wb") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, *cell.overrides, quote("run_dir", str(cell.folder))],
-                env={**os.environ, **environ},
+                # a process that is killed has said by then what it had to say
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
                 stdin=subprocess.PIPE,  # never written to; see `end_with_parent`
                 stdout=log,
                 stderr=subprocess.STDOUT,

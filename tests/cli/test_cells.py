@@ -57,7 +57,8 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("text", "status", "reason"), ENDS, ids=[end[0][:40] for end in ENDS])
-def test_how_a_run_ends(command, tmp_path, text, status, reason):
+def test_how_a_run_ends(command, tmp_path, monkeypatch, text, status, reason):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     command(f"import os, sys\n{text}")
     result = run_cell(Cell(tmp_path / "cell", ()))
     assert result.status == status
