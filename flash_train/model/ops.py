@@ -1,4 +1,4 @@
-"""The model's fused operations: on CUDA kernels of our own or liger-kernel's, else PyTorch; equal within rounding.
+"""The model's fused operations: on CUDA kernels of our own, else PyTorch; equal within rounding.
 
 Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their own dtype.
 Under `torch.compile` the plain formulas are used on every device, since Inductor fuses those itself.
@@ -64,9 +64,9 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Each token has its own row of the tables, so that positions may restart anywhere. May overwrite q and k.
     """
     if _kernels_run(q):
-        from flash_train.model import liger
+        from flash_train.model import rotary
 
-        return liger.apply_rotary(q, k, cos, sin)
+        return rotary.apply_rotary(q, k, cos, sin)
     cos, sin = cos[:, None], sin[:, None]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_train.model import cross_entropy, rms_norm, swiglu
-from flash_train.model.ops import IGNORE_INDEX, add_rms_norm
+from flash_train.model import cross_entropy, rms_norm, rotary, swiglu
+from flash_train.model.ops import IGNORE_INDEX, add_rms_norm, apply_rotary
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -74,6 +74,23 @@ def mlps(dtype: torch.dtype) -> int:
             lambda g, u, w: (swiglu.swiglu_linear(g * 1, u * 1, w),),  # gradients are written over what it is given
             lambda g, u, w: (F.linear(F.silu(g) * u, w),),
             [gate, up, weight],
+            upstream,
+        )
+    return failed
+
+
+def rotations(dtype: torch.dtype) -> int:
+    failed = 0
+    for tokens, q_heads, k_heads, head_dim in ((37, 4, 4, 64), (5, 6, 2, 128), (3, 3, 1, 80), (1, 1, 1, 2)):
+        draw = torch.Generator().manual_seed(5)
+        q, k, *upstream = (torch.randn(tokens, h, head_dim, generator=draw).to(dtype) for h in (q_heads, k_heads) * 2)
+        angles = 100 * torch.rand(tokens, head_dim // 2, generator=draw)
+        cos, sin = angles.cos(), angles.sin()
+        failed += wrong(
+            f"rotary {tokens} {q_heads} {k_heads} {head_dim} {dtype}",
+            lambda q, k, cos=cos, sin=sin: rotary.apply_rotary(q * 1, k * 1, cos, sin),  # written over
+            lambda q, k, cos=cos, sin=sin: apply_rotary(q, k, cos, sin),
+            [q, k],
             upstream,
         )
     return failed
@@ -144,6 +161,15 @@ def uncommon() -> int:
         failed += 1
     except RuntimeError as error:
         failed += "does not require grad" not in str(error)
+    q, k, table = (torch.randn(shape, generator=draw) for shape in ((3, 6, 4), (6, 2, 4), (6, 2)))
+    strided, written = q.transpose(0, 1), k.clone()  # (tokens, heads, head_dim): a copy is turned, k where it lies
+    turned = rotary.apply_rotary(strided, written, table.cos(), table.sin())
+    plain = apply_rotary(strided, k, table.cos(), table.sin())
+    failed += not all(torch.allclose(x, y, atol=1e-6) for x, y in zip(turned, plain, strict=True))
+    failed += not torch.equal(written, turned[1]) or torch.equal(strided, turned[0])
+    with torch.inference_mode():
+        rotary.apply_rotary(q * 1, k[:3] * 1, table[:3].cos(), table[:3].sin())
+    rotary.apply_rotary(q[:0], k[:0], table[:0], table[:0])
     twice = gate * 1
     for first, second in ((twice, twice), (twice[:3], twice[1:]), (gate, up)):  # neither may be written over
         kept = [x.detach().clone() for x in (first, second)]
@@ -156,8 +182,11 @@ def uncommon() -> int:
     return failed
 
 
+CHECKS = (norms, mlps, rotations, losses)
+
+
 def main() -> int:
-    return uncommon() + sum(check(dtype) for check in (norms, mlps, losses) for dtype in (torch.float32, torch.float16))
+    return uncommon() + sum(check(dtype) for check in CHECKS for dtype in (torch.float32, torch.float16))
 
 
 if __name__ == "__main__":
