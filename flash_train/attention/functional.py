@@ -104,7 +104,7 @@ def attention(
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
-        out, lse = attend(q, k, v, *_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
+        out, lse = attend(q, k, v, *operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
     return (out, lse) if return_lse else out
 
 
@@ -134,7 +134,7 @@ def explain(
 
     origin = (0, 0, 0, 0) if rng is None else rng.origin
     state = torch.empty(2, dtype=torch.int64, device=q.device) if spec.dropout > 0 else None
-    call = Call(*_operands(q, k, spec, packing, state, origin, alibi_slopes, sinks))
+    call = Call(*operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks))
     parts = []
     for direction, reason in zip(("forward", "backward"), reasons_against_hopper(name, q, k, v, call), strict=True):
         parts.append(f"{direction} by " + ("Hopper's kernels" if reason is None else f"the portable ones ({reason})"))
@@ -177,7 +177,7 @@ def _prepare(
 DENSE = {"standard": standard_attention, "chunked": chunked_attention, "reference": reference_attention}
 
 
-def _operands(
+def operands_of(
     q: torch.Tensor,
     k: torch.Tensor,
     spec: AttentionSpec,

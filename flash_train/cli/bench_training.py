@@ -39,9 +39,9 @@ from flash_train.cli.benchmark import (
     saving,
     say_how_far,
 )
-from flash_train.cli.build import build_model_config
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments
+from flash_train.cli.shape import build_model_config
 from flash_train.cli.train import quieten
 from flash_train.model import ModelConfig, Transformer
 from flash_train.model.ops import IGNORE_INDEX

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flash_train.cli.build import device_of
 from flash_train.cli.cells import Cell, Result, known_result, require_one, run_cell
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError
@@ -12,6 +11,7 @@ from flash_train.cli.find_max_options import Search
 from flash_train.cli.loggers import log_table
 from flash_train.cli.overrides import CommandLine
 from flash_train.cli.predict import BY_DOCUMENT, capacity, step_before_run
+from flash_train.cli.shape import device_of
 from flash_train.profiling import device_name, versions, write_json, write_text
 from flash_train.profiling.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
 from flash_train.profiling.prediction import predict

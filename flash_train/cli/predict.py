@@ -10,8 +10,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from flash_train.attention.backends import OWN, flash_unavailable
-from flash_train.cli.build import build_model_config, build_tokenizer, choose_attention, device_of, load_shape
+from flash_train.cli.build import build_tokenizer
 from flash_train.cli.errors import OutOfMemoryError
+from flash_train.cli.shape import build_model_config, choose_attention, device_of, load_shape
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling.memory import bytes_in_words

@@ -119,11 +119,14 @@ def run(config: DictConfig, multirun: Multirun | None = None) -> None:
 def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     """Build what the configuration says, run it, and say where everything lies; returns the signal that ended it."""
     # PyTorch and Lightning take seconds to import: --help and most mistakes need not wait for them.
-    from flash_train.cli.build import beyond_length, build
-    from flash_train.cli.failures import known_failures
-    from flash_train.cli.predict import check_memory, step_before_run
-    from flash_train.cli.report import announce, finish, say_where
-    from flash_train.profiling import write_text
+    from flash_train.cli.rehearsal import rehearsed
+
+    with rehearsed(config):
+        from flash_train.cli.build import beyond_length, build
+        from flash_train.cli.failures import known_failures
+        from flash_train.cli.predict import check_memory, step_before_run
+        from flash_train.cli.report import announce, finish, say_where
+        from flash_train.profiling import write_text
 
     quieten()
     with known_failures(config) as under_way:

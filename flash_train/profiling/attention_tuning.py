@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention import AttentionSpec, Causal, Full, Mask, RngState, attention
-from flash_train.attention.functional import _operands
+from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import launch
 from flash_train.attention.kernels.tiles import Tile, block_d
 from flash_train.attention.masks import Document
@@ -66,7 +66,7 @@ class Problem:
         self.rng = RngState(int(torch.randint(1 << 31, ())))
         state = self.rng.as_tensor(device) if setting.spec_parts[1] else None
         spec = setting.spec(device)
-        self.call = launch.Call(*_operands(self.q, self.k, spec, None, state, (0, 0, 0, 0), None, None))
+        self.call = launch.Call(*operands_of(self.q, self.k, spec, None, state, (0, 0, 0, 0), None, None))
         self.out, self.dq, self.dk, self.dv = (torch.empty_like(self.q) for _ in range(4))
         self.lse = torch.empty(launch.lse_shape(self.q), device=device)
         self.delta, self.lse2 = torch.empty_like(self.lse), torch.empty_like(self.lse)

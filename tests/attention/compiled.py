@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from flash_train.attention.functional import _operands
+from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import arguments, launch, launch_decode
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper import tiles as hopper_tiles
@@ -113,7 +113,7 @@ class Variant:
         per_head = torch.empty(q.shape[-2]) if self.extras else None
         rng = torch.zeros(2, dtype=torch.int64) if self.dropout else None
         packing = Packing(cu, cu) if self.packed else None
-        return launch.Call(*_operands(q, k, spec, packing, rng, (0, 0, 0, 0), per_head, per_head))
+        return launch.Call(*operands_of(q, k, spec, packing, rng, (0, 0, 0, 0), per_head, per_head))
 
 
 def _documents() -> Mask:

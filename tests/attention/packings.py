@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from flash_train.attention import AttentionSpec, Causal, Packing
-from flash_train.attention.functional import _operands
+from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import launch
 from flash_train.attention.kernels.arguments import Call, Launch
 from flash_train.attention.kernels.hopper import launch as hopper
@@ -22,7 +22,7 @@ def launches(documents: int) -> Iterator[Launch]:
     q, k = (torch.empty(TOKENS, heads, 128, dtype=torch.bfloat16) for heads in (16, 8))
     lse, counter = torch.empty(launch.lse_shape(q)), torch.zeros(1, dtype=torch.int32)
     cu = torch.linspace(0, TOKENS, documents + 1).to(torch.int32)
-    call = Call(*_operands(q, k, AttentionSpec(Causal()), Packing(cu, cu), None, (0, 0, 0, 0), None, None))
+    call = Call(*operands_of(q, k, AttentionSpec(Causal()), Packing(cu, cu), None, (0, 0, 0, 0), None, None))
     sums = hopper.make_sums(q, call)
     yield hopper.forward_launch(q, k, k, q, lse, counter, call)
     yield hopper.prepare_launch(k, q, q, lse, None, sums, call)

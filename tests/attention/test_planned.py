@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import torch
 
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, Window, attention
-from flash_train.attention.functional import _operands
+from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import launch, planned
 from flash_train.attention.kernels.arguments import Call
 from flash_train.attention.kernels.hopper import launch as hopper
@@ -67,7 +67,7 @@ class Operands:
         cu = torch.tensor([0, 50, 160], dtype=torch.int32)
         packing = None if packed is None else Packing(cu, cu if packed == "with one tensor" else cu.clone())
         self.call = Call(
-            *_operands(
+            *operands_of(
                 self.q, self.k, AttentionSpec(mask(), softcap=softcap, dropout=dropout), packing,
                 torch.tensor([1, 2]) if dropout else None, (0, 0, 0, 0), torch.rand(slopes) if slopes else None,
                 torch.randn(4) if sinks else None,
@@ -144,7 +144,7 @@ def test_what_leaves_no_plan(absent_gpu):
 def test_operands_lie_as_the_kernels_take_them():
     """Sinks side by side, with their gradient; numbers of one kind, for a form must not depend on how 1 is written."""
     q, sinks = torch.randn(1, 16, 4, 64), torch.randn(4, 2, requires_grad=True)
-    operands = _operands(q, q, AttentionSpec(scale=1, softcap=2), None, None, (0, 0, 0, 0), None, sinks[:, 0])
+    operands = operands_of(q, q, AttentionSpec(scale=1, softcap=2), None, None, (0, 0, 0, 0), None, sinks[:, 0])
     call = Call(*operands)
     assert call.sinks.is_contiguous() and torch.equal(call.sinks, sinks[:, 0])
     assert torch.autograd.grad(call.sinks.sum(), sinks)[0].tolist() == 4 * [[1, 0]]

@@ -7,7 +7,6 @@ import torch
 
 from flash_train.cli import bench_memory
 from flash_train.cli.bench_memory import main, measure_step, verdict
-from flash_train.cli.build import build_model_config
 from flash_train.cli.compose import compose_config
 from flash_train.cli.memory_cases import (
     OTHERS,
@@ -17,6 +16,7 @@ from flash_train.cli.memory_cases import (
     step_cases,
     traffic_cases,
 )
+from flash_train.cli.shape import build_model_config
 from flash_train.cli.validate import validate
 from tests.cli.conftest import TINY_MODEL
 

@@ -13,16 +13,15 @@ from flash_train.cli.build import (
     build,
     build_corpus,
     build_data,
-    build_model_config,
     build_optimizer,
     build_run_trainer,
-    choose_attention,
 )
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
 from flash_train.cli.loggers import build_logger
 from flash_train.cli.paths import conf_dir
 from flash_train.cli.schema import ModelSchema, OptimizerSchema, RopeScalingSchema
+from flash_train.cli.shape import build_model_config, choose_attention
 from flash_train.cli.validate import RULES, validate
 from flash_train.model import MEMORY_MODES, ModelConfig, RopeScaling, Transformer
 from flash_train.profiling.step import BACKENDS, WIDTHS

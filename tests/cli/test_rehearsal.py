@@ -1,0 +1,196 @@
+"""What is compiled before the first step: the kernels that a step launches, each in the form in which it launches them.
+
+Here kernels do nothing but tell how they were launched; on a card Triton tells what it compiled.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from triton.runtime.jit import JITFunction
+
+from flash_train.attention import Packing, backends
+from flash_train.cli import rehearsal
+from flash_train.cli.compose import compose_config
+from flash_train.cli.errors import UsageError
+from flash_train.cli.shape import build_model_config
+from flash_train.model import Transformer, cross_entropy, ops
+
+ROOT = Path(__file__).parents[2]
+LATER = {"cross_entropy_kernel", "adamw_kernel"}  # which the vocabulary and all weights shape
+TINY = ("model=nano", "seq_len=512", "trainer.accelerator=cpu")
+RUNS = {
+    "bf16-true": ("precision=bf16-true",),
+    "bf16-mixed": ("precision=bf16-mixed",),
+    "fp32": ("precision=fp32",),
+    "dropout": ("precision=bf16-true", "attention.dropout=0.1", "model.residual_dropout=0.1"),
+    "shared keys, normalised": ("precision=bf16-true", "model.n_kv_heads=1", "model.qk_norm=true"),
+    "short": ("precision=bf16-true", "seq_len=64"),
+    "long": ("precision=bf16-true", "seq_len=8192"),
+    "recomputed": ("precision=bf16-mixed", "memory=checkpoint"),
+}
+
+
+def form(x: object, specialised: bool = True) -> object:
+    """What Triton compiles an argument for."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype
+    if isinstance(x, tuple):
+        return tuple(form(part) for part in x)
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        return x
+    return (int, x == 1, x % 16 == 0) if isinstance(x, int) and specialised else type(x)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernels that have been launched, with the form of their arguments."""
+    found: set[tuple[object, ...]] = set()
+
+    def run(kernel, *arguments, grid, warmup, **named):
+        named = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        forms = []
+        for name, x in sorted(named.items()):
+            parameter = next((p for p in kernel.params if p.name == name), None)  # None: an option of the compiler's
+            constant = parameter is None or parameter.is_constexpr
+            forms.append((name, x if constant else form(x, not parameter.do_not_specialize)))
+        found.add((kernel.fn.__name__, *forms))
+
+    def linear_cross_entropy(hidden, weight, labels):
+        return cross_entropy.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
+    monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
+    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
+    return found
+
+
+def step(config) -> None:
+    """The forward and backward of a step, as training runs them."""
+    weights = torch.bfloat16 if config.precision == "bf16-true" else torch.float32
+    model = Transformer(build_model_config(config, 259, None), attention="flash", memory=config.memory.mode)
+    model = model.to(weights)
+    tokens = torch.zeros((1, config.seq_len), dtype=torch.int64)
+    cu_seqlens = torch.tensor([0, config.seq_len], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16-mixed"):
+        loss, _ = model.loss(tokens, tokens, packing=Packing(cu_seqlens, cu_seqlens))
+    loss.backward()
+
+
+@pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
+def test_a_step_launches_what_was_rehearsed(overrides, launches):
+    config = compose_config((*TINY, *overrides))
+    for part in rehearsal.parts(config, torch.device("cpu")):
+        part()
+    rehearsed = set(launches)
+    step(config)
+    assert {name for name, *_ in launches - rehearsed} <= LATER
+    assert {"attention_forward", "attention_backward_dkdv", "rotary_kernel"} <= {name for name, *_ in rehearsed}
+
+
+def test_where_there_is_nothing_to_rehearse():
+    cpu = torch.device("cpu")
+    assert rehearsal.parts(compose_config((*TINY, "attention=sdpa")), cpu) == []
+    with pytest.raises(UsageError, match=r"model\.n_kv_heads"):
+        rehearsal.parts(compose_config((*TINY, "model.n_heads=4", "model.n_kv_heads=3")), cpu)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.accelerator=cpu",),
+        ("trainer.devices=2",),
+        ("trainer.num_nodes=2",),
+        ("trainer.deterministic=true",),
+        ("validate_only=true",),
+    ],
+)
+def test_what_is_not_rehearsed(overrides, monkeypatch):
+    if "accelerator" not in overrides[0]:
+        monkeypatch.setattr(rehearsal, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(rehearsal, "parts", lambda *_: pytest.fail("was rehearsed"))
+    with rehearsal.rehearsed(compose_config(("model=nano", *overrides))):
+        pass
+
+
+@pytest.fixture
+def on_card(monkeypatch):
+    """Sets the parts of a rehearsal, on what passes for a card; returns what was done with its memory."""
+    done: list[str] = []
+    monkeypatch.setattr(rehearsal, "device_of", lambda _: torch.device("cuda"))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
+
+    def set_parts(*parts) -> list[str]:
+        monkeypatch.setattr(rehearsal, "parts", lambda *_: parts)
+        return done
+
+    return set_parts
+
+
+def test_parts_run_beside_the_caller_and_end_before_it_goes_on(on_card):
+    began, go_on = threading.Barrier(3, timeout=20), threading.Event()
+    ended = []
+
+    def part() -> None:
+        began.wait()
+        assert go_on.wait(20)
+        time.sleep(0.05)
+        ended.append(threading.get_ident())
+
+    done = on_card(part, part)
+    with rehearsal.rehearsed(compose_config(("model=nano",))):
+        began.wait()  # both, and this thread
+        go_on.set()
+    assert len(set(ended)) == 2 and threading.get_ident() not in ended
+    assert done == ["synchronize", "empty_cache", "reset_peak_memory_stats"]
+
+
+def test_what_goes_wrong_in_a_part(on_card):
+    def fail(error: Exception) -> None:
+        raise error
+
+    done = on_card(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")))
+    with rehearsal.rehearsed(compose_config(("model=nano",))):
+        pass
+    assert "empty_cache" in done
+    on_card(lambda: fail(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"), rehearsal.rehearsed(compose_config(("model=nano",))):
+        pass
+    on_card(lambda: None)
+    with pytest.raises(UsageError, match="a mistake"), rehearsal.rehearsed(compose_config(("model=nano",))):
+        raise UsageError("a mistake")
+
+
+def test_nothing_that_it_needs_imports_lightning():
+    code = "import sys, flash_train.cli.rehearsal; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.gpu
+def test_the_first_step_compiles_next_to_nothing(tmp_path):
+    """In a process of its own, with nothing compiled before, and nothing left in the device's memory."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.cli.first_step"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert set(told["in the step"]) <= LATER
+    assert "norm_forward_kernel" in told["rehearsed"]
+    assert len(told["rehearsed"]) == len({tuple(x) for x in told["forms"]})  # none twice
+    assert told["kept"] <= 2 * 40 * 2**20  # cuBLAS's workspaces, which stay
+    assert told["workspaces of the step"] == 0
