@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer start collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -56,6 +56,7 @@ for part; do
     memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
     attention) python scripts/bench_attention.py --out "$out/attention_h200.json" "${commit[@]}" ;;
     training_peer) python scripts/bench_training.py --out "$out/training_peer.json" "${commit[@]}" ;;
+    start) python scripts/bench_start.py --out "$out/start.json" "${commit[@]}" ;;
     training)
       for attention in flash sdpa; do train "$attention-16k" attention=$attention seq_len=16384; done
       for attention in flash sdpa standard; do train "$attention-4k" attention=$attention seq_len=4096; done
@@ -65,7 +66,7 @@ for part; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done
-      for name in memory attention_h200 training_peer; do
+      for name in memory attention_h200 training_peer start; do
         [ ! -f "$out/$name.json" ] || cp "$out/$name.json" docs/results/$name.json
       done
       ;;

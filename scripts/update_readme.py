@@ -4,7 +4,8 @@ With --check it changes nothing, and its exit status says whether all is up to d
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, or for
 NAME.PART from that of NAME, which holds {"records": [...]}: for `training`, `recall`, `ablation` and `find_max` what
-collect_runs gathers, for `attention_h200`, `memory` and `training_peer` what their benchmarks write. Those that have a
+collect_runs gathers, for `attention_h200`, `memory`, `training_peer` and `start` what their
+benchmarks write. Those that have a
 picture are drawn as docs/results/NAME.png. Where there is no such file, neither table nor picture stays.
 """
 
@@ -75,6 +76,16 @@ def training_peer_table(records: Records) -> str:
     parts = f"{' · '.join(PARTS)} (ms)"
     return words + table(
         ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "of it attention", "ratio"), rows
+    )
+
+
+def start_words(records: Records) -> str:
+    """A sentence per case."""
+    seconds = {cache: {r["case"]: r["seconds"] for r in records if r["cache"] == cache} for cache in ("cold", "warm")}
+    return "".join(
+        f"From the command to the first optimizer step (`{case}`, `data=stdlib`): {warm:.0f} s; the first time, when\n"
+        f"kernels are compiled and texts turned into tokens, {cold:.0f} s.\n"
+        for (case, cold), warm in zip(seconds["cold"].items(), seconds["warm"].values(), strict=True)
     )
 
 
@@ -218,6 +229,7 @@ def most_steps(records: Records) -> int:
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_table,
     "training_peer": training_peer_table,
+    "start": start_words,
     "attention_h200": attention_table,
     "recall": recall_table,
     "memory": memory_summary,

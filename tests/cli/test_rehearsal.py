@@ -3,6 +3,7 @@
 Here kernels do nothing but tell how they were launched; on a card Triton tells what it compiled.
 """
 
+import csv
 import json
 import os
 import subprocess
@@ -175,6 +176,25 @@ def test_what_goes_wrong_in_a_part(on_card):
 def test_nothing_that_it_needs_imports_lightning():
     code = "import sys, flash_train.cli.rehearsal; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.gpu
+def test_a_run_is_the_same_without(tmp_path):
+    """Its weights and masks are drawn from generators that are set behind the rehearsal."""
+    code = "from flash_train.cli import train; train.main()"
+    without = "import contextlib; from flash_train.cli import rehearsal; rehearsal.rehearsed = contextlib.nullcontext; "
+    options = (
+        *("model=nano", "seq_len=1024", "data=recall", "attention.dropout=0.1", "model.residual_dropout=0.1"),
+        *("max_steps=3", "log_every=1", "logger=none", "trainer.checkpoints=false"),
+    )
+    losses = []
+    for name, start in (("with", code), ("without", f"{without}{code}")):
+        command = [sys.executable, "-c", start, *options, f"run_dir={tmp_path / name}"]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        with (tmp_path / name / "metrics.csv").open(encoding="utf-8") as file:
+            losses.append([row["train/loss"] for row in csv.DictReader(file)])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 @pytest.mark.gpu

@@ -1,0 +1,122 @@
+"""From a command to its first optimizer step: ``python scripts/bench_start.py --out FILE``.
+
+Each start is a process of its own. One is cold: neither kernels nor tokens were made before; the next is warm, and
+finds what the cold one made. Python's own files have been read by a start that does not count. Told is the median of
+``--rounds``.
+
+FILE is written after every case; started again with the same commit, GPU and versions, the command goes on behind the
+last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_train.cli.benchmark import (
+    Records,
+    add_options,
+    environment_of,
+    known_records,
+    run_cases,
+    saving,
+    say_how_far,
+)
+from flash_train.cli.errors import UsageError, one_line_errors
+
+COMMAND = (sys.executable, "-c", "from flash_train.cli.train import main; main()")
+SETTINGS = ("max_steps=1", "logger=none", "trainer.checkpoints=false")
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+POLL_SECONDS = 0.02
+PATIENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class StartCase:
+    name: str
+    overrides: tuple[str, ...]
+
+
+CASES = (StartCase("1b3-n16384", ("model=1b3", "precision=bf16-true", "seq_len=16384", "data=stdlib")),)
+
+
+def first_step(overrides: Sequence[str], run_dir: Path, caches: Path) -> float:
+    """Seconds until the first optimizer step of a new process is on record; the process ends with it.
+
+    Raises:
+        UsageError: it ended before, and its last words.
+    """
+    log = run_dir.with_suffix(".log")
+    arguments = (*overrides, *SETTINGS, f"run_dir={run_dir}", f"data.cache_dir={caches / 'tokens'}")
+    environment = os.environ | {name: str(caches / name.lower()) for name in CACHES}
+    with log.open("wb") as output:
+        begin = time.monotonic()
+        process = subprocess.Popen((*COMMAND, *arguments), stdout=output, stderr=output, env=environment)
+        try:
+            while not _steps(run_dir / "metrics.csv"):
+                if process.poll() is not None or time.monotonic() - begin > PATIENCE_SECONDS:
+                    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+                    raise UsageError(f"no step was taken: {' '.join([*last, 'exit status', str(process.poll())])}")
+                time.sleep(POLL_SECONDS)
+            return time.monotonic() - begin
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _steps(metrics: Path) -> int:
+    """Rows that are on record, below the names of their columns."""
+    return max(metrics.read_text(encoding="utf-8").count("\n") - 1, 0) if metrics.is_file() else 0
+
+
+def measure(case: StartCase, rounds: int, environment: dict[str, str | None]) -> Records:
+    """A record for cold and one for warm starts."""
+    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        first_step(case.overrides, folder / "read", folder / "caches")
+        for number in range(rounds):
+            for cache, found in seconds.items():
+                found.append(first_step(case.overrides, folder / f"{cache}{number}", folder / f"caches{number}"))
+    same = {key: environment[key] for key in ("gpu", "torch", "triton", "lightning", "commit")}
+    return [
+        {"case": case.name, "cache": cache, "seconds": statistics.median(found), "rounds": found, **same}
+        for cache, found in seconds.items()
+    ]
+
+
+def shown(records: Records) -> str:
+    return ", ".join(f"{record['cache']} {record['seconds']:.1f} s" for record in records)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts (default: 3)")
+    options = parser.parse_args(arguments)
+    wanted = [case for case in CASES if options.only in case.name]
+    if not wanted:
+        parser.error(f"--only {options.only!r} is part of no case's name; names are like {CASES[0].name}")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: must be 1 or more")
+    environment = environment_of(options.commit)
+    records = known_records(options.out, environment)
+    save = saving(options.out, environment, [case.name for case in CASES])
+    with one_line_errors():
+        left = run_cases(
+            wanted, records, lambda case: measure(case, options.rounds, environment), shown, save, options.time_limit
+        )
+    say_how_far(len(left), len(wanted), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
