@@ -33,17 +33,17 @@ from flash_train.attention.kernels.hopper.tasks import Work, at, find_task, lane
 BLOCK_M = gl.constexpr(128)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "processors"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
 def hopper_backward_dq(
     q, k, v, dout, lse2_ptr, delta_ptr, dq, dslope, cu_q, cu_k, mask, score, dropout, grad_scale, keep_rate, n_entries,
-    seqlen_q, seqlen_k, n_heads, heads_at_once, processors, padded,
+    seqlen_q, seqlen_k, n_heads, heads_at_once, padded,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, dout and dq are descriptors of tiles [64, HEAD_DIM], k and v of [BLOCK_N, HEAD_DIM]; lse2 and delta are those
     of ``rows``. ``dslope``, where it is not None, takes each row's part of the gradient of its ALiBi slope. Grid: a
     program for each task (``tasks.find_task``)."""
-    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, processors)
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     do_tiles = gl.allocate_shared_memory(dout.dtype, [2] + dout.block_shape, dout.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)

@@ -65,17 +65,17 @@ from flash_train.attention.kernels.hopper.tasks import (
 )
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "processors"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once"])
 def hopper_forward(
     q, k, v, out, lse, counter, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k, n_heads,
-    heads_at_once, processors,
+    heads_at_once,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and out are descriptors (``descriptors.describe``) of tiles [64, HEAD_DIM] and [BLOCK_N, HEAD_DIM];
     lse is natural and fp32; counter is an int32 of 0, and so again at the end. Grid: as many programs as there are
     processors, or tasks where those are fewer."""
-    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once, processors)
+    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_heads, heads_at_once)
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_shape, q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [K_STAGES] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [V_STAGES] + v.block_shape, v.layout)

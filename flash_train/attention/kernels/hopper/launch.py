@@ -194,7 +194,7 @@ def forward_launch(
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(out, 64, columns), stats(lse), counter, call.cu_seqlens_q, call.cu_seqlens_k, rule,
         score_arguments(call), call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads,
-        _heads_at_once(q, k, call, 64 * tile.consumers), processors(q.device),
+        _heads_at_once(q, k, call, 64 * tile.consumers),
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -319,7 +319,7 @@ def dq_launch(
         describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
         dropout_arguments(call), call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
-        _heads_at_once(q, k, call, tile.portable.block_m), processors(q.device), sums.padded,
+        _heads_at_once(q, k, call, tile.portable.block_m), sums.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,

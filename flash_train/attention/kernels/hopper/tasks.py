@@ -23,7 +23,7 @@ class Work(NamedTuple):
     seqlen_k: Any
     n_heads: Any
     heads_at_once: Any
-    processors: Any  #: how many tasks run at a time
+    processors: Any = None  #: how many tasks run at a time, where they walk queries
 
 
 @gluon.jit
