@@ -81,11 +81,12 @@ def training_peer_table(records: Records) -> str:
 
 def start_words(records: Records) -> str:
     """A sentence per case."""
-    seconds = {cache: {r["case"]: r["seconds"] for r in records if r["cache"] == cache} for cache in ("cold", "warm")}
+    cold, warm = ([record for record in records if record["cache"] == cache] for cache in ("cold", "warm"))
     return "".join(
-        f"From the command to the first optimizer step (`{case}`, `data=stdlib`): {warm:.0f} s; the first time, when\n"
-        f"kernels are compiled and texts turned into tokens, {cold:.0f} s.\n"
-        for (case, cold), warm in zip(seconds["cold"].items(), seconds["warm"].values(), strict=True)
+        f"From the command to the first optimizer step (`{first['case']}`, `data=stdlib`, {first['gpu']}): "
+        f"{again['seconds']:.0f} s;\n"
+        f"the first time, when kernels are compiled and texts turned into tokens, {first['seconds']:.0f} s.\n"
+        for first, again in zip(cold, warm, strict=True)
     )
 
 

@@ -64,6 +64,16 @@ def test_training_beside_its_peer(results):
     assert "| 16,384 | none | transformers + Liger | 43,210 | 55.0% | 32.0 | 100 · 270 · 6 | – | – |\n" in filled
 
 
+def test_the_first_step(results):
+    record = {"case": "1b3-n16384", "gpu": "NVIDIA H200"}
+    records = [{**record, "cache": "cold", "seconds": 23.3}, {**record, "cache": "warm", "seconds": 16.8}]
+    assert fill(marked("start"), results("start", records)) == marked(
+        "start",
+        "From the command to the first optimizer step (`1b3-n16384`, `data=stdlib`, NVIDIA H200): 17 s;\n"
+        "the first time, when kernels are compiled and texts turned into tokens, 23 s.\n",
+    )
+
+
 def test_attention(results):
     records = [
         {**CASE, "direction": "forward", "tflops": 400.4},
