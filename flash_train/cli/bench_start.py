@@ -52,7 +52,7 @@ def first_step(overrides: Sequence[str], run_dir: Path, caches: Path) -> float:
     """Seconds until the first optimizer step of a new process is on record; the process ends with it.
 
     Raises:
-        UsageError: it ended before, and its last words.
+        UsageError: it ended before, and its last words, or there was none within `PATIENCE_SECONDS`.
     """
     log = run_dir.with_suffix(".log")
     arguments = (*overrides, *SETTINGS, f"run_dir={run_dir}", f"data.cache_dir={caches / 'tokens'}")
@@ -62,7 +62,9 @@ def first_step(overrides: Sequence[str], run_dir: Path, caches: Path) -> float:
         process = subprocess.Popen((*COMMAND, *arguments), stdout=output, stderr=output, env=environment)
         try:
             while not _steps(run_dir / "metrics.csv"):
-                if process.poll() is not None or time.monotonic() - begin > PATIENCE_SECONDS:
+                if time.monotonic() - begin > PATIENCE_SECONDS:
+                    raise UsageError(f"no step was taken within {PATIENCE_SECONDS:.0f} s")
+                if process.poll() is not None:
                     last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
                     raise UsageError(f"no step was taken: {' '.join([*last, 'exit status', str(process.poll())])}")
                 time.sleep(POLL_SECONDS)

@@ -61,7 +61,8 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates q and k (total, heads, head_dim) by the tables cos, sin, fp32 (total, head_dim / 2).
 
-    Each token has its own row of the tables, so that positions may restart anywhere. May overwrite q and k.
+    Each token has its own row of the tables, so that positions may restart anywhere. May overwrite q and k, and the
+    backward the gradients that it is given.
     """
     if _kernels_run(q):
         from flash_train.model import rotary
@@ -109,6 +110,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _kernels_run(x: Tensor) -> bool:

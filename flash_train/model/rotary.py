@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_train.model.ops import overlap
+
 
 @triton.jit
 def rotary_kernel(
@@ -47,6 +49,8 @@ class _Rotary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
+        if overlap(dq, dk):
+            dk = dk.clone()
         return *_launch(dq, dk, cos, sin, back=True), None, None
 
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_train.model.ops import overlap
+
 BLOCK = 2048  # elements of a program; in 16 bits, 16 bytes of each of them for a thread
 
 
@@ -78,10 +80,6 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}: they must be the same")
     gate, up = gate.contiguous(), up.contiguous()
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (gate, up, weight))
-    if learns and (gate.is_leaf or up.is_leaf or _overlap(gate, up)):  # not the caller's: the backward writes over them
+    if learns and (gate.is_leaf or up.is_leaf or overlap(gate, up)):  # not the caller's: the backward writes over them
         gate, up = gate.clone(), up.clone()
     return _SwiGLULinear.apply(gate, up, weight)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

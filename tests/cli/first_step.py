@@ -4,6 +4,8 @@ A script, run by a test: nothing may have been compiled in its process before.
 """
 
 import json
+import sys
+from dataclasses import replace
 
 import torch
 from triton import knobs
@@ -14,33 +16,36 @@ from flash_train.cli.rehearsal import rehearsed
 from flash_train.cli.shape import build_model_config
 from flash_train.model import Transformer
 
+SEQ_LEN = 8192
 compiled: list[tuple[str, str]] = []
 
 
-def step(model: Transformer, seq_len: int) -> None:
-    tokens = torch.zeros((1, seq_len), dtype=torch.int64, device="cuda")
-    cu_seqlens = torch.tensor([0, seq_len], dtype=torch.int32, device="cuda")
+def step(model: Transformer, boundaries: list[int]) -> None:
+    tokens = torch.zeros((1, SEQ_LEN), dtype=torch.int64, device="cuda")
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
     loss, _ = model.loss(tokens, tokens, packing=Packing(cu_seqlens, cu_seqlens))
     loss.backward()
     torch.cuda.synchronize()
 
 
-def workspaces(model: Transformer, seq_len: int) -> int:
+def workspaces(model: Transformer, boundaries: list[int]) -> int:
     """Bytes of cuBLAS's that stay behind a step, which another step shows."""
     before = torch.cuda.memory_allocated()
-    step(model, seq_len)
+    step(model, boundaries)
     model.zero_grad()
     return torch.cuda.memory_allocated() - before
 
 
 def main() -> None:
     knobs.compilation.listener = lambda *, metadata, **_: compiled.append((metadata["name"], metadata["hash"]))
-    config = compose_config(("model=125m", "precision=bf16-true", "seq_len=2048"))
+    config = compose_config(("precision=bf16-true", f"seq_len={SEQ_LEN}", "data=stdlib", *sys.argv[1:]))
     with rehearsed(config):
         pass
     kept, before = torch.cuda.memory_allocated(), list(compiled)
-    model = Transformer(build_model_config(config, 259, None), attention="flash").to("cuda", torch.bfloat16)
-    more = workspaces(model, config.seq_len)
+    model = Transformer(replace(build_model_config(config, 259, None), n_layers=2), attention="flash")
+    model = model.to("cuda", torch.bfloat16)
+    boundaries = [0, SEQ_LEN] if config.data.packing == "concat" else [*range(0, SEQ_LEN, 300), *[SEQ_LEN] * 40]
+    more = workspaces(model, boundaries)
     told = {
         "rehearsed": [name for name, _ in before],
         "forms": before,

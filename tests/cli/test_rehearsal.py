@@ -10,7 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +41,9 @@ RUNS = {
     "shared keys, normalised": ("precision=bf16-true", "model.n_kv_heads=1", "model.qk_norm=true"),
     "short": ("precision=bf16-true", "seq_len=64"),
     "long": ("precision=bf16-true", "seq_len=8192"),
+    "odd": ("precision=bf16-true", "seq_len=1000"),
+    "long and odd": ("precision=bf16-true", "seq_len=5000"),
+    "whole rows": ("precision=bf16-true", "data.packing=concat"),
     "recomputed": ("precision=bf16-mixed", "memory=checkpoint"),
 }
 
@@ -129,6 +136,7 @@ def on_card(monkeypatch):
     """Sets the parts of a rehearsal, on what passes for a card; returns what was done with its memory."""
     done: list[str] = []
     monkeypatch.setattr(rehearsal, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(rehearsal, "one_driver", nullcontext)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
 
@@ -161,16 +169,45 @@ def test_what_goes_wrong_in_a_part(on_card):
     def fail(error: Exception) -> None:
         raise error
 
-    done = on_card(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")))
-    with rehearsal.rehearsed(compose_config(("model=nano",))):
-        pass
-    assert "empty_cache" in done
+    kept = []
+
+    def exhaust(error: Exception) -> None:
+        taken = torch.zeros(3)
+        kept.append(weakref.ref(taken))
+        raise error
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ):
+        done = on_card(lambda error=error: exhaust(error))
+        with rehearsal.rehearsed(compose_config(("model=nano",))):
+            pass
+        assert "empty_cache" in done
+        error.__traceback__ = None  # which this test has kept
+    assert not any(taken() is not None for taken in kept)
     on_card(lambda: fail(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"), rehearsal.rehearsed(compose_config(("model=nano",))):
         pass
     on_card(lambda: None)
     with pytest.raises(UsageError, match="a mistake"), rehearsal.rehearsed(compose_config(("model=nano",))):
         raise UsageError("a mistake")
+
+
+def test_filters_of_warnings_stay_as_they_are(monkeypatch):
+    """As the import of Lightning has left them, whatever Triton 3.6 does with them in other threads."""
+    from triton.compiler import code_generator
+    from triton.runtime import driver
+
+    there = SimpleNamespace(get_current_device=lambda: 0)
+    monkeypatch.setattr(type(driver), "active", property(lambda _: there))
+    with warnings.catch_warnings():
+        with rehearsal.one_driver(), code_generator.warnings.catch_warnings():
+            code_generator.warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", message="of another thread")
+        assert code_generator.warnings is warnings
+        assert warnings.filters[0][1].pattern == "of another thread"
 
 
 def test_nothing_that_it_needs_imports_lightning():
@@ -180,12 +217,13 @@ def test_nothing_that_it_needs_imports_lightning():
 
 @pytest.mark.gpu
 def test_a_run_is_the_same_without(tmp_path):
-    """Its weights and masks are drawn from generators that are set behind the rehearsal."""
+    """Its weights and masks are drawn from generators that are set behind the rehearsal. Steps after the first may differ,
+    since Hopper's gradients of queries are sums in any order."""
     code = "from flash_train.cli import train; train.main()"
     without = "import contextlib; from flash_train.cli import rehearsal; rehearsal.rehearsed = contextlib.nullcontext; "
     options = (
         *("model=nano", "seq_len=1024", "data=recall", "attention.dropout=0.1", "model.residual_dropout=0.1"),
-        *("max_steps=3", "log_every=1", "logger=none", "trainer.checkpoints=false"),
+        *("max_steps=1", "log_every=1", "logger=none", "trainer.checkpoints=false"),
     )
     losses = []
     for name, start in (("with", code), ("without", f"{without}{code}")):
@@ -194,14 +232,17 @@ def test_a_run_is_the_same_without(tmp_path):
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         with (tmp_path / name / "metrics.csv").open(encoding="utf-8") as file:
             losses.append([row["train/loss"] for row in csv.DictReader(file)])
-    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert losses[0] == losses[1] and len(losses[0]) == 1
 
 
 @pytest.mark.gpu
-def test_the_first_step_compiles_next_to_nothing(tmp_path):
-    """In a process of its own, with nothing compiled before, and nothing left in the device's memory."""
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("model", ["125m", "1b3"])
+def test_the_first_step_compiles_next_to_nothing(model, packing, tmp_path):
+    """In a process of its own, with nothing compiled before, and nothing left in the device's memory. Of 64 columns,
+    one long document launches other kernels than many short ones."""
     found = subprocess.run(
-        [sys.executable, "-m", "tests.cli.first_step"],
+        [sys.executable, "-m", "tests.cli.first_step", f"model={model}", f"data.packing={packing}"],
         cwd=ROOT,
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,

@@ -170,6 +170,12 @@ def uncommon() -> int:
     with torch.inference_mode():
         rotary.apply_rotary(q * 1, k[:3] * 1, table[:3].cos(), table[:3].sin())
     rotary.apply_rotary(q[:0], k[:0], table[:0], table[:0])
+    q, k, given = (torch.randn(6, 2, 4, generator=draw, requires_grad=True) for _ in range(3))
+    found, expected = (
+        torch.autograd.grad(sum(rotate(q * 1, k * 1, table.cos(), table.sin())), (q, k), given.detach().clone())
+        for rotate in (rotary.apply_rotary, apply_rotary)
+    )  # of a sum, whose terms are given the same gradient
+    failed += not all(torch.allclose(x, y, atol=1e-6) for x, y in zip(found, expected, strict=True))
     twice = gate * 1
     for first, second in ((twice, twice), (twice[:3], twice[1:]), (gate, up)):  # neither may be written over
         kept = [x.detach().clone() for x in (first, second)]
