@@ -217,8 +217,8 @@ def test_nothing_that_it_needs_imports_lightning():
 
 @pytest.mark.gpu
 def test_a_run_is_the_same_without(tmp_path):
-    """Its weights and masks are drawn from generators that are set behind the rehearsal. Steps after the first may differ,
-    since Hopper's gradients of queries are sums in any order."""
+    """Its weights and masks are drawn from generators that are set behind the rehearsal. Steps after the first may
+    differ, since Hopper's gradients of queries are sums in any order."""
     code = "from flash_train.cli import train; train.main()"
     without = "import contextlib; from flash_train.cli import rehearsal; rehearsal.rehearsed = contextlib.nullcontext; "
     options = (
