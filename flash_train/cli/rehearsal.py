@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from flash_train.attention import AttentionSpec, Causal, Packing, attention
-from flash_train.attention.backends import OWN
+from flash_train.attention.backends import OWN, interpreting
 from flash_train.attention.dropout import draw_state
 from flash_train.attention.functional import operands_of
 from flash_train.cli.errors import is_out_of_memory
@@ -91,7 +91,7 @@ def parts(config: DictConfig, device: torch.device) -> list[Part]:
     pretrained = None if config.init_from is None else load_shape(config.init_from)
     model = build_model_config(config, 1, pretrained)  # the vocabulary shapes none of these kernels
     backend, _ = choose_attention(config, device, model.head_dim)
-    if backend not in OWN:
+    if backend not in OWN or interpreting():  # by which nothing is compiled, and which takes minutes
         return []
     dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
     weights = dtype if config.precision == "bf16-true" else torch.float32

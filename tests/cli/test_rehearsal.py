@@ -106,11 +106,16 @@ def test_a_step_launches_what_was_rehearsed(overrides, launches):
     assert {"attention_forward", "attention_backward_dkdv", "rotary_kernel"} <= {name for name, *_ in rehearsed}
 
 
-def test_where_there_is_nothing_to_rehearse():
+def test_where_there_is_nothing_to_rehearse(monkeypatch):
     cpu = torch.device("cpu")
     assert rehearsal.parts(compose_config((*TINY, "attention=sdpa")), cpu) == []
     with pytest.raises(UsageError, match=r"model\.n_kv_heads"):
         rehearsal.parts(compose_config((*TINY, "model.n_heads=4", "model.n_kv_heads=3")), cpu)
+    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
+    assert len(rehearsal.parts(compose_config(TINY), cpu)) == 3
+    assert len(rehearsal.parts(compose_config((*TINY, "compile=true")), cpu)) == 2
+    monkeypatch.setattr(rehearsal, "interpreting", lambda: True)
+    assert rehearsal.parts(compose_config(TINY), cpu) == []
 
 
 @pytest.mark.parametrize(
