@@ -49,8 +49,6 @@ class _Rotary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        if overlap(dq, dk):
-            dk = dk.clone()
         return *_launch(dq, dk, cos, sin, back=True), None, None
 
 
@@ -61,6 +59,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     q, k = q.contiguous(), k.contiguous()
+    if overlap(q, k):
+        k = k.clone()
     (tokens, q_heads, _), k_heads, half = q.shape, k.shape[1], cos.shape[-1]
     if tokens:
         with torch.cuda.device_of(q):

@@ -170,6 +170,9 @@ def uncommon() -> int:
     with torch.inference_mode():
         rotary.apply_rotary(q * 1, k[:3] * 1, table[:3].cos(), table[:3].sin())
     rotary.apply_rotary(q[:0], k[:0], table[:0], table[:0])
+    same = rotary.apply_rotary(k[:3] * 1, k[:3] * 1, table[:3].cos(), table[:3].sin())[0]
+    x = k[:3].clone()
+    failed += not all(torch.equal(y, same) for y in rotary.apply_rotary(x, x, table[:3].cos(), table[:3].sin()))
     q, k, given = (torch.randn(6, 2, 4, generator=draw, requires_grad=True) for _ in range(3))
     found, expected = (
         torch.autograd.grad(sum(rotate(q * 1, k * 1, table.cos(), table.sin())), (q, k), given.detach().clone())
