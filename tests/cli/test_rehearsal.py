@@ -24,6 +24,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from triton.runtime.jit import JITFunction
 
 from flash_train.attention import Packing, backends
+from flash_train.attention.kernels import choice
+from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.cli import rehearsal
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
@@ -54,6 +56,8 @@ def form(x: object, specialised: bool = True) -> object:
         return x.dtype
     if isinstance(x, tuple):
         return tuple(form(part) for part in x)
+    if hasattr(x, "base"):  # a descriptor of TMA's
+        return x.base.dtype, tuple(x.block_shape), x.layout
     if isinstance(x, bool) or not isinstance(x, int | float):
         return x
     return (int, x == 1, x % 16 == 0) if isinstance(x, int) and specialised else type(x)
@@ -89,21 +93,43 @@ def step(config) -> None:
     model = Transformer(build_model_config(config, 259, None), attention="flash", memory=config.memory.mode)
     model = model.to(weights)
     tokens = torch.zeros((1, config.seq_len), dtype=torch.int64)
-    cu_seqlens = torch.tensor([0, config.seq_len], dtype=torch.int32)
+    several = [] if config.data.packing == "concat" else [*range(300, config.seq_len, 300), *[config.seq_len] * 40]
+    cu_seqlens = torch.tensor([0, *several, config.seq_len], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16-mixed"):
         loss, _ = model.loss(tokens, tokens, packing=Packing(cu_seqlens, cu_seqlens))
     loss.backward()
 
 
-@pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
-def test_a_step_launches_what_was_rehearsed(overrides, launches):
-    config = compose_config((*TINY, *overrides))
+def rehearsed_beside_step(config, launches) -> tuple[set[str], set[str]]:
+    """Names of the kernels that are rehearsed, and of those that the step launches in other forms."""
     for part in rehearsal.parts(config, torch.device("cpu")):
         part()
     rehearsed = set(launches)
     step(config)
-    assert {name for name, *_ in launches - rehearsed} <= LATER
-    assert {"attention_forward", "attention_backward_dkdv", "rotary_kernel"} <= {name for name, *_ in rehearsed}
+    return {name for name, *_ in rehearsed}, {name for name, *_ in launches - rehearsed}
+
+
+@pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
+def test_a_step_launches_what_was_rehearsed(overrides, launches):
+    rehearsed, others = rehearsed_beside_step(compose_config((*TINY, *overrides)), launches)
+    assert others <= LATER
+    assert {"attention_forward", "attention_backward_dkdv", "rotary_kernel"} <= rehearsed
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("seq_len", [512, 1000, 8192])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_step_launches_what_was_rehearsed_of_hopper(dropout, head_dim, seq_len, packing, launches, monkeypatch):
+    monkeypatch.setattr(choice, "_hopper", lambda kernels, q: hopper)
+    monkeypatch.setattr(hopper, "device_unavailable", lambda device: None)
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    options = (f"seq_len={seq_len}", f"data.packing={packing}", f"model.head_dim={head_dim}")
+    config = compose_config((*TINY, "precision=bf16-true", f"attention.dropout={dropout}", *options))
+    rehearsed, others = rehearsed_beside_step(config, launches)
+    assert others <= LATER
+    assert {"hopper_forward", "hopper_prepare", "rotary_kernel"} <= rehearsed
+    assert ("hopper_backward" if head_dim < 256 else "hopper_backward_dq") in rehearsed
 
 
 def test_where_there_is_nothing_to_rehearse(monkeypatch):
