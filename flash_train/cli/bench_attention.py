@@ -15,16 +15,7 @@ from typing import Any
 
 import torch
 
-from flash_train.cli.benchmark import (
-    SAME,
-    Records,
-    add_options,
-    environment_of,
-    known_records,
-    run_cases,
-    saving,
-    say_how_far,
-)
+from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
 from flash_train.profiling.attention_cases import Case, cases
 from flash_train.profiling.attention_peers import OWN, SDPA, add_ratios, implementations, measure
 
@@ -65,9 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         help="of those that a case has, only these",
     )
     options = parser.parse_args(arguments)
-    wanted = [case for case in cases() if options.only in case.name]
-    if not wanted:
-        parser.error(f"--only {options.only!r} is part of no case's name; names are like {next(cases()).name}")
+    every = list(cases())
+    wanted = chosen(parser, options, every)
     if not torch.cuda.is_available():
         print("bench_attention needs an NVIDIA GPU: none was found", file=sys.stderr)
         return 1
@@ -82,8 +72,5 @@ def main(arguments: list[str] | None = None) -> int:
     def measure_case(case: Case) -> Records:
         return measure_all(case, environment, timer, options.implementations)
 
-    save = saving(options.out, environment, [case.name for case in cases()])
-    records = known_records(options.out, environment)
-    left = run_cases(wanted, records, measure_case, _shown, save, options.time_limit)
-    say_how_far(len(left), len(wanted), options.out)
+    measure_cases(options, every, wanted, environment, measure_case, _shown)
     return 0

@@ -27,16 +27,7 @@ from omegaconf import DictConfig
 
 from flash_train.attention.traffic import flash_traffic, standard_traffic
 from flash_train.cli import hardware
-from flash_train.cli.benchmark import (
-    SAME,
-    Records,
-    add_options,
-    environment_of,
-    known_records,
-    run_cases,
-    saving,
-    say_how_far,
-)
+from flash_train.cli.benchmark import SAME, Records, add_options, environment_of, measure_cases
 from flash_train.cli.build import build
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments
@@ -259,10 +250,7 @@ def _main(options: argparse.Namespace, every: Sequence[MemoryCase], wanted: Sequ
             record = measure_traffic(case) if case.direction else measure_attention(case, device)
         return [record | {key: environment[key] for key in SAME}]
 
-    records = known_records(options.out, environment)
-    save = saving(options.out, environment, [case.name for case in every])
-    left = run_cases(wanted, records, measure_case, shown, save, options.time_limit)
-    say_how_far(len(left), len(wanted), options.out)
+    records = measure_cases(options, every, wanted, environment, measure_case, shown)
     words, good = verdict(records)
     print(words)
     return 0 if good else 1

@@ -21,15 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_train.cli.benchmark import (
-    Records,
-    add_options,
-    environment_of,
-    known_records,
-    run_cases,
-    saving,
-    say_how_far,
-)
+from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
 from flash_train.cli.errors import UsageError, one_line_errors
 
 COMMAND = (sys.executable, "-c", "from flash_train.cli.train import main; main()")
@@ -88,7 +80,7 @@ def measure(case: StartCase, rounds: int, environment: dict[str, str | None]) ->
         for number in range(rounds):
             for cache, found in seconds.items():
                 found.append(first_step(case.overrides, folder / f"{cache}{number}", folder / f"caches{number}"))
-    same = {key: environment[key] for key in ("gpu", "torch", "triton", "lightning", "commit")}
+    same = {key: environment[key] for key in SAME}
     return [
         {"case": case.name, "cache": cache, "seconds": statistics.median(found), "rounds": found, **same}
         for cache, found in seconds.items()
@@ -104,19 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts (default: 3)")
     options = parser.parse_args(arguments)
-    wanted = [case for case in CASES if options.only in case.name]
-    if not wanted:
-        parser.error(f"--only {options.only!r} is part of no case's name; names are like {CASES[0].name}")
+    wanted = chosen(parser, options, CASES)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: must be 1 or more")
     environment = environment_of(options.commit)
-    records = known_records(options.out, environment)
-    save = saving(options.out, environment, [case.name for case in CASES])
     with one_line_errors():
-        left = run_cases(
-            wanted, records, lambda case: measure(case, options.rounds, environment), shown, save, options.time_limit
+        measure_cases(
+            options, CASES, wanted, environment, lambda case: measure(case, options.rounds, environment), shown
         )
-    say_how_far(len(left), len(wanted), options.out)
     return 0
 
 

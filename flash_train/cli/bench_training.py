@@ -29,16 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flash_train.attention import attended_pairs
-from flash_train.cli.benchmark import (
-    SAME,
-    Records,
-    add_options,
-    environment_of,
-    known_records,
-    run_cases,
-    saving,
-    say_how_far,
-)
+from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments
 from flash_train.cli.shape import build_model_config
@@ -239,16 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     options = parser.parse_args(arguments)
-    wanted = [case for case in CASES if options.only in case.name]
-    if not wanted:
-        parser.error(f"--only {options.only!r} is part of no case's name; names are like {CASES[0].name}")
+    wanted = chosen(parser, options, CASES)
     if reason := unavailable():
         print(reason, file=sys.stderr)
         return 1
     grow_segments()
     quieten()
     environment = environment_of(options.commit)
-    records = known_records(options.out, environment)
     with tempfile.TemporaryDirectory() as folder:
         weights: list[Path] = []
 
@@ -257,9 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 weights.append(first_weights(Path(folder)))
             return measure(case, weights[0], environment)
 
-        save = saving(options.out, environment, [case.name for case in CASES])
-        left = run_cases(wanted, records, measure_case, shown, save, options.time_limit)
-    say_how_far(len(left), len(wanted), options.out)
+        records = measure_cases(options, CASES, wanted, environment, measure_case, shown)
     return int(any("reason" in record for record in records))
 
 

@@ -31,6 +31,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
 
 
+def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace, every: Sequence[C]) -> list[C]:
+    """The cases that ``--only`` leaves; none is a mistake."""
+    wanted = [case for case in every if options.only in case.name]
+    if not wanted:
+        parser.error(f"--only {options.only!r} is part of no case's name; names are like {every[0].name}")
+    return wanted
+
+
 def environment_of(commit: str | None) -> dict[str, str | None]:
     """Versions, with the commit that is given where this is no checkout."""
     return versions() | ({"commit": commit} if commit else {})
@@ -92,8 +100,21 @@ def saving(path: Path | None, environment: dict[str, str | None], order: Sequenc
     return save
 
 
-def say_how_far(left: int, wanted: int, path: Path | None) -> None:
+def measure_cases(
+    options: argparse.Namespace,
+    every: Sequence[C],
+    wanted: Sequence[C],
+    environment: dict[str, str | None],
+    measure_case: Callable[[C], Records],
+    shown: Callable[[Records], str],
+) -> Records:
+    """``run_cases`` with what ``add_options`` added, and how far it came in words. Returns all records, earlier ones
+    too, which are kept in the order of ``every``."""
+    records = known_records(options.out, environment)
+    save = saving(options.out, environment, [case.name for case in every])
+    left = run_cases(wanted, records, measure_case, shown, save, options.time_limit)
     if left:
-        print(f"the time limit left {left} of {wanted} cases out; start again to go on")
-    elif path:
-        print(f"{path} holds all {wanted} cases")
+        print(f"the time limit left {len(left)} of {len(wanted)} cases out; start again to go on")
+    elif options.out:
+        print(f"{options.out} holds all {len(wanted)} cases")
+    return records

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from flash_train.attention.backends import OWN, flash_unavailable
 from flash_train.cli.build import build_tokenizer
 from flash_train.cli.errors import OutOfMemoryError
-from flash_train.cli.shape import build_model_config, choose_attention, device_of, load_shape
+from flash_train.cli.shape import device_of, model_and_backend
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling.memory import bytes_in_words
@@ -36,9 +36,7 @@ def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
         UnavailableError: its attention backend does not run here.
     """
     device = device_of(config.trainer.accelerator)
-    pretrained = None if config.init_from is None else load_shape(config.init_from)
-    model = build_model_config(config, build_tokenizer(config).vocab_size, pretrained)
-    backend, _ = choose_attention(config, device, model.head_dim)
+    model, backend = model_and_backend(config, build_tokenizer(config).vocab_size, device)
     return step_of(config, model, backend, device), device
 
 

@@ -21,7 +21,7 @@ from flash_train.attention.backends import OWN, interpreting
 from flash_train.attention.dropout import draw_state
 from flash_train.attention.functional import operands_of
 from flash_train.cli.errors import is_out_of_memory
-from flash_train.cli.shape import COMPUTE_DTYPES, build_model_config, choose_attention, device_of, load_shape
+from flash_train.cli.shape import COMPUTE_DTYPES, device_of, model_and_backend
 from flash_train.model import ModelConfig, Transformer
 
 LONG = 4096  # tokens of a row, from which on longer ones launch the same kernels
@@ -47,7 +47,7 @@ def rehearsed(config: DictConfig) -> Iterator[None]:
         yield
         return
     found = parts(config, torch.device("cuda", 0))
-    with one_driver() if found else nullcontext(), ThreadPoolExecutor() as pool:
+    with shared_triton() if found else nullcontext(), ThreadPoolExecutor() as pool:
         running = [pool.submit(attempt, part) for part in found]
         yield
         for part in running:
@@ -67,10 +67,10 @@ def attempt(part: Part) -> None:
 
 
 @contextmanager
-def one_driver() -> Iterator[None]:
-    """What Triton asks the driver with, made by one thread before several use it. Meanwhile it leaves the process's
-    filters of warnings alone: version 3.6 changes them at every node that it compiles, and back, and of several threads
-    each would bring back what it found. What it ignores there, Python doesn't show."""
+def shared_triton() -> Iterator[None]:
+    """Makes Triton fit for several threads: what it asks the driver with is made by one of them, and it leaves the
+    process's filters of warnings alone. Version 3.6 changes those at every node that it compiles, and back; each thread
+    would bring back what it found. What it ignores there, Python doesn't show."""
     from triton.compiler import code_generator
     from triton.runtime import driver
 
@@ -88,9 +88,7 @@ def one_driver() -> Iterator[None]:
 
 def parts(config: DictConfig, device: torch.device) -> list[Part]:
     """What can run side by side: the attention's forward, its backward, and the rest of a block, both ways."""
-    pretrained = None if config.init_from is None else load_shape(config.init_from)
-    model = build_model_config(config, 1, pretrained)  # the vocabulary shapes none of these kernels
-    backend, _ = choose_attention(config, device, model.head_dim)
+    model, backend = model_and_backend(config, 1, device)  # the vocabulary shapes none of these kernels
     if backend not in OWN or interpreting():  # by which nothing is compiled, and which takes minutes
         return []
     dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
@@ -120,13 +118,13 @@ def packing_of(tokens: int, entries: int, device: torch.device) -> Packing:
 
 
 def attention_forward(model: ModelConfig, backend: str, dtype: torch.dtype, packing: Packing) -> None:
-    q, k, v = _operands(model, dtype, packing)
+    q, k, v = _zeros(model, dtype, packing)
     attention(q, k, v, _spec(model), packing=packing, backend=backend)
 
 
 def attention_backward(model: ModelConfig, backend: str, dtype: torch.dtype, packing: Packing) -> None:
     """Beside the forward, not behind it: of results that are none."""
-    q, k, v = _operands(model, dtype, packing)
+    q, k, v = _zeros(model, dtype, packing)
     spec = _spec(model)
     state = draw_state(q.device) if spec.dropout > 0 else None
     operands = operands_of(q, k, spec, packing, state, (0, 0, 0, 0), None, None)
@@ -147,9 +145,7 @@ def rest_of_block(model: ModelConfig, weights: torch.dtype, dtype: torch.dtype, 
     hidden.backward(torch.zeros_like(hidden))
 
 
-def _operands(
-    model: ModelConfig, dtype: torch.dtype, packing: Packing
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _zeros(model: ModelConfig, dtype: torch.dtype, packing: Packing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (tokens,), device = packing.lengths or (), packing.cu_seqlens_q.device
     shapes = ((tokens, heads, model.head_dim) for heads in (model.n_heads, model.n_kv_heads, model.n_kv_heads))
     q, k, v = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)

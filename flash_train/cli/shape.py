@@ -69,6 +69,13 @@ def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig 
     return built
 
 
+def model_and_backend(config: DictConfig, tokens: int, device: torch.device) -> tuple[ModelConfig, str]:
+    """The model's shape, and the attention backend that runs it, with no weights read; `tokens` the tokenizer makes."""
+    pretrained = None if config.init_from is None else load_shape(config.init_from)
+    model = build_model_config(config, tokens, pretrained)
+    return model, choose_attention(config, device, model.head_dim)[0]
+
+
 def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
     """The backend that runs, and why."""
     dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)

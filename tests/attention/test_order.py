@@ -24,7 +24,7 @@ UNPACKED = SimpleNamespace(cu_seqlens_q=None, cu_seqlens_k=None)
 @gluon.jit(do_not_specialize=["n_entries", "seqlen", "n_heads", "heads_at_once"])
 def write_order(out, n_entries, seqlen, n_heads, heads_at_once, n_tasks, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
     """Entry, head and tile of each task of unpacked calls, int32 (n_tasks, 3)."""
-    work = Work(None, None, n_entries, seqlen, seqlen, n_heads, heads_at_once, 0)
+    work = Work(None, None, n_entries, seqlen, seqlen, n_heads, heads_at_once)
     for task in range(0, n_tasks):
         seq, head, row, live = find_task(gl.to_tensor(task), work, BLOCK, WALKS_KEYS, WALKS_KEYS)
         gl.store(out + 3 * task, seq.index, mask=live)

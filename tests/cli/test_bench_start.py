@@ -6,6 +6,7 @@ import pytest
 
 from flash_train.cli import bench_start
 from flash_train.cli.bench_start import StartCase, main
+from flash_train.cli.benchmark import SAME
 
 TINY = ("hardware=cpu", "model=nano", "seq_len=128", "data=recall")
 
@@ -33,9 +34,7 @@ def test_the_median_of_the_rounds_from_empty_caches(tiny, tmp_path, monkeypatch)
         return next(seconds)
 
     monkeypatch.setattr(bench_start, "first_step", first_step)
-    found = bench_start.measure(
-        bench_start.CASES[0], 3, dict.fromkeys(("gpu", "torch", "triton", "lightning", "commit"))
-    )
+    found = bench_start.measure(bench_start.CASES[0], 3, dict.fromkeys(SAME))
     assert [(r["cache"], r["seconds"], r["rounds"]) for r in found] == [
         ("cold", 4.0, [3.0, 9.0, 4.0]),
         ("warm", 1.5, [1.0, 2.0, 1.5]),

@@ -21,8 +21,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from triton.runtime.jit import JITFunction
-
 from flash_train.attention import Packing, backends
 from flash_train.attention.kernels import choice
 from flash_train.attention.kernels.hopper import launch as hopper
@@ -30,7 +28,8 @@ from flash_train.cli import rehearsal
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
 from flash_train.cli.shape import build_model_config
-from flash_train.model import Transformer, cross_entropy, ops
+from flash_train.model import Transformer
+from tests.fused import fused_on_cpu
 
 ROOT = Path(__file__).parents[2]
 LATER = {"cross_entropy_kernel", "adamw_kernel"}  # which the vocabulary and all weights shape
@@ -77,13 +76,7 @@ def launches(monkeypatch):
             forms.append((name, x if constant else form(x, not parameter.do_not_specialize)))
         found.add((kernel.fn.__name__, *forms))
 
-    def linear_cross_entropy(hidden, weight, labels):
-        return cross_entropy.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
-    monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
-    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
+    fused_on_cpu(monkeypatch, run)
     return found
 
 
@@ -167,7 +160,7 @@ def on_card(monkeypatch):
     """Sets the parts of a rehearsal, on what passes for a card; returns what was done with its memory."""
     done: list[str] = []
     monkeypatch.setattr(rehearsal, "device_of", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(rehearsal, "one_driver", nullcontext)
+    monkeypatch.setattr(rehearsal, "shared_triton", nullcontext)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
 
@@ -234,7 +227,7 @@ def test_filters_of_warnings_stay_as_they_are(monkeypatch):
     there = SimpleNamespace(get_current_device=lambda: 0)
     monkeypatch.setattr(type(driver), "active", property(lambda _: there))
     with warnings.catch_warnings():
-        with rehearsal.one_driver(), code_generator.warnings.catch_warnings():
+        with rehearsal.shared_triton(), code_generator.warnings.catch_warnings():
             code_generator.warnings.simplefilter("ignore", DeprecationWarning)
             warnings.filterwarnings("ignore", message="of another thread")
         assert code_generator.warnings is warnings

@@ -11,12 +11,11 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import torch
-from triton.runtime.jit import JITFunction
 
-from flash_train.attention import backends
-from flash_train.model import ModelConfig, cross_entropy, ops
+from flash_train.model import ModelConfig
 from flash_train.profiling.prediction import predict
 from flash_train.profiling.step import Step
+from tests.fused import fused_on_cpu
 from tests.profiling.test_prediction import measured
 
 MODEL = ModelConfig(
@@ -35,14 +34,8 @@ STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), repl
 
 @pytest.fixture
 def empty_kernels(monkeypatch):
-    def linear_cross_entropy(hidden, weight, labels):
-        return cross_entropy.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
-
     launched: list[str] = []
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
-    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
-    monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
-    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
+    fused_on_cpu(monkeypatch, lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
     with torch.backends.mkldnn.flags(enabled=False):  # whose products take memory of their own, on a CPU
         yield launched
 
