@@ -52,7 +52,7 @@ def _task_counter(q: Tensor) -> Tensor:
     """An int32 of 0, as every launch leaves it: one for all launches on a device's default stream, where they follow
     each other. Elsewhere every launch has its own: a graph may be replayed on any stream and takes its memory from a
     pool that it frees, as do the runs by which `torch.compile` prepares one."""
-    if not q.is_cuda or torch.cuda.current_stream(q.device).cuda_stream != 0:
+    if not q.is_cuda or torch._C._cuda_getCurrentRawStream(q.device.index) != 0:  # without a Python object of it
         return q.new_zeros(1, dtype=torch.int32)
     if q.device.index not in _counters:
         _counters[q.device.index] = q.new_zeros(1, dtype=torch.int32)
