@@ -135,7 +135,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    run: Any = attention_backward if _is_watched(dout) else _gradients
+    # With a graph of itself wanted, by the operator, too: it has no gradient of its own, and says so.
+    run: Any = attention_backward if _is_watched(dout) or torch.is_grad_enabled() else _gradients
     dq, dk, dv, dslopes, dsinks = run(
         dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
     )

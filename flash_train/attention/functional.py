@@ -157,7 +157,7 @@ def _prepare(
     require_values(q)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))  # as autocast has it
     _validate(q, k, v, packing)
     entries = q.shape[0] if packing is None else packing.cu_seqlens_q.numel() - 1
     validate_settings(q, k.shape[-3], entries, spec, rng, alibi_slopes, sinks)

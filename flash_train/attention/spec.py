@@ -50,7 +50,7 @@ class AttentionSpec:
         if self.dropout > 0.0 and not 1 <= self.keep_threshold <= 255:
             raise ValueError(
                 f"dropout={self.dropout}: attention dropout comes in steps of 1/256 and this rounds to "
-                f"{1 - self.keep_threshold / 256:g}; use 0 or a value in [1/512, 511/512)"
+                f"{1 - self.keep_threshold / 256:g}; use 0 or a value in (1/512, 511/512]"
             )
 
     @property

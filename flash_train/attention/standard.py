@@ -145,7 +145,7 @@ class _Standard(torch.autograd.Function):
         delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse  # (batch, heads, len_q)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
-            of_sink = torch.where(lse > float("-inf"), torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta, 0.0)
+            of_sink = torch.where(lse != float("-inf"), torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta, 0.0)
             dsinks = -of_sink.sum((0, 2)).to(sinks.dtype)
         dout, delta = dout.transpose(1, 2), delta[..., None]
         if share is not None:

@@ -107,7 +107,8 @@ def beyond_length(config: DictConfig) -> str | None:
     factor = math.ceil(config.seq_len / made_for)
     return (
         f"the one in init_from was made for rows of {made_for:,} tokens and these have {config.seq_len:,}; "
-        f"model.rope_scaling.kind=yarn model.rope_scaling.factor={factor} would stretch it"
+        f"model.rope_scaling.kind=yarn model.rope_scaling.factor={factor} "
+        f"model.rope_scaling.original_max_position_embeddings={made_for} would stretch it"
     )
 
 

@@ -101,8 +101,9 @@ def wandb_mode(wanted: Mode | Literal["auto"], environ: Mapping[str, str]) -> Mo
         return wanted
     if environ.get("WANDB_MODE"):
         return None
-    host = urlparse(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    return "online" if has_login(host, environ) and reachable(host, environ) else "offline"
+    url = urlparse(environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
+    return "online" if has_login(host, environ) and reachable(host, port, environ) else "offline"
 
 
 def has_login(host: str, environ: Mapping[str, str]) -> bool:
@@ -119,12 +120,12 @@ def has_login(host: str, environ: Mapping[str, str]) -> bool:
     return False
 
 
-def reachable(host: str, environ: Mapping[str, str]) -> bool:
+def reachable(host: str, port: int, environ: Mapping[str, str]) -> bool:
     """Whether a connection to `host` opens within a few seconds; behind a proxy that can't be told, and is assumed."""
     if any(environ.get(name) for name in PROXY_VARIABLES):
         return True
     try:
-        with socket.create_connection((host, 443), timeout=CONNECT_SECONDS):
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS):
             return True
     except OSError:
         return False

@@ -140,8 +140,8 @@ def profile_memory(config: DictConfig) -> None:
 
 def only_measure(trainer: "Trainer", callback: "Callback") -> None:
     """Nothing is validated, and there is no record of the run but what `callback` makes of it."""
-    from flash_train.training.callbacks import RunRecord
+    from flash_train.training.callbacks import ClosingSample, RunRecord
 
     trainer.limit_val_batches = 0
-    kept = [c for c in trainer.callbacks if not isinstance(c, RunRecord)]  # type: ignore[attr-defined]
+    kept = [c for c in trainer.callbacks if not isinstance(c, (RunRecord, ClosingSample))]  # type: ignore[attr-defined]
     trainer.callbacks = [*kept, callback]  # type: ignore[attr-defined]

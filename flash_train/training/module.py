@@ -121,6 +121,9 @@ class CausalLMModule(pl.LightningModule):
 
     # -- training
 
+    def on_train_start(self) -> None:
+        self._sums, self._nominal = None, 0  # an earlier fit may have ended amid the batches of a step
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._forward_dtype = torch.get_default_dtype()
         loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
@@ -181,7 +184,7 @@ class CausalLMModule(pl.LightningModule):
         max_steps: float = self.trainer.max_steps
         if max_steps < 0:
             max_steps = self.trainer.estimated_stepping_batches
-        if not math.isfinite(max_steps):
+        if not (math.isfinite(max_steps) and max_steps > 0):  # Lightning's estimate of no end is infinite, or -1
             raise ValueError("the learning-rate schedule needs an end: give Trainer(max_steps=...)")
         optimizer = build_adamw(self.model, config)
         self.planned_steps = int(max_steps)

@@ -55,5 +55,7 @@ def test_which_kernels():
     assert on_hopper(narrow, narrow, narrow, asked="triton").startswith("triton: forward by the portable ones (they w")
     with pytest.raises(ValueError, match="the hopper backend cannot run this: dtype torch.float32"):
         on_hopper(x, x, x, asked="hopper")
+    cut = torch.zeros(1, 32, 2, 64, dtype=torch.bfloat16)[..., :60]
+    assert "forward by the portable ones (q's head_dim 60 is not a multiple of 8)" in on_hopper(cut, cut, narrow)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert on_hopper(x, x, x).startswith("flash: forward by Hopper's kernels")

@@ -204,6 +204,47 @@ def test_autocast(device):
     assert all(a.dtype == torch.float32 and torch.equal(a, b.float()) for a, b in zip(grads, theirs, strict=True))
 
 
+def test_autocast_leaves_double_precision():
+    q, k, v = tensors("cpu", 1, 20, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q, k, v, AttentionSpec(Causal())).dtype == torch.float64
+
+
+@on_devices
+def test_no_gradient_of_a_gradient(device):
+    q, k, v = tensors(device, 1, 20)
+    out = attention(q, k, v, AttentionSpec(Causal()), backend="triton")
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        torch.autograd.grad(dq.square().sum(), v)
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["triton", "standard", "chunked"])
+def test_a_sink_does_not_hide_what_is_no_number(device, backend):
+    q, k, v = tensors(device, 1, 20)
+    sinks = torch.zeros(2, device=device, requires_grad=True)
+    with torch.no_grad():
+        q[0, 3] = float("nan")
+    out = attention(q, k, v, AttentionSpec(Causal()), sinks=sinks, backend=backend)
+    assert torch.autograd.grad(out.sum(), sinks)[0].isnan().all()
+
+
+@on_devices
+@pytest.mark.parametrize("far", [2**30, 2**31 - 1, 2**63])
+def test_a_window_wider_than_any_sequence(device, far):
+    q, k, v = tensors(device, 1, 40)
+    weights = torch.randn_like(q)
+    found, expected = (
+        [out, *torch.autograd.grad(out, (q, k, v), weights)]
+        for out in (
+            attention(q, k, v, AttentionSpec(mask), backend="triton")
+            for mask in (Window(far, far) & Window(far, 3), Window(None, 3))
+        )
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 class Attend(torch.nn.Module):
     """A module as users write them: projections around the call, and learnable slopes and sinks."""
 

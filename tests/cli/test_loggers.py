@@ -43,9 +43,15 @@ def test_a_login_without_a_connection_is_offline(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     environ = {"WANDB_API_KEY": "x"}
-    assert not reachable(HOST, environ)
+    assert not reachable(HOST, 443, environ)
     assert wandb_mode("auto", environ) == "offline"
     assert wandb_mode("auto", {**environ, "HTTPS_PROXY": "proxy:1"}) == "online"
+
+
+def test_a_server_of_ones_own():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environ = {"WANDB_API_KEY": "x", "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        assert wandb_mode("auto", environ) == "online"
 
 
 def test_what_was_asked_for_is_done():

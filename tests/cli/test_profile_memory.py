@@ -42,6 +42,11 @@ def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
     assert not list(folder.rglob("*.ckpt"))
 
 
+def test_beside_a_progress_bar(monkeypatch, tiny, tmp_path):
+    run(monkeypatch, *tiny, "trainer.progress_bar=true")
+    assert (tmp_path / "run" / "memory.json").exists()
+
+
 def test_a_snapshot_is_written_in_one_move(monkeypatch, tiny, tmp_path):
     moved, move, write = [], os.replace, memory_files.write_memory
 

@@ -1,5 +1,7 @@
 """Checkpoints: which are kept, how they are written and read, and what is refused."""
 
+import os
+
 import pytest
 import torch
 from tiny_run import TinyData, tiny_module, tiny_trainer
@@ -22,6 +24,16 @@ def test_retention_goes_by_time_not_by_step(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=folder / "step-000004.ckpt")
     assert names(folder) == [f"step-00000{i}.ckpt" for i in (5, 6, 8)]
     assert newest_checkpoint(folder).name == "step-000005.ckpt"
+
+
+def test_a_clock_set_back_costs_no_checkpoint(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (100, 200):
+        (folder / f"step-{step:06d}.ckpt").touch()
+        os.utime(folder / f"step-{step:06d}.ckpt", (2**32, 2**32))
+    tiny_trainer(tmp_path, max_steps=2, keep_checkpoints=2).fit(tiny_module(), datamodule=TinyData())
+    assert names(folder) == ["step-000002.ckpt", "step-000200.ckpt"]
 
 
 def test_no_checkpoint_found(tmp_path):

@@ -11,6 +11,7 @@ from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import ClosingSample, RichProgress, RunRecord, StopAfter, Throughput
 from flash_train.training.callbacks.progress import describe, short
+from flash_train.training.callbacks.sample import printable
 
 
 def console(*, terminal: bool) -> Console:
@@ -102,6 +103,10 @@ def test_closing_table_and_sample(tmp_path):
         assert expected in text
     assert "MFU" not in text  # not known here
     assert modes == [(False, True)]
+
+
+def test_a_sample_does_not_steer_the_terminal():
+    assert printable("a\x1b[31mb\x0e\x9b\n\x7f\té") == "a�[31mb��\n��é"
 
 
 def test_no_sample_after_an_interruption(tmp_path):

@@ -242,6 +242,29 @@ def test_schedule_goes_by_max_steps():
         fit(tiny_module(), [packed_row(0)], accumulate=1, max_steps=-1, max_epochs=-1)
 
 
+def test_packed_batches_have_no_end_of_their_own():
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"needs an end: give Trainer\(max_steps=...\)"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+
+
+def test_a_fit_that_ends_amid_a_step_leaves_nothing_to_the_next():
+    class Fail(pl.Callback):
+        def on_train_batch_end(self, *arguments):
+            raise RuntimeError("amid a step")
+
+    module, rows = tiny_module(config=NO_DROPOUT), [packed_row(i) for i in range(2)]
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=1, accumulate_grad_batches=2, callbacks=[Fail()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="amid a step"):
+        trainer.fit(module, DataLoader(rows, batch_size=None))
+    loss, _ = token_mean(module, rows)
+    fit(module, rows, accumulate=2, max_steps=1)
+    assert module.last_step.loss.item() == pytest.approx(loss, rel=1e-6)
+
+
 def test_validation(tmp_path):
     module = tiny_module(config=NO_DROPOUT, val_bytes_per_token=2.0, answer_accuracy=True, chance_level=0.25)
     trainer = tiny_trainer(tmp_path)

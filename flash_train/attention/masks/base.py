@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_train.attention.varlen import Entry
 
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
+FARTHEST = 2**30  #: a bound that no sequence reaches
 MAP_BLOCK = 128  #: rows and columns of a block of a map that a mask draws itself
 
 
@@ -180,7 +181,8 @@ class Causal(Band):
 class Window(Band):
     """A query attends to ``left`` keys before its own position, the position itself, and ``right`` keys after it.
 
-    ``None`` leaves a side unbounded. ``Window(4095) & Causal()`` is a causal window of 4,096 keys.
+    ``None`` leaves a side unbounded, as does any bound of 2**30 or more: no sequence is as long, and the kernels count
+    positions in int32. ``Window(4095) & Causal()`` is a causal window of 4,096 keys.
     """
 
     left: int | None = None
@@ -190,6 +192,8 @@ class Window(Band):
         for name, value in (("left", self.left), ("right", self.right)):
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise ValueError(f"Window({name}={value!r}): must be an integer >= 0, or None for no bound")
+            if value is not None and value >= FARTHEST:
+                object.__setattr__(self, name, None)
 
 
 @dataclass(frozen=True)

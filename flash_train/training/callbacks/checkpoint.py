@@ -100,10 +100,13 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the present step, then remove the oldest beyond `keep`. All ranks call it."""
-        trainer.save_checkpoint(self.path(trainer.global_step), weights_only=False)
+        path = self.path(trainer.global_step)
+        trainer.save_checkpoint(path, weights_only=False)
         self._saved_step = trainer.global_step
         if self.keep is not None and trainer.is_global_zero:
-            for old in checkpoints_by_age(self.folder)[: -self.keep]:
+            # This one is the newest whatever the clock says, which may have been set back since the others.
+            others = [other for other in checkpoints_by_age(self.folder) if other != path]
+            for old in others[: max(0, len(others) - self.keep + 1)]:
                 old.unlink(missing_ok=True)
 
 

@@ -1,5 +1,6 @@
 """What closes a run: a short table of its results, and a text that the model makes up."""
 
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,13 @@ class ClosingSample(Callback):
                 text = self.generate(pl_module)
             pl_module.train(training)
             self.console.print(
-                Panel(Text(text), title="sample", title_align="left", box=box.ROUNDED, border_style="dim")
+                Panel(Text(printable(text)), title="sample", title_align="left", box=box.ROUNDED, border_style="dim")
             )
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for every control character but the newline: a terminal would obey them."""
+    return "".join(c if c == "\n" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def summary_table(summary: dict) -> Table:

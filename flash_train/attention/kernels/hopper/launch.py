@@ -143,8 +143,9 @@ def _unavailable(
     for name, form in (("q", q), ("k", k), ("v", v)):
         if not describable(form):
             return f"{name} has strides {form.stride}: TMA takes multiples of 16 bytes, the last 1"
-    if head_dim_v % 8:
-        return f"v's head_dim {head_dim_v} is not a multiple of 8"
+    for name, columns in (("q", head_dim), ("v", head_dim_v)):
+        if columns % 8:
+            return f"{name}'s head_dim {columns} is not a multiple of 8"
     if first is not None and (first[0] % 16 or first[1] % 16):
         return f"the first query {first[0]} or key {first[1]} of the dropout mask is no multiple of 16"
     if blocks is not None and (blocks[0] % 128 or blocks[1] % 128):
