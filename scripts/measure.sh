@@ -35,8 +35,10 @@ EOF
 }
 
 train() { # NAME OVERRIDE…
-  [ -e "$out/training/$1/summary.json" ] ||
-    python scripts/train.py run_dir="$out/training/$1" "${model[@]}" data=stdlib max_steps=100 logger=none "${@:2}"
+  grep -qs '"status": "finished"' "$out/training/$1/summary.json" && return
+  local resume=()
+  compgen -G "$out/training/$1/checkpoints/step-*.ckpt" >/dev/null && resume=(resume=last)
+  python scripts/train.py run_dir="$out/training/$1" "${model[@]}" data=stdlib max_steps=100 logger=none "${@:2}" "${resume[@]}"
 }
 
 for part; do

@@ -90,6 +90,10 @@ class Packing:
                     raise ValueError(f"{name} falls from {begin} to {end} at entry {entry}: must never decrease")
             if rows is not None and bounds[-1] > rows:
                 raise ValueError(f"{name} ends at {bounds[-1]} and {side} has {rows} rows: must end within them")
+            if self.lengths is not None:
+                found, told = [end - begin for begin, end in pairwise(bounds)], list(self.lengths)
+                if list(filter(None, found)) != list(filter(None, told)):
+                    raise ValueError(f"{name} has entries of {found} rows and lengths is {told}: must be equal")
 
     def entries(self) -> list[Entry]:
         """Every entry, on the host; synchronises unless ``lengths`` is given, which leaves empty entries out."""

@@ -208,6 +208,12 @@ def test_check_takes_rows_where_they_are_known():
         packing.check(rows_k=7)
 
 
+def test_check_takes_lengths_where_they_are_known():
+    Packing(cu(3, 4, 0), cu(3, 4, 0), lengths=(3, 4)).check()
+    with pytest.raises(ValueError, match=r"cu_seqlens_q has entries of \[3, 4\] rows and lengths is \[4, 3\]: must be"):
+        Packing(cu(3, 4), cu(3, 4), lengths=(4, 3)).check()
+
+
 def test_boundaries_without_values_are_not_read():
     """Those of another device, for which meta stands here, and fake ones."""
     Packing(cu(9).to("meta"), cu(9).to("meta")).validate(torch.device("meta"), 8, 8)

@@ -29,6 +29,7 @@ def test_retention_goes_by_time_not_by_step(tmp_path):
 def test_a_clock_set_back_costs_no_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
+    (folder / ".step-000100.ckpt.tmp").touch()  # a run was killed as it wrote
     for step in (100, 200):
         (folder / f"step-{step:06d}.ckpt").touch()
         os.utime(folder / f"step-{step:06d}.ckpt", (2**32, 2**32))

@@ -83,6 +83,9 @@ class StepCheckpoint(StepCallback, Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._saved_step = trainer.global_step  # what was resumed lies on the disk already
+        if trainer.is_global_zero:
+            for half in self.folder.glob(".step-*.ckpt.tmp"):  # of a run that was killed as it wrote
+                half.unlink(missing_ok=True)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         step = trainer.global_step
