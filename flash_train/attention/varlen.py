@@ -77,7 +77,8 @@ class Packing:
             self.check(rows_q, rows_k)
 
     def check(self, rows_q: int | None = None, rows_k: int | None = None) -> None:
-        """Check the values: boundaries start at 0, never decrease, and end within the rows of q and k, where given.
+        """Check the values: boundaries start at 0, never decrease, and end within the rows of q and k, where given;
+        ``lengths``, where given, are the entries'.
 
         Reads device memory: for debugging. On a CPU, ``attention`` does it.
         """

@@ -106,7 +106,7 @@ def test_closing_table_and_sample(tmp_path):
 
 
 def test_a_sample_does_not_steer_the_terminal():
-    assert printable("a\x1b[31mb\x0e\x9b\n\x7f\té") == "a�[31mb��\n��é"
+    assert printable("a\x1b[31mb\x0e\x9b\n\x7f\té") == "a�[31mb��\n�\té"
 
 
 def test_no_sample_after_an_interruption(tmp_path):

@@ -57,8 +57,8 @@ class ClosingSample(Callback):
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for every control character but the newline: a terminal would obey them."""
-    return "".join(c if c == "\n" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """The text with U+FFFD for control characters, but newlines and tabs: a terminal would obey them."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def summary_table(summary: dict) -> Table:
