@@ -4,9 +4,9 @@ With --check it changes nothing, and its exit status says whether all is up to d
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, or for
 NAME.PART from that of NAME, which holds {"records": [...]}: for `training`, `recall`, `ablation` and `find_max` what
-collect_runs gathers, for `attention_h200`, `attention_h100`, `memory`, `training_peer` and `start` what their benchmarks
-write. Those that have a picture are drawn as docs/results/NAME.png. Where there is no such file, neither table nor
-picture stays.
+collect_runs gathers, for `attention_h200` and `attention_h100`, `memory`, `training_peer` and `start` what their
+benchmarks write. Those that have a picture are drawn as docs/results/NAME.png. Where there is no such file, neither
+table nor picture stays.
 """
 
 import argparse

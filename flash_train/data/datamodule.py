@@ -12,6 +12,7 @@ from flash_train.data.dataset import PackedRows
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
 from flash_train.data.packing import PackedIndex, PackingName, check_packing, pack
+from flash_train.data.progress import begin_a_whole_step, pending_batches, processed_batches
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
 from flash_train.data.split import Part, check_val_fraction, split
@@ -132,7 +133,10 @@ class PackedDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> BatchStream:
         """Endless batches, from the first one not consumed yet."""
         self.setup()
-        self._anchor = _Anchor(self.trainer, self._processed(), self.consumed_batches)
+        start = self.consumed_batches
+        if self.trainer is not None:
+            begin_a_whole_step(self.trainer)
+        self._anchor = _Anchor(self.trainer, self._processed(), start)
         self._resume_at = 0
         return BatchStream(self._train, self._train_sampler, self.num_workers)
 
@@ -153,12 +157,7 @@ class PackedDataModule(lightning.LightningDataModule):
         if self.trainer is None:
             return anchor.start
         processed = self._processed() - anchor.processed
-        progress = self._batch_progress
-        if progress.current.processed >= self.trainer.num_training_batches:
-            pending = 0  # the optimizer steps at the end of an epoch of Lightning, however many are accumulated
-        else:
-            pending = min(progress.current.processed % self.trainer.accumulate_grad_batches, processed)
-        return anchor.start + processed - pending
+        return anchor.start + processed - min(pending_batches(self.trainer), processed)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the batches consumed, what they were batches of, and how to read their tokens.
@@ -194,13 +193,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self.batch_size * self._ranks["world_size"]
 
     def _processed(self) -> int:
-        """Batches the trainer has processed, in all its epochs and before it was resumed."""
-        return self._batch_progress.total.processed if self.trainer else 0
-
-    @property
-    def _batch_progress(self) -> Any:
-        """Lightning's counts; `processed` is raised after a batch's optimizer step and before on_train_batch_end."""
-        return self.trainer.fit_loop.epoch_loop.batch_progress
+        return processed_batches(self.trainer) if self.trainer else 0
 
     def _identity(self) -> dict[str, Any]:
         """What decides the rows and their order."""

@@ -17,7 +17,7 @@ class FakeTrainer:
         total = type("Progress", (), {"processed": 0})
         progress = type("BatchProgress", (), {"total": total, "current": total})
         self.fit_loop = type("Loop", (), {"epoch_loop": type("Loop", (), {"batch_progress": progress})})
-        self.num_training_batches, self.accumulate_grad_batches = float("inf"), 1
+        self.limit_train_batches, self.accumulate_grad_batches, self.lightning_module = 1.0, 1, None
 
 
 def equal(one: dict, other: dict) -> bool:

@@ -77,13 +77,55 @@ def test_resumed_batches_are_those_of_an_uninterrupted_run(make_data, tmp_path, 
     assert stopped + resumed == whole
 
 
-def test_a_stop_in_the_middle_of_an_accumulation_repeats_its_batches(make_data, tmp_path):
-    path = tmp_path / "stop.ckpt"
-    whole = fit(make_data(), tmp_path, steps=6, accumulate_grad_batches=3)
-    fit(make_data(), tmp_path, steps=6, callbacks=[StopAtBatch(5, path)], accumulate_grad_batches=3)
-    resumed = fit(make_data(), tmp_path, steps=6, resume=path, accumulate_grad_batches=3)
-    # Batches 3 and 4 were seen, but their gradients are lost.
-    assert [tokens for _, tokens in resumed[:4]] == [tokens for _, tokens in whole[3:7]]
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 3}, {"limit_train_batches": 8}])
+@pytest.mark.parametrize("stop", [1, 2, 5, 11])  # before the first step, and after
+def test_a_stop_in_the_middle_of_an_accumulation_repeats_its_batches(make_data, tmp_path, stop, options):
+    path, options = tmp_path / "stop.ckpt", {"accumulate_grad_batches": 3, **options}
+    whole = fit(make_data(), tmp_path, steps=6, **options)
+    # Where an epoch has 8 batches, its third step has two of them; batch 11 is then the third of the fourth step.
+    stop -= "limit_train_batches" in options and stop == 11
+    fit(make_data(), tmp_path, steps=6, callbacks=[StopAtBatch(stop, path)], **options)
+    resumed = fit(make_data(), tmp_path, steps=6, resume=path, **options)
+    # Batches since the last step were seen, but their gradients are lost.
+    done = [step for step, _ in whole].index(whole[stop - 1][0])
+    assert 0 < stop - done < 3 and resumed == whole[done:]
+
+
+@pytest.mark.parametrize("accumulate, stop", [((1, 4), 5), ((2, 3), 8), ((4, 1), 8), ((3, 2), 5)])
+def test_another_accumulation_goes_on_with_the_next_batch_in_whole_steps(make_data, tmp_path, accumulate, stop):
+    class Validations(Callback):
+        def __init__(self):
+            self.steps = []
+
+        def on_validation_start(self, trainer, module):
+            self.steps.append(trainer.global_step)
+
+    before, after = accumulate
+    path, seen, validations = tmp_path / "stop.ckpt", stop // before, Validations()
+    stream = [tokens for _, tokens in fit(make_data(), tmp_path, steps=50)]
+    options = {"accumulate_grad_batches": before, "val_check_interval": 3 * before}
+    fit(make_data(), tmp_path, steps=12, callbacks=[StopAtBatch(stop, path)], **options)
+    options = {"accumulate_grad_batches": after, "val_check_interval": 3 * after}
+    resumed = fit(make_data(), tmp_path, steps=12, resume=path, callbacks=[validations], **options)
+    steps = [step for step in range(seen, 12) for _ in range(after)]
+    assert resumed == list(zip(steps, stream[seen * before :], strict=False))
+    assert validations.steps == [step for step in (3, 6, 9, 12) if step > seen]
+
+
+def test_logged_steps_go_on_where_they_were(make_data, tmp_path):
+    class Logged(Callback):
+        def __init__(self):
+            self.steps = []
+
+        def on_train_batch_end(self, trainer, module, *_):
+            self.steps.append((trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped))
+
+    path, options = tmp_path / "stop.ckpt", {"accumulate_grad_batches": 3, "val_check_interval": 6}
+    whole, rest = Logged(), Logged()
+    fit(make_data(), tmp_path, steps=6, callbacks=[whole], **options)
+    fit(make_data(), tmp_path, steps=6, callbacks=[StopAtBatch(7, path)], **options)
+    fit(make_data(), tmp_path, steps=6, resume=path, callbacks=[rest], **options)
+    assert rest.steps == whole.steps[6:]
 
 
 def test_stopping_twice(make_data, tmp_path):
