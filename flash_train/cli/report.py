@@ -14,14 +14,12 @@ FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.
 
 
 @rank_zero_only
-def announce(
-    attention: tuple[str, str], data: dict[str, Any], schedule: str | None = None, model: str | None = None
-) -> None:
-    """The attention that runs and why, what there is to train on; what to know of a resumed schedule, or the model."""
+def announce(attention: tuple[str, str], data: dict[str, Any], **more: str | None) -> None:
+    """The attention that runs and why, what there is to train on; and what else is to be known, by what it is about."""
     backend, reason = attention
     print(f"attention: {backend} ({reason})")
     print(f"data: {describe_data(data)}", flush=True)
-    for name, words in (("schedule", schedule), ("model", model)):
+    for name, words in more.items():
         if words:
             print(f"{name}: {words}", flush=True)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli.errors import UsageError, blame
 from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of
@@ -11,6 +11,12 @@ from flash_train.training import CausalLMModule, newest_checkpoint
 from flash_train.training.callbacks.checkpoint import checkpoints_by_age, read_checkpoint, step_of
 from flash_train.training.module import PLANNED_STEPS
 
+# What losses follow from, and neither the data nor the schedule say, nor is it refused
+TOLD = (
+    *("batch_size", "accumulate", "precision", "compile", "trainer.devices", "trainer.num_nodes"),
+    *("attention.backend", "attention.dropout", "model.residual_dropout"),
+    *("optimizer.warmup_steps", "optimizer.min_lr_ratio", "optimizer.gradient_clip"),
+)
 RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch keeps them in the optimizer's state, and loads them with it
 
 
@@ -89,3 +95,21 @@ def bent_schedule(checkpoint: dict[str, Any], module: CausalLMModule, max_steps:
         f"max_steps={max_steps} bends it anew, as the run was planned for {planned}: "
         f"the learning rate goes from {before:.3g} to {after:.3g}"
     )
+
+
+def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
+    """Which settings are not those of the run that the checkpoint is of; None where all are, or nobody knows."""
+    folder = run_dir_of(checkpoint)
+    file = folder / "config.yaml" if folder else None
+    if file is None or not file.is_file():
+        return None
+    with blame(f"resume={checkpoint}: {file}"):
+        before = OmegaConf.load(file)
+    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in TOLD}
+    differing = [f"{key} was {_word(old)} and is {_word(new)}" for key, (old, new) in pairs.items() if old != new]
+    return ", ".join(differing) or None
+
+
+def _word(value: Any) -> str:
+    """As it is written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -134,7 +134,13 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
             step, device = step_before_run(config)
             check_memory(config, step, device)
         parts = build(config, run_dir)
-        announce(parts.attention, parts.data.info, parts.schedule, beyond_length(config))
+        announce(
+            parts.attention,
+            parts.data.info,
+            resumed=parts.changed,
+            schedule=parts.schedule,
+            model=beyond_length(config),
+        )
         if config.validate_only:
             parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
         else:

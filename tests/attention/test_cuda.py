@@ -129,6 +129,19 @@ def test_gradients_repeat_bitwise(spec):
             assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
 
 
+def test_more_entries_than_a_second_axis_of_programs_holds():
+    """65,535 is the most; the last entries are as if they were alone."""
+    q, k, v, dout = (torch.randn(70_000, 5, 1, 16, device="cuda", dtype=torch.float16) for _ in range(4))
+
+    def gradients(*tensors, do):
+        tensors = [x.clone().requires_grad_() for x in tensors]
+        out = attention(*tensors, AttentionSpec(Causal()), backend="triton")
+        return out, *torch.autograd.grad(out, tensors, do)
+
+    for whole, last in zip(gradients(q, k, v, do=dout), gradients(q[-9:], k[-9:], v[-9:], do=dout[-9:]), strict=True):
+        assert torch.equal(whole[-9:], last) and last.abs().max() > 0
+
+
 def test_more_than_2_to_the_31_elements():
     n, heads, d = 131_072, 140, 128  # 2.35e9 elements a tensor
     q = torch.randn(n, heads, d, device="cuda", dtype=torch.bfloat16)

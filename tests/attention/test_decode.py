@@ -39,6 +39,20 @@ def test_on_the_card(case, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch, len_q", [(70_000, 1), (1, 131_072)])
+def test_more_programs_than_a_second_axis_holds(batch, len_q):
+    """65,535 is the most; the last sequences, or queries, are as if they were alone."""
+    q = torch.randn(batch, len_q, 8, 16, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(batch, 40, 2, 16, device="cuda", dtype=torch.float16) for _ in "kv")
+    lengths = torch.full((batch,), 37, dtype=torch.int32, device="cuda")
+    whole, _ = cached_attention(q, k, v, lengths, AttentionSpec(), num_splits=2)
+    last = [x[-9:] for x in (q[:, -9:], k, v, lengths)]
+    alone, _ = cached_attention(*last, AttentionSpec(), num_splits=2)
+    assert alone.abs().max() > 0
+    assert (whole[-9:, -9:].float() - alone.float()).abs().max() < 2**-10 * alone.abs().max()
+
+
+@pytest.mark.gpu
 def test_a_long_cache_in_a_graph():
     """131,072 keys of 8 heads for 32: equal to attention in fp32, and when replayed after the cache has grown."""
     n = 131_072

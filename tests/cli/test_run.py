@@ -120,6 +120,18 @@ def test_a_schedule_that_is_bent_is_said(in_process, tiny, tmp_path):
     assert line.endswith(f"from {rates[3]:.3g} to {rates[4]:.3g}")
 
 
+def test_other_settings_than_before_are_said(in_process, tiny, tmp_path):
+    in_process(*tiny, "max_steps=6", "stop_after=1")
+    assert "resumed:" not in in_process(*tiny, "max_steps=6", "stop_after=1", "resume=last")
+    others = ["batch_size=1", "accumulate=3", "optimizer.gradient_clip=null", "attention.dropout=0.1"]
+    out = in_process(*tiny, *others, "max_steps=6", "resume=last")
+    (line,) = [line for line in out.splitlines() if line.startswith("resumed: ")]
+    assert line == (
+        "resumed: batch_size was 2 and is 1, accumulate was 1 and is 3, attention.dropout was 0.0 and is 0.1, "
+        "optimizer.gradient_clip was 1.0 and is null"
+    )
+
+
 def test_wandb_goes_on_under_one_id(in_process, tiny, tmp_path):
     in_process(*tiny, "logger=wandb", "stop_after=1")
     in_process(*tiny, "logger=wandb", "resume=last")

@@ -89,6 +89,11 @@ def contiguous_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def addressable(x: Tensor) -> Tensor:
+    """... and rows apart by less than 2**23 elements, for ``row_pointers`` counts in 32 bits inside of 256 rows."""
+    return contiguous_columns(x if x.stride(-3) < 2**23 else x.contiguous())
+
+
 def strided(x: Tensor | None) -> Strided:
     if x is None:
         return Strided(None, None, None, None)

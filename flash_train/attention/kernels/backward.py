@@ -28,11 +28,12 @@ def attention_backward_rows(
     """Per query row: delta = keep_rate * (sum(out * dout) - dlse), and the log-sum-exp in base 2.
 
     Rows that see no key get +inf, so that ``exp2(s - lse)`` is 0 for them without a test in the inner loops.
-    Grid (row tiles, heads, batch).
+    Grid (batch x row tiles, heads).
     """
-    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    tiles = tl.cdiv(n_rows, BLOCK_M)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    start_m = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M
     head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
-    batch = tl.program_id(2).to(tl.int64)
     left = n_rows - start_m
     inside = tl.arange(0, BLOCK_M) < left
     out_ptrs = row_pointers(out, batch, head, start_m, BLOCK_M, BLOCK_D)

@@ -40,15 +40,15 @@ def attention_decode(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, key heads x row tiles, batch). ``part`` (splits, batch, query, head, column) and ``part_lse``
+    """Grid (batch x row tiles x splits, key heads). ``part`` (splits, batch, query, head, column) and ``part_lse``
     (splits, batch, query, head) are contiguous fp32; a split that sees nothing leaves 0 and -inf.
     """
-    split = tl.program_id(0)
     row_tiles = tl.cdiv(len_q * GROUP, BLOCK_M)
-    kv_head = (tl.program_id(1) // row_tiles).to(tl.int64)
-    start = tl.program_id(1) % row_tiles * BLOCK_M
-    index = tl.program_id(2)
-    n_heads = tl.num_programs(1) // row_tiles * GROUP
+    split = tl.program_id(0) % n_splits
+    start = tl.program_id(0) // n_splits % row_tiles * BLOCK_M
+    index = tl.program_id(0) // (n_splits * row_tiles)
+    kv_head = tl.program_id(1).to(tl.int64)
+    n_heads = tl.num_programs(1) * GROUP
     rows = start + tl.arange(0, BLOCK_M)[:, None]
     query = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
@@ -97,7 +97,8 @@ def attention_decode(
     if dropout.state is not None:
         norm *= dropout.threshold * (1.0 / 256.0)
     acc = acc / norm[:, None]
-    place = ((split.to(tl.int64) * tl.num_programs(2) + index) * len_q + query) * n_heads + head
+    batch = tl.num_programs(0) // (n_splits * row_tiles)
+    place = ((split.to(tl.int64) * batch + index) * len_q + query) * n_heads + head
     columns = tl.arange(0, BLOCK_DV)[None, :]
     tl.store(part + place * HEAD_DIM_V + columns, acc, mask=(rows < len_q * GROUP) & (columns < HEAD_DIM_V))
     tl.store(part_lse + place, lse[:, None], mask=rows < len_q * GROUP)

@@ -12,8 +12,8 @@ from flash_train.attention.kernels.arguments import (
     UNUSED,
     Call,
     Launch,
+    addressable,
     constants,
-    contiguous_columns,
     dropout_arguments,
     mask_rule,
     on_device,
@@ -34,7 +34,7 @@ from flash_train.attention.kernels.tiles import Tile, Tiles, block_d, cdiv, choo
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """Output like q, and the natural log-sum-exp: fp32 (batch, heads, seqlen), packed (heads, total)."""
-    q, k, v = contiguous_columns(q), contiguous_columns(k), contiguous_columns(v)
+    q, k, v = addressable(q), addressable(k), addressable(v)
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
@@ -59,13 +59,7 @@ def backward(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, and the gradients of slopes (where wanted) and sinks; bitwise the same at every call."""
-    q, k, v, out, dout = (
-        contiguous_columns(q),
-        contiguous_columns(k),
-        contiguous_columns(v),
-        contiguous_columns(out),
-        contiguous_columns(dout),
-    )
+    q, k, v, out, dout = addressable(q), addressable(k), addressable(v), addressable(out), addressable(dout)
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
@@ -128,7 +122,7 @@ def rows_launch(
         stats(delta), stats(lse2), rows, call.keep_rate,
     )  # fmt: skip
     fixed = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK_M": block}
-    return Launch(attention_backward_rows, (cdiv(rows, block), out.shape[-2], batch), arguments, fixed)
+    return Launch(attention_backward_rows, (batch * cdiv(rows, block), out.shape[-2]), arguments, fixed)
 
 
 def dkdv_launch(

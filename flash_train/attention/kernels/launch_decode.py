@@ -97,7 +97,7 @@ def decode_launch(
 ) -> Launch:
     batch, len_q, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
-    grid = (part.shape[0], n_kv_heads * cdiv(len_q * group, tile.block_m), batch)
+    grid = (part.shape[0] * cdiv(len_q * group, tile.block_m) * batch, n_kv_heads)
     arguments = (
         strided(q), k, v, part, part_lse, seqlens, mask_rule(call), score_arguments(call), dropout_arguments(call),
         len_q, part.shape[0],
