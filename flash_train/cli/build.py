@@ -36,8 +36,8 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
 class Run:
     """All that a run needs: `checkpoint` is what it resumes from, `attention` the backend that runs, and why.
 
-    `schedule` says how the learning rate goes on where that is not as the resumed run had planned it, `changed` which of its
-    settings are others now.
+    `schedule` says how the learning rate goes on where that is not as the resumed run had planned it, `changed` which
+    of its settings are others now.
     """
 
     trainer: lightning.Trainer

@@ -1,7 +1,10 @@
 """A mask has several readers; on random masks, alone and composed, none contradicts the rule itself."""
 
+import ast
 import functools
 import operator
+import subprocess
+import sys
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,7 +13,6 @@ import torch
 from hypothesis import example, given, settings
 
 from flash_train.attention.masks import (
-    FUNCTIONS,
     PARTIAL,
     SKIPPED,
     WHOLE,
@@ -22,6 +24,7 @@ from flash_train.attention.masks import (
     MaskFunction,
     Tree,
     Window,
+    function_named,
 )
 from flash_train.attention.varlen import Entry
 
@@ -131,7 +134,7 @@ def test_readers_agree(mask, len_q, len_k, block_q, block_k, batch):
         before = max(len_k - tail, 0)
         assert torch.equal(dense[:, :, :before], free.dense(entry, HEADS).expand_as(dense)[:, :, :before])
     counts = {"document": 2, "tree": 1}
-    assert len(tensors) == sum(counts.get(name) or len(FUNCTIONS[name].tensors) for name in names.split(",") if name)
+    assert len(tensors) == sum(counts.get(name) or function_named(name).n_tensors for name in names.split(",") if name)
 
 
 @given(COMPOSED, LENGTHS, LENGTHS, st.booleans(), st.integers(0, 1))
@@ -298,7 +301,27 @@ def test_functions_have_one_name_per_kernel():
     assert one.name == two.name != other.name
     assert one.lower().terms == one.name
     assert two.lower().tensors[0] is two.tensors[0]
-    assert FUNCTIONS[two.name].kernel is kernel
+    assert function_named(two.name).kernel is kernel
+
+
+NAMES = """
+import triton
+from flash_train.attention import MaskFunction
+from tests.attention.rules import budget, budget_twin, parity, parity_twin
+kinds = {"parity": (parity, parity_twin), "budget": (budget, budget_twin)}
+print({name: MaskFunction(*kinds[name]).name for name in %r.split()})
+"""
+
+
+def test_kernels_have_the_same_name_in_every_process():
+    """A saved program would otherwise find that of another mask."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    orders = ("parity budget", "budget parity")
+    outputs = [subprocess.check_output([sys.executable, "-c", NAMES % order], text=True) for order in orders]
+    one, two = (ast.literal_eval(output) for output in outputs)
+    assert one == two == {name: f"tests.attention.rules.{name}" for name in ("parity", "budget")}
+    with pytest.raises(ValueError, match="kernel rules.other is not known here: make its MaskFunction before"):
+        function_named("rules.other")
 
 
 def test_kernels_get_contiguous_ids():

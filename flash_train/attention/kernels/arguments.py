@@ -17,7 +17,7 @@ from flash_train.attention.kernels.device.philox import Dropout
 from flash_train.attention.kernels.device.score import Score
 from flash_train.attention.kernels.device.tile import Rows, Strided
 from flash_train.attention.kernels.tiles import Tile, block_d
-from flash_train.attention.masks import FUNCTIONS
+from flash_train.attention.masks import function_named
 
 LOG2_E = math.log2(math.e)
 UNUSED = -1  #: a bound that is not there
@@ -128,8 +128,8 @@ def _term(name: str, tensors: list[Tensor]) -> tuple[object, tuple[object, ...]]
     if name == "tree":
         bits = tensors.pop(0)
         return device_mask.tree, (bits, bits.stride(0) if bits.shape[0] > 1 else 0, bits.shape[1], bits.shape[2])
-    function = FUNCTIONS[name]
-    return function.kernel, tuple(tensors.pop(0) for _ in function.tensors)
+    function = function_named(name)
+    return function.kernel, tuple(tensors.pop(0) for _ in range(function.n_tensors))
 
 
 def _batch_stride(ids: Tensor) -> int:

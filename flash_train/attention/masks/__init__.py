@@ -23,10 +23,9 @@ from flash_train.attention.masks.base import (
     Mask,
     Window,
 )
-from flash_train.attention.masks.terms import FUNCTIONS, BlockSparse, Document, MaskFunction, Tree
+from flash_train.attention.masks.terms import BlockSparse, Document, MaskFunction, Tree, function_named
 
 __all__ = [
-    "FUNCTIONS",
     "MAP_BLOCK",
     "PARTIAL",
     "SKIPPED",
@@ -43,4 +42,5 @@ __all__ = [
     "MaskFunction",
     "Tree",
     "Window",
+    "function_named",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -243,17 +243,38 @@ class MaskFunction(Mask):
                 )
 
 
+class KnownFunction(NamedTuple):
+    """What the kernels need to know of a ``MaskFunction`` beside its tensors."""
+
+    kernel: Any
+    n_tensors: int
+
+
 #: user functions by name: an operator's arguments can hold a name but no function
-FUNCTIONS: dict[str, MaskFunction] = {}
+FUNCTIONS: dict[str, KnownFunction] = {}
+
+
+def function_named(name: str) -> KnownFunction:
+    """Raises ValueError where no mask of this process has the name, which a saved program may bring."""
+    if name not in FUNCTIONS:
+        raise ValueError(f"the mask's kernel {name} is not known here: make its MaskFunction before the program runs")
+    return FUNCTIONS[name]
 
 
 def _name_of(function: MaskFunction) -> str:
-    """One name per kernel, not per mask: masks made anew for every batch stay the same call to ``torch.compile``."""
+    """One name per kernel, not per mask: masks made anew for every batch stay the same call to ``torch.compile``.
+
+    It is that of the kernel's function, as for pickle, so that a program saved elsewhere finds its own or none.
+    """
+    found = KnownFunction(function.kernel, len(function.tensors))
     for name, known in FUNCTIONS.items():
-        if known.kernel is function.kernel and len(known.tensors) == len(function.tensors):
+        if known.kernel is found.kernel and known.n_tensors == found.n_tensors:
             return name
-    name = f"function{len(FUNCTIONS)}"
-    FUNCTIONS[name] = function
+    python = getattr(found.kernel, "fn", found.kernel)
+    name = base = f"{getattr(python, '__module__', '')}.{getattr(python, '__qualname__', 'function')}"
+    while name in FUNCTIONS:  # one of a name that was taken before, as by closures
+        name = f"{base}.{len(FUNCTIONS)}"
+    FUNCTIONS[name] = found
     return name
 
 
