@@ -68,7 +68,9 @@ def known_failures(config: DictConfig) -> Iterator[UnderWay]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        on_gpu = isinstance(error, torch.OutOfMemoryError) or (under_way.device and under_way.device.type == "cuda")
+        on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        of_cuda = under_way.device is not None and under_way.device.type == "cuda"
+        on_gpu = isinstance(error, torch.OutOfMemoryError) or (of_cuda and not on_host)
         kind = "GPU memory" if on_gpu else "memory"
         hint = "try memory=checkpoint, a smaller batch_size with accumulate, or precision=bf16-true"
         if under_way.step is not None:

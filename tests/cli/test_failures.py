@@ -104,6 +104,13 @@ def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
         assert watch.snapshot == expected
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError(ALLOCATOR)])
+def test_memory_of_the_host_is_not_called_the_gpus(config, error):
+    with pytest.raises(UsageError, match="^out of memory at"), known_failures(config) as under_way:
+        under_way.device = torch.device("cuda")
+        raise error
+
+
 def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(failures, "_outlast", waited.append)

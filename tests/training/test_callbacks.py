@@ -191,6 +191,24 @@ def test_failed_run_leaves_its_record(tmp_path):
     assert (tmp_path / "loss.png").exists()
 
 
+def test_the_error_of_a_lost_device_is_not_hidden_by_its_next_one(tmp_path):
+    def fail(trainer, pl_module):
+        class Lost:
+            def item(self):
+                raise RuntimeError("device is gone")
+
+        object.__setattr__(pl_module.last_step, "loss", Lost())
+        raise RuntimeError("illegal memory access")
+
+    trainer = plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path), Hook(3, fail))
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    assert raised.value.__notes__ == ["The run's record is not whole: device is gone"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: illegal memory access")
+    assert summary["steps"] == 3
+
+
 def test_run_that_never_began_keeps_the_earlier_record(tmp_path):
     tiny_trainer(tmp_path, max_steps=2).fit(tiny_module(), datamodule=TinyData())
     before = (tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()

@@ -38,7 +38,7 @@ def send(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_fit_with_a_checkpoint(number, tmp_path):
+def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     before = signal.getsignal(number)
     callbacks = SaveOnSignal()
     trainer = plain_trainer(
@@ -52,6 +52,9 @@ def test_signal_ends_fit_with_a_checkpoint(number, tmp_path):
     assert (summary["status"], summary["steps"]) == ("interrupted", 3)
     assert not read_metrics(tmp_path)[-1]["val/loss"]  # no time is spent on validation
     assert signal.getsignal(number) == before
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "stopping" in line]
+    again = "; Ctrl-C once more interrupts at once" if number == signal.SIGINT else ""
+    assert line == f"{signal.Signals(number).name}: stopping after this step{again}"
 
 
 def test_after_a_signal_all_is_as_before(tmp_path):

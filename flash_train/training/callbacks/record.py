@@ -73,7 +73,14 @@ class RunRecord(StepCallback):
             self._close(trainer, pl_module, "interrupted")
         else:
             message = str(exception).strip() or type(exception).__name__
-            self._close(trainer, pl_module, "failed", error=f"{type(exception).__name__}: {message}")
+            error = f"{type(exception).__name__}: {message}"
+            try:
+                self._close(trainer, pl_module, "failed", error=error)
+            except RuntimeError as lost:  # a device that failed refuses every question: what was known before stands
+                exception.add_note(f"The run's record is not whole: {lost}")
+                if self.table is not None:
+                    self.summary |= {"status": "failed", "error": error, "steps": trainer.global_step}
+                    write_json(self.run_dir / "summary.json", self.summary)
 
     def _close(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
         # A run that fails before it trains must not replace the record of an earlier one.

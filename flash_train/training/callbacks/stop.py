@@ -1,7 +1,10 @@
 """Two ways to end a run early with everything saved: after a number of steps, and on a signal."""
 
+import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -61,6 +64,10 @@ class SaveOnSignal(StepCallback):
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         self._module.skip_validation = True
+        if self._module.trainer.is_global_zero:
+            again = "; Ctrl-C once more interrupts at once" if number == signal.SIGINT else ""
+            with suppress(OSError, ValueError):  # a terminal that is gone; and no `print`, which may be under way
+                os.write(sys.stderr.fileno(), f"\n{self.received}: stopping after this step{again}\n".encode())
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         stop = self.received is not None
