@@ -53,6 +53,10 @@ class RngState:
     key: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("seed", "offset"):
+            value = getattr(self, name)
+            if isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                raise ValueError(f"RngState({name}={value!r}): must be an integer, or an int64 scalar on the device")
         for name in ("entry", "head", "query", "key"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value < 2**31:

@@ -76,8 +76,9 @@ def attention(
         backend: ``flash``, this project's kernels (``triton``, the portable ones alone, ``hopper``, Hopper's alone),
             ``sdpa``, ``standard``, ``chunked``, ``reference``, or ``auto``: flash where it runs, else sdpa, else
             reference. ``explain`` says what runs.
-        return_lse: also return the natural log-sum-exp of the logits, fp32, (batch, heads, seqlen_q), packed
-            (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable. All but ``sdpa``.
+        return_lse: also return the natural log-sum-exp of the logits, fp32 (of fp64 inputs, fp64), (batch, heads,
+            seqlen_q), packed (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable.
+            All but ``sdpa``.
 
     Returns:
         out like q with v's head_dim, and the log-sum-exp where asked for. Queries that see no key give exactly 0.
@@ -102,6 +103,7 @@ def attention(
         if name == "reference" and spec.dropout > 0 and state is None:
             state = draw_state(q.device)
         out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
+        lse = lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
@@ -227,8 +229,10 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
     if packing is None and shape_q[0] != shape_k[0]:
         raise ValueError(f"q has batch {shape_q[0]} and k {shape_k[0]}: must be equal")
     n_heads, n_kv_heads = shape_q[-2], shape_k[-2]
-    if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"q has {n_heads} heads and k {n_kv_heads}: q's must be a multiple of k's")
+    if n_kv_heads == 0 or n_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"q has {n_heads} heads and k {n_kv_heads}: q's must be a multiple of k's, and neither 0")
+    if shape_q[-1] == 0 or shape_v[-1] == 0:
+        raise ValueError(f"q has head_dim {shape_q[-1]} and v {shape_v[-1]}: must be 1 or more")
     if packing is not None:
         packing.validate(device, shape_q[0], shape_k[0])
 

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import Tensor, nn
 
 from flash_train.attention import Packing, attended_pairs
-from flash_train.attention.backends import OWN
+from flash_train.attention.backends import OWN, flash_unavailable
 from flash_train.model import ModelConfig, Transformer
 from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
 
@@ -241,8 +241,15 @@ class CausalLMModule(pl.LightningModule):
             return {"positions": batch.get("positions"), "packing": None}
         cu_seqlens = batch["cu_seqlens"]
         # Numbers on the host would make torch.compile specialise on every batch; the kernels need none.
-        lengths = None if self.attention in OWN else batch["lengths"]
+        lengths = None if self._kernels_run(cu_seqlens.device) else batch["lengths"]
         return {"positions": batch["positions"], "packing": Packing(cu_seqlens, cu_seqlens, lengths=lengths)}
+
+    def _kernels_run(self, device: torch.device) -> bool:
+        """Whether attention is this project's kernels, as asked or as `auto` finds."""
+        if self.attention != "auto":
+            return self.attention in OWN
+        head_dim = getattr(getattr(self.model, "config", None), "head_dim", 1)
+        return flash_unavailable(device, torch.float16, head_dim) is None
 
     def flops(self, batch: Batch) -> int:
         """Exact model FLOPs, forward and backward, of one packed batch; from host numbers only."""

@@ -143,6 +143,8 @@ BAD_CALLS = [
     ((X, X, X), {"packing": pack(8)}, ValueError, "must be .total, heads, head_dim. where packing is given"),
     ((X, X.half(), X), {}, TypeError, "k is torch.float16"),
     ((X, X[:, :, :3], X[:, :, :3]), {}, ValueError, "q has 4 heads and k 3"),
+    ((X[:, :, :0], X, X), {}, ValueError, "q has 0 heads and k 4: q's must be a multiple of k's, and neither 0"),
+    ((X[..., :0], X[..., :0], X), {}, ValueError, "q has head_dim 0 and v 16: must be 1 or more"),
     ((X, X, X[:, :4]), {}, ValueError, "k has shape"),
     ((X.int(), X.int(), X.int()), {}, TypeError, "must be a floating-point dtype"),
     ((X, X, X), {"sinks": torch.zeros(3)}, ValueError, r"sinks is torch.float32 of shape .3,.: must be .* .4,."),
@@ -179,6 +181,22 @@ def test_bad_calls(tensors, options, error, message):
 def test_bad_origins(value):
     with pytest.raises(ValueError, match="query="):
         RngState(1, query=value)
+
+
+@pytest.mark.parametrize("value", [1.5, torch.tensor(1.0)])
+def test_bad_states(value):
+    with pytest.raises(ValueError, match="offset=.*: must be an integer, or an int64 scalar"):
+        RngState(1, offset=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["auto", "standard", "chunked", "reference"])
+def test_the_log_sum_exp_is_fp32_or_more(backend, dtype):
+    tensors = qkv(1, 30, 4, 16, dtype=dtype)
+    out, lse = attention(*tensors, CAUSAL, backend=backend, return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    lse.sum().backward()
+    assert tensors[0].grad.dtype == dtype and tensors[0].grad.abs().max() > 0
 
 
 MISFITS = [

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -306,6 +307,10 @@ def test_flash_gets_no_numbers_from_the_host():
     assert module.context(row)["packing"].lengths == row["lengths"]
     module.attention = "flash"
     assert module.context(row)["packing"].lengths is None
+    module.attention = "auto"
+    assert module.context(row)["packing"].lengths == row["lengths"]
+    with mock.patch("flash_train.training.module.flash_unavailable", return_value=None):
+        assert module.context(row)["packing"].lengths is None
 
 
 def test_compile_takes_each_block():
