@@ -1,7 +1,7 @@
 """A composed configuration → the objects of a run. Everything that can be wrong with what the user gave fails here."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import lightning
@@ -12,7 +12,14 @@ from omegaconf import DictConfig
 from flash_train.attention.backends import OWN
 from flash_train.cli.errors import UsageError, blame
 from flash_train.cli.loggers import build_logger
-from flash_train.cli.resume import bent_schedule, check_going_on, find_checkpoint, other_settings, read_own
+from flash_train.cli.resume import (
+    bent_schedule,
+    check_going_on,
+    find_checkpoint,
+    left_beside,
+    other_settings,
+    read_own,
+)
 from flash_train.cli.schema import DataSchema
 from flash_train.cli.shape import build_model_config, choose_attention, device_of, plain
 from flash_train.data import (
@@ -36,8 +43,7 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
 class Run:
     """All that a run needs: `checkpoint` is what it resumes from, `attention` the backend that runs, and why.
 
-    `schedule` says how the learning rate goes on where that is not as the resumed run had planned it, `changed` which
-    of its settings are others now.
+    `notes` say what else is to be known of the run, by what each is about; None where there is nothing.
     """
 
     trainer: lightning.Trainer
@@ -46,8 +52,7 @@ class Run:
     logger: Logger | None
     checkpoint: Path | None
     attention: tuple[str, str]
-    schedule: str | None = None
-    changed: str | None = None
+    notes: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -78,18 +83,19 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         module = build_module(config, model_config, backend, data)
     if pretrained:
         module.model.load_state_dict(pretrained[1])
-    schedule = changed = None
+    notes: dict[str, str | None] = {"model": beyond_length(config)}
     if checkpoint:
         saved = read_own(checkpoint, module)
         if not config.validate_only:
             check_going_on(checkpoint, saved, module, config.max_steps, run_dir)
-            schedule = bent_schedule(saved, module, config.max_steps)
-            changed = other_settings(checkpoint, config)
+            notes["checkpoint"] = left_beside(checkpoint)
+            notes["resumed"] = other_settings(checkpoint, config)
+            notes["schedule"] = bent_schedule(saved, module, config.max_steps)
     # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.
     # A validation logs nothing: at W&B it would go on in the run whose checkpoint it measures.
     logger = None if config.validate_only else build_logger(config.logger, run_dir, plain(config))
     trainer.logger = logger
-    return Run(trainer, module, data, logger, checkpoint, (backend, reason), schedule, changed)
+    return Run(trainer, module, data, logger, checkpoint, (backend, reason), notes)
 
 
 def load_init(folder: str | None) -> tuple[ModelConfig, dict[str, torch.Tensor]] | None:

@@ -128,7 +128,7 @@ def profile_memory(config: DictConfig) -> None:
         step, device = step_before_run(config)
         check_memory(config, step, device)
         parts = build(config, run_dir)
-        announce(parts.attention, parts.data.info)
+        announce(parts.attention, parts.data.info, parts.notes)
         only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         under_way.begin(step, parts, run_dir)
         parts.trainer.fit(parts.module, datamodule=parts.data)

@@ -1,5 +1,6 @@
 """What a run says in words: what was chosen and why before it, where everything lies after it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.
 
 
 @rank_zero_only
-def announce(attention: tuple[str, str], data: dict[str, Any], **more: str | None) -> None:
+def announce(attention: tuple[str, str], data: dict[str, Any], notes: Mapping[str, str | None]) -> None:
     """The attention that runs and why, what there is to train on; and what else is to be known, by what it is about."""
     backend, reason = attention
     print(f"attention: {backend} ({reason})")
     print(f"data: {describe_data(data)}", flush=True)
-    for name, words in more.items():
+    for name, words in notes.items():
         if words:
             print(f"{name}: {words}", flush=True)
 

@@ -110,6 +110,14 @@ def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
     return ", ".join(differing) or None
 
 
+def left_beside(checkpoint: Path) -> str | None:
+    """Which checkpoint lies further on beside one that was written later; None where this one is the furthest."""
+    furthest = max(checkpoints_by_age(checkpoint.parent), key=step_of, default=checkpoint)
+    if checkpoint.parent.name != CHECKPOINTS or step_of(furthest) <= step_of(checkpoint):
+        return None
+    return f"{checkpoint.name} was written last; {furthest.name}, of an earlier branch, lies beside it"
+
+
 def _word(value: Any) -> str:
     """As it is written on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

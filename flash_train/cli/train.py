@@ -122,7 +122,7 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     from flash_train.cli.rehearsal import rehearsed
 
     with rehearsed(config):
-        from flash_train.cli.build import beyond_length, build
+        from flash_train.cli.build import build
         from flash_train.cli.failures import known_failures
         from flash_train.cli.predict import check_memory, step_before_run
         from flash_train.cli.report import announce, finish, say_where
@@ -134,13 +134,7 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
             step, device = step_before_run(config)
             check_memory(config, step, device)
         parts = build(config, run_dir)
-        announce(
-            parts.attention,
-            parts.data.info,
-            resumed=parts.changed,
-            schedule=parts.schedule,
-            model=beyond_length(config),
-        )
+        announce(parts.attention, parts.data.info, parts.notes)
         if config.validate_only:
             parts.trainer.validate(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint, verbose=False)
         else:

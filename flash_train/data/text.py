@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_train.data.corpus import Document, hash_files, hash_strings
+from flash_train.data.notice import say
 from flash_train.data.tokenizer import Errors, check_errors
 
 WHOLE = (".txt", ".md")
@@ -83,15 +84,17 @@ class MissingTextError(ValueError):
 
 
 def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str) -> Iterator[Document]:
-    """A document for each row that has text, known by its content.
+    """A document for each row that has text, known by its content; says how many have none.
 
     Raises MissingTextError if there is no column `text_field`, or something other than strings in it.
     """
+    without = 0
     for i, row in enumerate(rows):
         if text_field not in row:
             raise MissingTextError(f"data.text_field={text_field}: {source} has only {', '.join(map(str, row))}")
         text = row[text_field]
         if text is None:
+            without += 1
             continue
         if not isinstance(text, str):
             raise MissingTextError(
@@ -100,6 +103,8 @@ def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str) 
         yield Document(
             key=hash_strings([text]), source=f"row {i} of {source}", text=text.encode("utf-8", "surrogatepass")
         )
+    if without:
+        say(f"data.text_field={text_field}: rows of {source} without text, left out: {without:,}")
 
 
 def find_files(path: str | Path) -> list[tuple[str, Path]]:

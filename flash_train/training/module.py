@@ -119,6 +119,13 @@ class CausalLMModule(pl.LightningModule):
         config = getattr(self.model, "config", None)
         return config.name if isinstance(config, ModelConfig) else type(self.model).__name__
 
+    def setup(self, stage: str) -> None:
+        """Refuse tokens that the model has no embedding for, which a GPU would tell by a failed assertion."""
+        config = getattr(self.model, "config", None)
+        found = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        if isinstance(config, ModelConfig) and found is not None and found > config.vocab_size:
+            raise ValueError(f"vocab_size={config.vocab_size}: the data have {found} tokens; allowed: that or more")
+
     # -- training
 
     def on_train_start(self) -> None:

@@ -132,6 +132,16 @@ def test_other_settings_than_before_are_said(in_process, tiny, tmp_path):
     )
 
 
+def test_a_checkpoint_further_on_than_the_last_written_is_said(in_process, tiny, tmp_path):
+    in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
+    os.utime(tmp_path / "run" / "checkpoints" / "step-000001.ckpt")
+    out = in_process(*tiny, "max_steps=6", "stop_after=1", "resume=last")
+    (line,) = [line for line in out.splitlines() if line.startswith("checkpoint: ")]
+    assert line == (
+        "checkpoint: step-000001.ckpt was written last; step-000002.ckpt, of an earlier branch, lies beside it"
+    )
+
+
 def test_wandb_goes_on_under_one_id(in_process, tiny, tmp_path):
     in_process(*tiny, "logger=wandb", "stop_after=1")
     in_process(*tiny, "logger=wandb", "resume=last")

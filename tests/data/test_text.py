@@ -48,6 +48,12 @@ def test_a_folder_is_searched_through(folder):
     assert [document.key for document in TextCorpus(folder).documents()][::5] == ["a.txt", "sub/b.MD"]
 
 
+def test_rows_without_text_are_counted(folder, capsys):
+    assert len(texts(TextCorpus(folder))) == 7
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    assert line == f"data: data.text_field=text: rows of {folder / 'c.jsonl'} without text, left out: 1"
+
+
 def test_files_globs_and_lists(folder):
     assert texts(TextCorpus(folder / "a.txt")) == [b"txt"]
     assert texts(TextCorpus(f"{folder}/*.txt")) == [b"txt"]

@@ -300,6 +300,14 @@ def test_flops_are_those_of_the_packed_documents():
     assert module.flops(row) == module.model.model_flops(32, pairs)
 
 
+def test_more_tokens_than_the_model_knows_are_refused(tmp_path):
+    class Wide(TinyData):
+        vocab_size = 32
+
+    with pytest.raises(ValueError, match="^vocab_size=31: the data have 32 tokens; allowed: that or more"):
+        tiny_trainer(tmp_path).fit(tiny_module(), datamodule=Wide())
+
+
 def test_flash_gets_no_numbers_from_the_host():
     row = packed_row(0)
     module = tiny_module()
