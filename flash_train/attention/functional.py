@@ -94,7 +94,7 @@ def attention(
     """
     (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name == "sdpa":
-        return sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
+        return _connected(sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes), q, k, v)
 
     state, origin = None, (0, 0, 0, 0)
     if spec.dropout > 0 and rng is not None:
@@ -103,12 +103,19 @@ def attention(
         if name == "reference" and spec.dropout > 0 and state is None:
             state = draw_state(q.device)
         out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
-        lse = lse.float() if lse.dtype.itemsize < 4 else lse
+        out, lse = _connected(out, q, k, v), lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
         out, lse = attend(q, k, v, *operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
     return (out, lse) if return_lse else out
+
+
+def _connected(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """The output, of which inputs have a gradient of zeros where nothing was computed, as of a batch of none."""
+    if out.requires_grad or not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return out
+    return out + sum(x[..., :0].sum() for x in inputs)
 
 
 def explain(

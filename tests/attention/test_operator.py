@@ -183,6 +183,16 @@ def test_bad_origins(value):
         RngState(1, query=value)
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "standard", "chunked", "reference"])
+@pytest.mark.parametrize("shape, packing", [((0, 30, 4, 16), None), ((0, 4, 16), Packing(cu(0), cu(0)))])
+def test_a_batch_of_none_has_gradients(backend, shape, packing):
+    tensors = qkv(*shape, dtype=torch.float32)
+    out = attention(*tensors, CAUSAL, packing=packing, backend=backend)
+    assert out.shape == shape
+    out.sum().backward()
+    assert all(x.grad.shape == x.shape for x in tensors)
+
+
 @pytest.mark.parametrize("value", [1.5, torch.tensor(1.0)])
 def test_bad_states(value):
     with pytest.raises(ValueError, match="offset=.*: must be an integer, or an int64 scalar"):
