@@ -88,7 +88,7 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         saved = read_own(checkpoint, module)
         if not config.validate_only:
             check_going_on(checkpoint, saved, module, config.max_steps, run_dir)
-            notes["checkpoint"] = left_beside(checkpoint)
+            notes["checkpoint"] = left_beside(checkpoint) if config.resume == "last" else None
             notes["resumed"] = other_settings(checkpoint, config)
             notes["schedule"] = bent_schedule(saved, module, config.max_steps)
     # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.

@@ -110,12 +110,12 @@ def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
     return ", ".join(differing) or None
 
 
-def left_beside(checkpoint: Path) -> str | None:
-    """Which checkpoint lies further on beside one that was written later; None where this one is the furthest."""
-    furthest = max(checkpoints_by_age(checkpoint.parent), key=step_of, default=checkpoint)
-    if checkpoint.parent.name != CHECKPOINTS or step_of(furthest) <= step_of(checkpoint):
+def left_beside(newest: Path) -> str | None:
+    """Which checkpoint lies further on beside the one written last; None where that one is the furthest."""
+    furthest = max(checkpoints_by_age(newest.parent), key=step_of)
+    if furthest == newest:
         return None
-    return f"{checkpoint.name} was written last; {furthest.name}, of an earlier branch, lies beside it"
+    return f"{newest.name} was written last; {furthest.name}, of an earlier branch, lies beside it"
 
 
 def _word(value: Any) -> str:

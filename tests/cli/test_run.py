@@ -4,6 +4,7 @@ import csv
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,17 @@ def test_a_checkpoint_further_on_than_the_last_written_is_said(in_process, tiny,
     assert line == (
         "checkpoint: step-000001.ckpt was written last; step-000002.ckpt, of an earlier branch, lies beside it"
     )
+
+
+def test_a_checkpoint_that_is_named_is_taken_without_a_word(in_process, tiny, tmp_path):
+    """Others of its folder are none of this run's business, and it may have any name."""
+    in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copy(folder / "step-000001.ckpt", folder / "kept.ckpt")
+    for name in ("step-000001", "kept"):
+        run_dir, resume = f"run_dir={tmp_path / name}", f"resume={folder / name}.ckpt"
+        assert "checkpoint: " not in in_process(*tiny, run_dir, resume, "max_steps=6", "stop_after=1")
+        assert summary_of(tmp_path / name)["steps"] == 2
 
 
 def test_wandb_goes_on_under_one_id(in_process, tiny, tmp_path):

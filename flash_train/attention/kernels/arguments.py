@@ -90,7 +90,7 @@ def contiguous_columns(x: Tensor) -> Tensor:
 
 
 def addressable(x: Tensor) -> Tensor:
-    """... and rows apart by less than 2**23 elements, for ``row_pointers`` counts in 32 bits inside of 256 rows."""
+    """As ``contiguous_columns``; rows lie less than 2**23 elements apart, as ``row_pointers`` takes 256 in 32 bits."""
     return contiguous_columns(x if x.stride(-3) < 2**23 else x.contiguous())
 
 
