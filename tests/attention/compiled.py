@@ -249,6 +249,7 @@ def problems_of(variant: Variant, found: Resources) -> list[str]:
         ("columns of tensor memory", found.tensor_memory, TENSOR_MEMORY_LIMIT),
         ("bytes of stack a thread", found.stack, stack),
         ("instructions that spill or reload", found.spills, spills),
+        ("divisions in loops by what may be 0", found.divisions, 0),
     )
     problems = [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
     if variant.kernels == "hopper":  # of the portable ones, Triton decides what is in flight, and where warps meet

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,9 @@ from flash_train.attention.reference import reference_attention
 from flash_train.attention.varlen import entries
 from tests.attention.recipes import Layout, Recipe, compose
 
+#: part of a tensor with more heads and columns; every other row; heads before rows; columns before rows
+STRIDED = ("wide", "rows", "heads", "columns")
+FAR_STEP = 2**24 + 2**18  #: elements from row to row of a ``far`` tensor: 127 of them pass 2**31
 FEW = 512  #: a tensor of fewer numbers may be right by luck: PyTorch's error is then the largest of some problems
 
 
@@ -32,9 +35,11 @@ FEW = 512  #: a tensor of fewer numbers may be right by luck: PyTorch's error is
 class Case:
     """One call, as plain data. ``lengths`` and ``tail`` are those of ``Layout``; contents come from ``seed``.
 
-    ``slopes`` and ``sinks`` learn where ``learns``. ``dout`` says how the output's gradient lies in memory: ``dense``,
-    ``strided``, ``row`` (one row for all, of stride 0) or ``scalar`` (one number). ``uses`` says what the loss
-    depends on. ``spread`` is the standard deviation of q and k.
+    ``slopes`` and ``sinks`` learn where ``learns``. ``strided`` says how q, k and v lie in memory: "" (dense), or one
+    of ``STRIDED``. ``dout`` says it of the output's gradient: ``dense``, ``row`` (one row for all, of stride 0),
+    ``scalar`` (one number), or one of ``STRIDED``. ``far`` names one of q, k, v and dout whose rows lie so far apart
+    that the offset of a tile's last row passes 2**31. ``uses`` says what the loss depends on. ``spread`` is the
+    standard deviation of q and k.
     """
 
     name: str
@@ -54,8 +59,9 @@ class Case:
     learns: bool = True
     packed: bool = False
     tail: tuple[int, int] = (0, 0)
-    strided: bool = False
+    strided: str = ""
     dout: str = "dense"
+    far: str = ""
     uses: str = "both"  # "both", "out", "lse", or "plain": no log-sum-exp is asked for
     spread: float = 1.0
     dtype: torch.dtype = torch.float32
@@ -104,14 +110,14 @@ class Error:
         return self.error <= self.allowed  # False for NaN
 
 
-def run(case: Case, backend: str, device: str) -> list[Error]:
-    """Forward and backward of the case on a backend, against fp64.
+def run(case: Case, backend: str, device: str, poison: bool = True) -> list[Error]:
+    """Forward and backward of the case on a backend, against fp64; without ``poison``, in memory as it is allocated.
 
     Raises AssertionError where infinities or exact zeros are in other places than they must be.
     """
     problem = build(case, device)
-    leaves = {name: _place(x, case).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()}
-    with poisoned_memory():
+    leaves = {name: _place(name, x, case).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()}
+    with poisoned_memory() if poison else nullcontext():
         out, lse = _attend(problem, case, leaves, backend)
         ours = _results(problem, case, leaves, out, lse)
     exact, theirs, rounding = _expected(problem, case)
@@ -188,7 +194,9 @@ def _output_gradient(case: Case, normal, shape: tuple[int, ...]) -> Tensor:
     if case.dout == "scalar":
         return normal(1).to(case.dtype).expand(shape)
     dout = normal(*shape).to(case.dtype)
-    return _widen(dout) if case.dout == "strided" else dout
+    if case.far == "dout":
+        return _spread_rows(dout)
+    return dout if case.dout == "dense" else _restride(dout, case.dout)
 
 
 def _packing(case: Case, device: str) -> Packing | None:
@@ -198,14 +206,34 @@ def _packing(case: Case, device: str) -> Packing | None:
     return Packing(*cu)
 
 
-def _place(x: Tensor, case: Case) -> Tensor:
-    return _widen(x) if case.strided and x.dim() > 2 else x.clone()
+def _place(name: str, x: Tensor, case: Case) -> Tensor:
+    if case.far == name:
+        return _spread_rows(x)
+    return _restride(x, case.strided) if case.strided and name in "qkv" else x.clone()
 
 
-def _widen(x: Tensor) -> Tensor:
-    """The same numbers as a part of a tensor with more heads and columns, which are NaN."""
-    wide = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8), float("nan"))
-    view = wide[..., 1:, : x.shape[-1]]
+def _restride(x: Tensor, strided: str) -> Tensor:
+    """The same numbers in another place of a tensor (..., rows, heads, head_dim); what lies between them is NaN."""
+    if strided == "heads":
+        view = torch.full_like(x.transpose(-3, -2).contiguous(), float("nan")).transpose(-3, -2)
+    elif strided == "columns":
+        view = torch.full_like(x.movedim(-1, -3).contiguous(), float("nan")).movedim(-3, -1)
+    elif strided == "rows":
+        view = x.new_full((*x.shape[:-3], 2 * x.shape[-3], *x.shape[-2:]), float("nan"))[..., ::2, :, :]
+    else:
+        assert strided == "wide", strided
+        view = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8), float("nan"))
+        view = view[..., 1:, : x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def _spread_rows(x: Tensor) -> Tensor:
+    """The same numbers, rows ``FAR_STEP`` elements apart. What lies between them is not written: it is gigabytes."""
+    rows = x.shape[:-2]
+    steps = [FAR_STEP * x.shape[-3], FAR_STEP] if x.dim() == 4 else [FAR_STEP]
+    store = torch.empty(FAR_STEP * (rows.numel() - 1) + x.shape[-2:].numel(), dtype=x.dtype, device=x.device)
+    view = store.as_strided(x.shape, (*steps, x.shape[-1], 1))
     view.copy_(x)
     return view
 

@@ -16,8 +16,9 @@ import triton
 class Resources:
     """What a compiled kernel takes: registers a thread, bytes of stack (spills live there), instructions that spill or
     reload, bytes of shared memory, columns of tensor memory; whether products run one by one: where the assembler
-    cannot follow what is in flight, it puts a wait behind every instruction of Hopper's matrix unit; and how often in a
-    step all warps of a partition wait for each other: Triton adds what it takes to be missing."""
+    cannot follow what is in flight, it puts a wait behind every instruction of Hopper's matrix unit; how often in a
+    step all warps of a partition wait for each other: Triton adds what it takes to be missing; and how many divisions
+    in loops have a divisor that may be 0 (``unsafe_divisions``)."""
 
     registers: int
     stack: int
@@ -26,6 +27,7 @@ class Resources:
     tensor_memory: int
     serial: bool = False
     meetings: int = 0
+    divisions: int = 0
 
 
 def resources_of(kernel: Any) -> Resources:
@@ -44,7 +46,42 @@ def resources_of(kernel: Any) -> Resources:
     products, waits = (len(re.findall(rf"\b{name}\b", said)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
     serial = products > 16 and waits >= products
     meetings = meetings_of(said)
-    return Resources(int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory, serial, meetings)
+    divisions = unsafe_divisions(kernel.asm["ttir"]) if "ttir" in kernel.asm else 0
+    return Resources(
+        int(found[1]), int(found[2]), spills, kernel.metadata.shared, tensor_memory, serial, meetings, divisions
+    )
+
+
+def unsafe_divisions(ttir: str) -> int:
+    """Integer divisions inside loops whose divisor is computed and is no maximum: constants and the kernel's arguments
+    (sizes of pages and blocks) are never 0.
+
+    The pipeline computes the first steps of a loop before it, also where the loop makes none. A division by 0 is
+    undefined there, and the compiler may drop the guard of a load that depends on it. In source, write
+    ``i // tl.maximum(n, 1)``.
+    """
+    lines = ttir.splitlines()
+    defined = {name: rest for line in lines for name, rest in re.findall(r"^\s*(%\w+) = (.*)", line)}
+
+    def never_zero(value: str) -> bool:
+        if value not in defined:  # an argument of the kernel
+            return True
+        rest = defined[value]
+        source = re.match(r"(?:tt\.splat|tt\.broadcast|tt\.expand_dims|arith\.extsi) (%\w+)", rest)
+        if source:
+            return never_zero(source[1])
+        return rest.startswith(("arith.constant", "arith.maxsi"))
+
+    found, loops = 0, []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if re.search(r"\b(scf\.for|scf\.while)\b", line):
+            loops.append(indent)
+        elif loops and line.strip().startswith("}") and indent <= loops[-1] and " do {" not in line:
+            loops.pop()
+        divided = re.search(r"arith\.(?:div|rem)[su]i %\w+, (%\w+)", line)
+        found += bool(divided and loops and not never_zero(divided[1]))
+    return found
 
 
 def meetings_of(sass: str) -> int:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_train.attention.masks import Causal, Full, Window
-from tests.attention.contract import Case, run
+from tests.attention.contract import STRIDED, Case, run
 from tests.attention.recipes import Blocks, Documents, Nodes, Recipe, Rule
 
 Pick = Callable[[Sequence[Any]], Any]
@@ -40,6 +40,7 @@ class Limits:
     entries: int
     block_sizes: Sequence[int]
     rules: Sequence[str] = ("parity", "budget")
+    far: bool = False  #: also tensors of some gigabytes, whose rows lie far apart
 
 
 #: the Triton interpreter and the implementations in PyTorch, on a CPU
@@ -60,6 +61,7 @@ CARD = Limits(
     dtypes=(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32),
     entries=3,
     block_sizes=(16, 32, 64, 128, 128, 256, 48),
+    far=True,
 )
 
 #: Hopper's kernels on a GPU: what TMA takes, blocks of whole tiles
@@ -71,7 +73,9 @@ HOPPER = replace(
 )
 
 #: the same in the emulator
-HOPPER_SMALL = replace(HOPPER, lengths=(0, 1, 2, 3, *range(5, 330, 27), 16, 64, 128, 144, 256))
+HOPPER_SMALL = replace(HOPPER, lengths=(0, 1, 2, 3, *range(5, 330, 27), 16, 64, 128, 144, 256), far=False)
+
+MOST_FAR_ROWS = 180  #: of all entries together: 6 GB
 
 BANDS = ("full", "causal", "causal", "window", "causal-window", "left", "right")
 
@@ -110,8 +114,8 @@ def variant(pick: Pick, limits: Limits) -> Variant:
         sinks=pick((False, False, True)),
         learns=pick((True, True, True, False)) and (small or not slopes),
         packed=pick((False, True)),
-        strided=pick((False, False, True)),
-        dout=pick(("dense", "dense", "strided", "row", "scalar")),
+        strided=pick(("", "", "", "", "wide", *STRIDED)),
+        dout=pick(("dense", "dense", "dense", "row", "scalar", *STRIDED)),
         uses=pick(("both", "both", "plain", "out", "lse")),
         dtype=dtype,
     )  # fmt: skip
@@ -134,8 +138,11 @@ def problem(variant: Variant, pick: Pick) -> Case:
     case = replace(case, lengths=tuple(lengths), tail=tail if case.packed else (0, 0))
     # The log-sum-exp is fp32: its rounding grows with the scores, and shows where nothing else is rounded.
     largest = 2.0 if case.dtype == torch.float32 else 4.0
+    far = pick(("", "", "", "q", "k", "v", "dout"))
+    rows = max(case.layout.rows(side) * (1 if case.packed else count) for side in (0, 1))
     return replace(
         case,
+        far=far if limits.far and rows <= MOST_FAR_ROWS and case.dtype.itemsize == 2 else "",
         band=_band(variant, pick),
         origin=_origin(variant, pick) if case.dropout else (0, 0, 0, 0),
         spread=pick((1.0, 1.0, 1.0, largest)),
@@ -144,14 +151,17 @@ def problem(variant: Variant, pick: Pick) -> Case:
 
 
 def for_hopper(case: Case) -> Case:
-    """The case with values of the queries' width, and a part of the dropout mask that begins with a whole call."""
+    """The case as Hopper's kernels take it: values of the queries' width, a part of the dropout mask that begins with a
+    whole call, contiguous columns."""
     from flash_train.attention.kernels.tiles import block_d  # Triton exists for Linux only
 
     v_head_dim = case.v_head_dim
     if v_head_dim is not None and block_d(v_head_dim) != block_d(case.head_dim):
         v_head_dim = None
     entry, head, query, key = case.origin
-    return replace(case, v_head_dim=v_head_dim, origin=(entry, head, query // 16 * 16, key // 16 * 16))
+    strided = "wide" if case.strided == "columns" else case.strided
+    origin = (entry, head, query // 16 * 16, key // 16 * 16)
+    return replace(case, v_head_dim=v_head_dim, origin=origin, strided=strided)
 
 
 @st.composite

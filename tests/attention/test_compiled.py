@@ -21,7 +21,7 @@ from tests.attention.compiled import (
     problems_of,
     sampled_variants,
 )
-from tests.attention.machine_code import Resources
+from tests.attention.machine_code import Resources, unsafe_divisions
 
 ROOT = Path(__file__).parents[2]
 HOPPER = Variant((9, 0), torch.bfloat16, 128)
@@ -50,6 +50,26 @@ def test_a_tile_that_spills_is_noticed():
     for name, line in zip(("forward", "dkdv", "dq"), kernels, strict=True):
         assert line.startswith(f"FAILED {variant} {name} 128x128, 4 warps, 2 stages: ")
         assert "bytes of stack a thread, allowed are" in line and "instructions that spill or reload" in line
+
+
+LOOP = """
+  tt.func public @f(%n: i32, %size: i32) {{
+    %c1 = arith.constant 1 : i32
+    %half = arith.shrsi %n, %c1 : i32
+    %safe = arith.maxsi %half, %c1 : i32
+    %before = arith.divsi %n, %half : i32
+    %sum = scf.for %i = %c1 to %n step %c1 iter_args(%acc = %c1) -> (i32)  : i32 {{
+      %at = arith.{operation} %i, {divisor} : i32
+      scf.yield %at : i32
+    }}
+    %after = arith.remsi %n, %half : i32
+"""
+
+
+@pytest.mark.parametrize("operation", ["divsi", "remsi", "divui"])
+@pytest.mark.parametrize("divisor, unsafe", [("%half", 1), ("%safe", 0), ("%c1", 0), ("%size", 0)])
+def test_divisions_in_loops_by_what_may_be_0_are_counted(operation, divisor, unsafe):
+    assert unsafe_divisions(LOOP.format(operation=operation, divisor=divisor)) == unsafe
 
 
 def test_limits():

@@ -9,8 +9,10 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_func
 from flash_train.attention.kernels.hopper import launch, tiles
+from flash_train.attention.kernels.hopper.descriptors import describable
 from flash_train.attention.kernels.hopper.softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.lists import list_tiles
+from flash_train.attention.kernels.planned import Form
 from flash_train.attention.masks import Document, Full, Tree, Window
 from tests.attention.cases import BY_NAME, CASES
 from tests.attention.contract import Case, build, run
@@ -21,6 +23,7 @@ from tests.attention.recipes import Blocks, Documents
 REFUSED = {
     "no-keys": "there are no keys",
     "head-dim-1": "TMA takes multiples of 16 bytes",
+    "strided-columns": "TMA takes multiples of 16 bytes",
     "narrower-values": "TMA takes multiples of 16 bytes",
     "dropout-unaligned-shard": "no multiple of 16",
     "all-terms": "no multiple of 16",
@@ -37,7 +40,7 @@ def same(*lengths):
 LISTED = Case(
     "blocks-long", ((221, 329),), heads=3, kv_heads=3, head_dim=40, v_head_dim=64, band=Full(),
     terms=(Blocks((128, 128), 0.9, per_head=True, shape=(3, 3)),), sinks=True, learns=False, packed=True, tail=(3, 7),
-    strided=True, dout="row", dtype=torch.float16, seed=810525970,
+    strided="wide", dout="row", dtype=torch.float16, seed=810525970,
 )  # fmt: skip
 #: more than a tile, at each width of the tiles
 WIDE = [
@@ -51,7 +54,7 @@ WIDE = [
     Case("large-scores-128", same(520), head_dim=128, spread=2.5),
     Case("large-scores-dropout-256", ((260, 390),), head_dim=256, band=Full(), spread=2.0, dropout=0.1, sinks=True),
     Case("softcap-128", same(290), head_dim=128, softcap=3.0, terms=(Documents(90),)),
-    Case("packed-128", ((130, 130), (0, 0), (257, 140)), head_dim=128, packed=True, tail=(9, 9), strided=True),
+    Case("packed-128", ((130, 130), (0, 0), (257, 140)), head_dim=128, packed=True, tail=(9, 9), strided="wide"),
     Case(
         "blocks-128",
         same(400),
@@ -66,7 +69,7 @@ WIDE = [
     Case("causal-256", same(150), head_dim=256, dropout=0.1),
     Case("documents-256", same(600), head_dim=256, heads=1, kv_heads=1, terms=(Documents(400),)),
     Case("softcap-256", ((90, 150),), head_dim=200, heads=4, kv_heads=2, band=Full(), softcap=3.0, slopes="heads"),
-    Case("packed-256", ((70, 130), (0, 0), (129, 129)), head_dim=256, packed=True, tail=(9, 9), strided=True),
+    Case("packed-256", ((70, 130), (0, 0), (129, 129)), head_dim=256, packed=True, tail=(9, 9), strided="wide"),
 ]
 
 
@@ -193,6 +196,27 @@ def test_long_calls(case, monkeypatch):
     """By the tiles that narrow heads get where queries walk over many keys."""
     monkeypatch.setattr(tiles, "LONG_WALK", 0)
     check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("far", ["q", "k", "v", "dout"])
+def test_far_rows(far, packed):
+    """Row offsets inside a tile that pass 2**31 elements."""
+    case = Case("far", same(140), heads=1, kv_heads=1, head_dim=64, far=far, packed=packed, dtype=torch.float16)
+    check(case)
+
+
+def test_rows_that_tma_cannot_reach_are_refused():
+    def form(shape, stride):
+        return Form(shape, stride, torch.bfloat16, 0)
+
+    dense, rows = form((1, 9, 2, 64), (1152, 128, 64, 1)), 2**30 + 1
+    assert launch._unavailable(dense, dense, dense, None, None) is None
+    many = form((1, rows, 2, 64), (128 * rows, 128, 64, 1))
+    assert "has 1073741825 rows" in launch._unavailable(dense, many, dense, None, None)
+    for far in (form((1, 9, 2, 64), (2**40, 2**39, 64, 1)), form((9, 2, 64), (2**34, 64, 1))):
+        assert not describable(far)
+    assert describable(form((9, 2, 64), (2**34 - 8, 64, 1))) and describable(form((1, 9, 2, 64), (2**40, 2**38, 64, 1)))
 
 
 def test_no_queries_of_any_strides():

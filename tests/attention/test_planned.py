@@ -9,7 +9,7 @@ import torch
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, Window, attention
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import launch, planned
-from flash_train.attention.kernels.arguments import Call
+from flash_train.attention.kernels.arguments import Call, Launch
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.tiles import Tile, Tiles
 from flash_train.attention.masks import BlockSparse, Document, MaskFunction, Tree
@@ -302,3 +302,34 @@ def test_every_call_computes_with_its_own_tensors(backend, shared, packed, more,
         _plan_no_more(monkeypatch)
         for ours, expected in zip(found[backend], found["reference"], strict=True):
             assert (ours - expected).norm() < 0.02 * expected.norm()
+
+
+class Recorder:
+    """In a kernel's place: what it was launched with."""
+
+    __name__ = "recorder"
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.launched.append((grid, arguments, constants))
+
+
+def test_tracing_launches_nothing():
+    """A launch that torch.compile reaches runs behind a graph break, on real tensors and numbers, or not at all."""
+    kernel = Recorder()
+
+    def call(x):
+        Launch(kernel, (x.shape[0],), (x * 2, x.shape[1]), {"N": 3}).start()
+        return x + 1
+
+    x = torch.ones(4, 5)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(call, backend="eager", fullgraph=True, dynamic=True)(x)
+    assert kernel.launched == []
+    torch._dynamo.reset()
+    torch.compile(call, backend="eager", dynamic=True)(x)
+    ((grid, (doubled, columns), constants),) = kernel.launched
+    assert (grid, columns, constants) == ((4,), 5, {"N": 3})
+    assert type(doubled) is torch.Tensor and torch.equal(doubled, 2 * x)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from tests.attention import fuzz
-from tests.attention.contract import run
+from tests.attention.contract import FAR_STEP, STRIDED, Case, _place, run
 from tests.attention.properties import CARD, SMALL, cases, problem, variant
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,9 @@ def test_draws_reach_everything(limits):
         "bands": {type(case.band).__name__ for case in some},
         "slopes": {case.slopes for case in some},
         "uses": {case.uses for case in some},
+        "strided": {case.strided for case in some},
         "dout": {case.dout for case in some},
+        "far": {case.far for case in some},
         "dtypes": {case.dtype for case in some},
     }
     assert shown == {
@@ -92,7 +94,9 @@ def test_draws_reach_everything(limits):
         "bands": {"Full", "Causal", "Window"},
         "slopes": {"", "heads", "entries"},
         "uses": {"both", "plain", "out", "lse"},
-        "dout": {"dense", "strided", "row", "scalar"},
+        "strided": {"", *STRIDED},
+        "dout": {"dense", "row", "scalar", *STRIDED},
+        "far": {"", "q", "k", "v", "dout"} if limits.far else {""},
         "dtypes": set(limits.dtypes),
     }
     for share in (
@@ -106,15 +110,29 @@ def test_draws_reach_everything(limits):
         [case.v_head_dim is not None for case in some],
         [case.head_dim % 2 == 1 for case in some],
         [case.heads != case.kv_heads for case in some],
-        [case.strided for case in some],
+        [bool(case.strided) for case in some],
     ):
         assert 0.04 < sum(share) / len(some) < 0.95
     assert {case.head_dim for case in some} == set(limits.head_dims)
 
 
+@pytest.mark.parametrize("strided", STRIDED)
+@pytest.mark.parametrize("packed", [False, True])
+def test_strided_inputs_are_the_same_numbers(strided, packed):
+    x = torch.randn(6, 4, 8) if packed else torch.randn(2, 6, 4, 8)
+    placed = _place("q", x, Case("strided", ((6, 6),), strided=strided, packed=packed))
+    assert torch.equal(placed, x) and not placed.is_contiguous()
+
+
+def test_far_rows_are_the_same_numbers():
+    x = torch.randn(2, 3, 4, 8)
+    placed = _place("k", x, Case("far", ((3, 3),), far="k"))
+    assert torch.equal(placed, x) and placed.stride() == (3 * FAR_STEP, FAR_STEP, 8, 1)
+    assert 127 * FAR_STEP >= 2**31
+
+
 def test_a_printed_case_is_the_case():
     from flash_train.attention.masks import Causal, Full, Window
-    from tests.attention.contract import Case
     from tests.attention.recipes import Blocks, Documents, Nodes, Rule
 
     names = {x.__name__: x for x in (Case, Causal, Full, Window, Blocks, Documents, Nodes, Rule)} | {"torch": torch}

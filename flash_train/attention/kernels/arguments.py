@@ -80,7 +80,14 @@ class Launch:
         self.start()
 
     def start(self) -> Any:
-        """It alone. Returns what Triton compiled for it."""
+        """It alone. Returns what Triton compiled for it.
+
+        Raises:
+            RuntimeError: under the tracing of ``torch.compile``, whose tensors and numbers are made up: only a
+                registered operator may launch.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
         return self.kernel[self.grid](*self.arguments, **self.constants)
 
 

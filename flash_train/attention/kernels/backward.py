@@ -129,13 +129,16 @@ def _place(i, n, first, GROUP: tl.constexpr):
 
     Where the block is no linear function of i, the compiler does not keep an address of every load in registers, which
     are full: on an H200 dK and dV of unmasked attention take a sixth less time.
+
+    Without blocks there is no step, but the pipeline computes the first addresses all the same. A division by n = 0
+    is undefined there: the compiler may take n > 0 for granted, and load rows that the entry does not have.
     """
     if GROUP == 1:
         g = i * 0
         at = tl.where(i + first < n, i + first, i + first - n)
     else:
-        g = i // n
-        at = i % n
+        g = i // tl.maximum(n, 1)
+        at = i % tl.maximum(n, 1)
     return g, at
 
 

@@ -14,6 +14,7 @@ from flash_train.attention.kernels.arguments import (
     Launch,
     addressable,
     constants,
+    contiguous_columns,
     dropout_arguments,
     mask_rule,
     on_device,
@@ -60,7 +61,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv, and the gradients of slopes (where wanted) and sinks; bitwise the same at every call."""
     q, k, v, out, dout = addressable(q), addressable(k), addressable(v), addressable(out), addressable(dout)
-    dlse = None if dlse is None else dlse.contiguous()
+    lse, dlse = contiguous_columns(lse), None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     dslope = torch.zeros_like(lse) if needs_slopes else None

@@ -140,7 +140,8 @@ def tree(seq, head, q, k, bits, stride_entry, n_nodes, n_words):
     node_q = q + (n_nodes - seq.len_q)
     node_k = k + (n_nodes - seq.len_k)
     both = (node_q >= 0) & (node_k >= 0)
-    word = tl.load(bits + seq.index.to(tl.int64) * stride_entry + node_q * n_words + node_k // 32, mask=both, other=0)
+    first_word = seq.index.to(tl.int64) * stride_entry + node_q.to(tl.int64) * n_words  # many nodes pass 2**31 words
+    word = tl.load(bits + first_word + node_k // 32, mask=both, other=0)
     return (node_k < 0) | (((word >> (node_k & 31)) & 1) == 1)
 
 
@@ -149,7 +150,7 @@ def block_sparse(seq, head, q, k, blocks, stride_entry, stride_head, n_rows, n_c
     """A block map, pair by pair, for kernels that do not follow lists."""
     row, column = q // block_q, k // block_k
     inside = (row < n_rows) & (column < n_columns)
-    at = seq.index.to(tl.int64) * stride_entry + head * stride_head + row * n_columns + column
+    at = seq.index.to(tl.int64) * stride_entry + head * stride_head + row.to(tl.int64) * n_columns + column
     return tl.load(blocks + at, mask=inside, other=0) != 0
 
 

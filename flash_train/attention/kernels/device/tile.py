@@ -27,9 +27,17 @@ class Rows(NamedTuple):
 def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [ROWS, BLOCK_D] to the rows from ``row`` of a ``Strided``; ``batch`` and ``head`` are int64.
 
-    Row offsets inside the tile fit 32 bits; those of the tile do not.
+    Row offsets inside the tile fit 32 bits (``arguments.addressable``); those of the tile do not.
     """
     offs = tl.arange(0, ROWS)[:, None] * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
+    base = x.ptr + batch * x.stride_batch + head * x.stride_head
+    return base + row.to(tl.int64) * x.stride_row + offs
+
+
+@triton.jit
+def far_row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As ``row_pointers``, for rows that may lie 2**24 elements apart or more: offsets inside the tile take 64 bits."""
+    offs = tl.arange(0, ROWS)[:, None].to(tl.int64) * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
     base = x.ptr + batch * x.stride_batch + head * x.stride_head
     return base + row.to(tl.int64) * x.stride_row + offs
 

@@ -13,6 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_train.attention.kernels.planned import Form
 
+MOST_ROWS = 1 << 30  #: of an entry: coordinates are 32 bits, and a packed entry's count back from here
+PACKED_STEP = 1 << 34  #: elements: the strides of a packed tensor's two row dimensions add up to this
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -44,8 +46,8 @@ def _form(
         sizes, strides, block = [shape[0], shape[2], shape[1], shape[3]], [batch, head, row, 1], [1, 1, rows, columns]
     else:
         row, head, _ = step
-        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], 1 << 30, shape[2]]
-        strides = [2**34 - row, row, head, row, 1]
+        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], MOST_ROWS, shape[2]]
+        strides = [PACKED_STEP - row, row, head, row, 1]
         block = [1, 1, 1, rows, columns]
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
 
@@ -57,7 +59,11 @@ def describable(form: Form) -> bool:
         return True
     unit = 16 // form.dtype.itemsize
     steps = [step for size, step in zip(form.shape[:-1], form.stride[:-1], strict=True) if size > 1]
-    return form.stride[-1] == 1 and form.offset == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    aligned = form.stride[-1] == 1 and form.offset == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    near = all(step * form.dtype.itemsize < 2**40 for step in steps)
+    if len(form.shape) == 3 and form.shape[0] > 1:
+        near = near and form.stride[0] < PACKED_STEP
+    return aligned and near
 
 
 def describe_rows(x: Tensor, block: int) -> TensorDescriptor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_train.attention.kernels.arguments import (
     Call,
     Launch,
+    contiguous_columns,
     dropout_arguments,
     mask_rule,
     on_device,
@@ -23,7 +24,13 @@ from flash_train.attention.kernels.arguments import (
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
 from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_wide
-from flash_train.attention.kernels.hopper.descriptors import describable, describe, describe_rows, describe_sum
+from flash_train.attention.kernels.hopper.descriptors import (
+    MOST_ROWS,
+    describable,
+    describe,
+    describe_rows,
+    describe_sum,
+)
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.hopper.sums import AHEAD
@@ -80,6 +87,7 @@ def backward(
     for the gradient of slopes, and where head_dim is more than 128, dQ has a kernel of its own, and two products more.
     """
     dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
+    out, lse = contiguous_columns(out), contiguous_columns(lse)
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     alone = block_d(q.shape[-1]) > WIDEST_SUM or needs_slopes or torch.are_deterministic_algorithms_enabled()
@@ -142,7 +150,9 @@ def _unavailable(
         return f"q's head_dim {head_dim} and v's {head_dim_v} take tiles of different widths"
     for name, form in (("q", q), ("k", k), ("v", v)):
         if not describable(form):
-            return f"{name} has strides {form.stride}: TMA takes multiples of 16 bytes, the last 1"
+            return f"{name} has strides {form.stride}: TMA takes multiples of 16 bytes below 2**40, the last 1"
+        if form.shape[-3] > MOST_ROWS:
+            return f"{name} has {form.shape[-3]} rows: the coordinates of TMA reach {MOST_ROWS}"
     for name, columns in (("q", head_dim), ("v", head_dim_v)):
         if columns % 8:
             return f"{name}'s head_dim {columns} is not a multiple of 8"

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import LOG2_E
-from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
+from flash_train.attention.kernels.device.tile import far_row_pointers, load_tile, stat_pointers, store_tile
 
 PAD = 128  #: rows
 
@@ -39,8 +39,8 @@ def hopper_prepare(
     left = seq.len_q - start
     row = seq.q_row + start
     inside = tl.arange(0, BLOCK) < left
-    out_ptrs = row_pointers(out, seq.batch, head, row, BLOCK, BLOCK_D)
-    dout_ptrs = row_pointers(dout, seq.batch, head, row, BLOCK, BLOCK_D)
+    out_ptrs = far_row_pointers(out, seq.batch, head, row, BLOCK, BLOCK_D)
+    dout_ptrs = far_row_pointers(dout, seq.batch, head, row, BLOCK, BLOCK_D)
     out_tile = load_tile(out_ptrs, left, True, BLOCK, BLOCK_D, HEAD_DIM)
     dout_tile = load_tile(dout_ptrs, left, True, BLOCK, BLOCK_D, HEAD_DIM)
     d = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
@@ -73,7 +73,7 @@ def hopper_finish(
     start = tile * BLOCK
     pieces = tl.load(dq_ptr + (head * padded + slot * BLOCK) * BLOCK_D + tl.arange(0, BLOCK * BLOCK_D))
     tile_sum = in_rows(pieces, BLOCK, BLOCK_D, COLUMNS)
-    dq_ptrs = row_pointers(dq, seq.batch, head, seq.q_row + start, BLOCK, BLOCK_D)
+    dq_ptrs = far_row_pointers(dq, seq.batch, head, seq.q_row + start, BLOCK, BLOCK_D)
     store_tile(dq_ptrs, tile_sum * grad_scale, seq.len_q - start, BLOCK, BLOCK_D, HEAD_DIM)
 
 

@@ -1,0 +1,69 @@
+"""Selected calls for NVIDIA's memory checker: each form of kernel, at the boundaries of its loops.
+
+``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.attention.sanitized triton 0 1``
+
+PyTorch's allocator cuts tensors out of large segments, and a read past a tensor's end mostly stays inside of one:
+without the allocator every tensor is an allocation of its own, and the checker sees where it ends. A fraction of the
+cases is run as ``FIRST STEP`` say.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+import torch
+
+from flash_train.attention.masks import Full
+from tests.attention import decoding
+from tests.attention.cases import BY_NAME, on_card
+from tests.attention.contract import Case, run
+from tests.attention.properties import for_hopper
+from tests.attention.recipes import Blocks
+
+#: fewer queries or keys than a tile, none of either, and whole tiles
+SHORT = ((0, 140), (5, 5), (70, 0), (1, 300), (128, 256), (0, 9))
+NAMES = (
+    "causal", "gqa", "packed-cross", "packed-empty-entries", "mqa-dropout", "alibi-packed", "everything", "strided",
+    "documents-packed", "tree-packed", "blocks", "blocks-packed", "function-tensors", "sinks-only-seen", "no-queries",
+)  # fmt: skip
+SHORT_CASES = [
+    Case(f"short-{d}", SHORT, heads=4, kv_heads=1, head_dim=d, packed=True, band=Full(), tail=(3, 2), dropout=dropout)
+    for d, dropout in ((64, 0.0), (128, 0.1), (256, 0.0))
+]
+FAR = [Case(f"far-{name}", ((150, 150),), head_dim=128, far=name) for name in ("q", "k", "v", "dout")]
+
+
+def cases(backend: str) -> list[Case]:
+    found = [*(on_card(BY_NAME[name]) for name in NAMES), *SHORT_CASES, *FAR]
+    found = [replace(case, dtype=torch.bfloat16) for case in found]
+    return [_of_whole_tiles(case) for case in found] if backend == "hopper" else found
+
+
+def _of_whole_tiles(case: Case) -> Case:
+    """With blocks and head dimensions that Hopper's kernels take."""
+    terms = tuple(replace(t, size=(128, 128), shape=None) if isinstance(t, Blocks) else t for t in case.terms)
+    sizes = {name: (n := getattr(case, name)) and -(-n // 8) * 8 for name in ("head_dim", "v_head_dim")}
+    return for_hopper(replace(case, terms=terms, **sizes))
+
+
+def main(backend: str, first: int = 0, step: int = 1) -> int:
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1":
+        raise SystemExit("PYTORCH_NO_CUDA_MEMORY_CACHING=1 is needed: tensors must be allocations of their own")
+    failed = []
+    if backend == "decode":
+        for decode_case in decoding.CASES[first::step]:
+            found = decoding.error(replace(decode_case, dtype=torch.bfloat16), "cuda")
+            failed += [f"{decode_case.name}: {found:.2f} of what is allowed"] if not found <= 1 else []
+    else:
+        for case in cases(backend)[first::step]:
+            wrong = [error for error in run(case, backend, "cuda", poison=False) if not error.ok]
+            failed += [f"{case}: {wrong}"] if wrong else []
+    torch.cuda.synchronize()
+    print(*failed, f"{backend}: {len(failed)} wrong", sep="\n", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
