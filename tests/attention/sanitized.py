@@ -3,8 +3,9 @@
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.attention.sanitized triton 0 1``
 
 PyTorch's allocator cuts tensors out of large segments, and a read past a tensor's end mostly stays inside of one:
-without the allocator every tensor is an allocation of its own, and the checker sees where it ends. A fraction of the
-cases is run as ``FIRST STEP`` say.
+without the allocator every tensor is an allocation of its own, and the checker sees where it ends. ``FIRST`` and
+``STEP`` choose a part of the cases. With ``--only-run`` the calls are made and not judged: so that initcheck sees this
+project's kernels alone, and none of the copies that the judging makes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from flash_train.attention.masks import Full
 from tests.attention import decoding
 from tests.attention.cases import BY_NAME, on_card
-from tests.attention.contract import Case, run
+from tests.attention.contract import Case, _attend, _place, _results, build, run
 from tests.attention.properties import for_hopper
 from tests.attention.recipes import Blocks
 
@@ -48,7 +49,14 @@ def _of_whole_tiles(case: Case) -> Case:
     return for_hopper(replace(case, terms=terms, **sizes))
 
 
-def main(backend: str, first: int = 0, step: int = 1) -> int:
+def exercise(case: Case, backend: str) -> None:
+    """Forward and backward of the case, in memory as it is allocated."""
+    problem = build(case, "cuda")
+    leaves = {name: _place(name, x, case).requires_grad_() for name, x in problem.inputs.items()}
+    _results(problem, case, leaves, *_attend(problem, case, leaves, backend))
+
+
+def main(backend: str, first: int = 0, step: int = 1, only_run: bool = False) -> int:
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1":
         raise SystemExit("PYTORCH_NO_CUDA_MEMORY_CACHING=1 is needed: tensors must be allocations of their own")
     failed = []
@@ -58,6 +66,9 @@ def main(backend: str, first: int = 0, step: int = 1) -> int:
             failed += [f"{decode_case.name}: {found:.2f} of what is allowed"] if not found <= 1 else []
     else:
         for case in cases(backend)[first::step]:
+            if only_run:
+                exercise(case, backend)
+                continue
             wrong = [error for error in run(case, backend, "cuda", poison=False) if not error.ok]
             failed += [f"{case}: {wrong}"] if wrong else []
     torch.cuda.synchronize()
@@ -66,4 +77,5 @@ def main(backend: str, first: int = 0, step: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    given = [x for x in sys.argv[1:] if x != "--only-run"]
+    sys.exit(main(given[0], *map(int, given[1:]), only_run="--only-run" in sys.argv))
