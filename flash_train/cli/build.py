@@ -143,7 +143,7 @@ def build_data(config: DictConfig) -> PackedDataModule:
 def build_corpus(settings: DictConfig) -> Corpus | RecallCorpus:
     """The corpus that `data` names, with the options that are its own."""
     options = {key: value for key, value in plain(settings).items() if key not in COMMON_DATA_KEYS}
-    if settings.corpus == "text":
+    if settings.corpus in ("text", "hub"):
         options["errors"] = settings.errors
     return load_corpus(settings.corpus, **options)
 

@@ -36,11 +36,17 @@ def describe_data(info: dict[str, Any]) -> str:
     train = info.get("train")
     if train is None:  # made up as it is needed
         return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
+    val, streamed = info["val"], "streamed, its first chunk has " if info.get("streaming") else ""
     return (
-        f"{info['corpus']}, {train['documents']:,} documents, {_count(train['tokens'])} tokens "
-        f"in {train['rows']:,} rows of {info['seq_len']:,} ({train['packing_efficiency']:.2%} used), "
-        f"hash {info['corpus_hash'][:12]}"
+        f"{info['corpus']}, {streamed}{_documents(train)} in {train['rows']:,} rows of {info['seq_len']:,} "
+        f"({train['packing_efficiency']:.2%} used); "
+        f"held out for validation: {_documents(val)} in {val['rows']:,} rows; hash {info['corpus_hash'][:12]}"
     )
+
+
+def _documents(part: Mapping[str, Any]) -> str:
+    plural = "" if part["documents"] == 1 else "s"
+    return f"{part['documents']:,} document{plural}, {_count(part['tokens'])} tokens"
 
 
 def _count(number: int) -> str:

@@ -79,7 +79,7 @@ class TextSchema(DataSchema):
 
     corpus: str = "text"
     path: Any = None  # a file, folder, glob, or a list of these
-    text_field: str = "text"
+    text_field: str = "text"  # the column, or key, of a row that holds its text
 
 
 @dataclass
@@ -90,8 +90,8 @@ class HubSchema(DataSchema):
     name: str | None = None
     config: str | None = None
     split: str = "train"
-    text_field: str = "text"
-    streaming: bool = False
+    text_field: str = "text"  # the column of a row that holds its text
+    streaming: bool = False  # true: tokenised as it is read, in chunks, while the run trains
 
 
 @dataclass

@@ -4,6 +4,8 @@ import glob
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -112,7 +114,10 @@ def require_files(config: DictConfig) -> None:
     """
     paths = OmegaConf.select(config, "data.path") or []
     for path in [paths] if isinstance(paths, str) else paths:
-        if not os.path.exists(os.path.expanduser(path)) and next(glob.iglob(os.path.expanduser(path)), None) is None:
+        # What ** matches is for the corpus to find: `glob` may follow links in circles.
+        parts = takewhile(lambda part: part != "**", Path(path).expanduser().parts)
+        place = str(Path(*parts)) if path else ""
+        if not os.path.exists(place) and next(glob.iglob(place), None) is None:
             raise UsageError(f"data.path={path}: no such file or folder, and no glob that matches any")
     path = OmegaConf.select(config, "data.tokenizer")
     if path not in (None, "bytes") and not os.path.isfile(os.path.expanduser(path)):

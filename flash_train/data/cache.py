@@ -22,17 +22,18 @@ import platform
 import secrets
 import shutil
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flash_train.data.corpus import Corpus, Document, hash_file, hash_strings
 from flash_train.data.lock import exclusive
-from flash_train.data.notice import say_if_slow
+from flash_train.data.notice import say, say_if_slow
 from flash_train.data.tokenizer import Tokenizer
 
 VERSION = "1"
@@ -75,6 +76,11 @@ class TokenCache:
         """Hash of each document's identity: (documents,) uint64."""
         return np.load(self.folder / "keys.npy", mmap_mode="r")
 
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        """What `meta.json` says."""
+        return json.loads((self.folder / "meta.json").read_text())
+
     def __getstate__(self) -> dict:
         return {"folder": self.folder, "corpus_hash": self.corpus_hash, "dtype": self.dtype}
 
@@ -104,24 +110,41 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
     key = hash_strings([VERSION, corpus_hash, tokenizer.fingerprint])
     folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
     cache = TokenCache(folder, corpus_hash, tokenizer.dtype)
-    if not cache.is_whole():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        waiting = f"waiting for another process that tokenises into {folder}"
-        with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_alone:
-            if not cache.is_whole():  # by now another process may have built it
-                if is_alone:
-                    _make_room(folder)
-                with say_if_slow(f"tokenising into {folder}"):
-                    _build(cache, corpus, tokenizer)
+
+    def write(scratch: Path) -> None:
+        write_tokens(scratch, corpus.documents(), tokenizer)
+        if len(np.load(scratch / "sizes.npy", mmap_mode="r")) == 0:
+            raise ValueError(f"the corpus {corpus.name!r} is empty: it has no document with any text in it")
+        write_meta(scratch, {"corpus": corpus.name, "tokenizer": tokenizer.fingerprint})
+
+    build_if_missing(cache, write)
     return cache
 
 
-def _build(cache: TokenCache, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def build_if_missing(cache: TokenCache, write: Callable[[Path], None]) -> None:
+    """Builds a cache that is missing or damaged by `write`, which fills a folder; waits for a process that builds it.
+
+    Raises what `write` raises; OSError where the disk is full.
+    """
+    folder = cache.folder
+    if cache.is_whole():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    waiting = f"waiting for another process that tokenises into {folder}"
+    with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_alone:
+        if not cache.is_whole():  # by now another process may have built it
+            if is_alone:
+                _make_room(folder)
+            with say_if_slow(f"tokenising into {folder}"):
+                _build(cache, write)
+
+
+def _build(cache: TokenCache, write: Callable[[Path], None]) -> None:
     """Writes a cache in a scratch folder and moves it into its place."""
     scratch = _scratch(cache.folder)
     scratch.mkdir()
     try:
-        _write(scratch, corpus, tokenizer)
+        write(scratch)
         _move_into_place(scratch, cache)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -132,10 +155,15 @@ def _build(cache: TokenCache, corpus: Corpus, tokenizer: Tokenizer) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
+def write_tokens(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, enough: int | None = None) -> bool:
+    """Writes the tokens and indices of `documents` into `folder`; whether it came to their end.
+
+    It stops after the batch of documents that brings the tokens to `enough`, and has taken none after it.
+    """
     offsets, sizes, keys = array("q", [0]), array("q"), array("Q")
+    is_end, skipped = True, 0
     with open(folder / "tokens.bin", "wb") as file:
-        for batch in _batches(document for document in corpus.documents() if document.text):
+        for batch in _batches(document for document in documents if document.text):
             encoded = tokenizer.encode_documents([d.text for d in batch], [d.source for d in batch])
             for document, tokens in zip(batch, encoded, strict=True):
                 if tokens is not None:
@@ -143,15 +171,24 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
                     offsets.append(offsets[-1] + len(tokens))
                     sizes.append(len(document.text))
                     keys.append(_key_hash(document.key))
+                else:
+                    skipped += 1
+            if enough is not None and offsets[-1] >= enough:
+                is_end = False
+                break
         file.flush()
         os.fsync(file.fileno())  # or a crash of the machine might leave a file of the right size without its content
-    if not sizes:
-        raise ValueError(f"the corpus {corpus.name!r} is empty: it has no document with any text in it")
+    if skipped:
+        say(f"data.errors=skip: documents that are not UTF-8, left out: {skipped:,}")
     for name, index in zip(INDICES, (offsets, sizes, keys), strict=True):
         np.save(folder / name, np.asarray(index))  # int64 or uint64, as the array is; not copied
+    return is_end
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Writes what a cache is, with a hash of each index: the last of its files."""
     hashes = {name: hash_file(folder / name).hex() for name in INDICES}
-    meta = {"version": VERSION, "corpus": corpus.name, "tokenizer": tokenizer.fingerprint, "hashes": hashes}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2))
+    (folder / "meta.json").write_text(json.dumps({"version": VERSION, **meta, "hashes": hashes}, indent=2))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

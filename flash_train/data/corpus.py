@@ -1,12 +1,14 @@
 """Where text comes from. A corpus yields documents in a fixed order and knows a fingerprint of its content."""
 
 import hashlib
+import io
 import os
 import sysconfig
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -36,8 +38,9 @@ class StdlibCorpus:
     """The ``.py`` files of the running interpreter's standard library, one document each.
 
     Real, uneven text of tens of megabytes on every machine. Installed packages are left out; so is
-    what a distribution left out of the library itself (some ship no tests). Raises FileNotFoundError if `root` has no
-    such file.
+    what a distribution left out of the library itself (some ship no tests). Every document is UTF-8, so that any
+    tokenizer takes it: files in another encoding are decoded as they declare, and the few that declare none (tests of
+    Python's own parser) are left out. Raises FileNotFoundError if `root` has no such file.
     """
 
     name = "stdlib"
@@ -49,13 +52,31 @@ class StdlibCorpus:
             raise FileNotFoundError(f"data=stdlib: no .py files under {self.root}; use data=text data.path=…")
 
     def fingerprint(self) -> str:
-        """Hash of every file's relative path and content."""
-        return hash_files((file, self.root / file) for file in self.files)
+        """Hash of every document's path and text."""
+        whole = hashlib.blake2b(digest_size=16)
+        for document in self.documents():
+            _add(whole, document.key, hashlib.blake2b(document.text, digest_size=16).digest())
+        return whole.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """One document per file, in the order of their paths."""
+        """One document per file that is text, in the order of their paths."""
         for file in self.files:
-            yield Document(key=file, source=str(self.root / file), text=(self.root / file).read_bytes())
+            text = python_text((self.root / file).read_bytes())
+            if text is not None:
+                yield Document(key=file, source=str(self.root / file), text=text)
+
+
+def python_text(content: bytes) -> bytes | None:
+    """Python source as UTF-8: as it is, or decoded as it declares (PEP 263); None where it is neither."""
+    try:
+        content.decode()
+        return content
+    except UnicodeDecodeError:
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            return content.decode(encoding).encode()
+        except (SyntaxError, UnicodeDecodeError, LookupError):
+            return None
 
 
 def python_files(root: Path) -> list[str]:
@@ -71,8 +92,13 @@ def hash_files(files: Iterable[tuple[str, Path]]) -> str:
     """Hash of the (name, content) of files."""
     whole = hashlib.blake2b(digest_size=16)
     for name, path in files:
-        whole.update(hash_strings([name]).encode() + hash_file(path))
+        _add(whole, name, hash_file(path))
     return whole.hexdigest()
+
+
+def _add(whole: Any, name: str, content_hash: bytes) -> None:
+    """Adds a name and the hash of its content to a hash."""
+    whole.update(hash_strings([name]).encode() + content_hash)
 
 
 def hash_file(path: Path) -> bytes:

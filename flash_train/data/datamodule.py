@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 
@@ -16,6 +16,7 @@ from flash_train.data.progress import begin_a_whole_step, pending_batches, proce
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
 from flash_train.data.split import Part, check_val_fraction, split
+from flash_train.data.stream import StreamedRows, StreamingCorpus, StreamSampler
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 VAL_ORDER_SEED = 0  # validation rows are the same whatever the run's seed, so that runs can be compared
@@ -37,6 +38,9 @@ class PackedDataModule(lightning.LightningDataModule):
     finite and always the same best-fit packed rows, whatever `packing` and `seed`, so that losses can be compared.
     Batches are as `flash_train.data.dataset.collate` describes. Checkpoints carry the count of consumed batches, those
     whose optimizer step is done, and a resumed run goes on with the next one.
+
+    A corpus with `streaming` is tokenised as it is read (`flash_train.data.stream`): the same holds, but rows are
+    shuffled within chunks of some million tokens, and validation is of the first chunk.
 
     Args:
         corpus: StdlibCorpus, TextCorpus, HubCorpus, RecallCorpus, or another `Corpus`.
@@ -82,7 +86,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self.val_fraction, self.val_batches = val_fraction, val_batches
         self.num_workers, self.cache_dir = num_workers, cache_dir
         self._cache: TokenCache | None = None
-        self._train: PackedRows | RecallRows | None = None
+        self._train: PackedRows | RecallRows | StreamedRows | None = None
         self._val: PackedRows | RecallRows | None = None
         self._info: dict[str, Any] = {}
         self._resume_at = 0
@@ -98,7 +102,8 @@ class PackedDataModule(lightning.LightningDataModule):
         """What the data are, in plain values to be logged.
 
         corpus, corpus_hash, tokenizer, seq_len, packing, capacity; under "train" and "val" each: documents, tokens,
-        bytes, rows, packing_efficiency, capacity. For RecallCorpus only corpus, corpus_hash, seq_len, capacity, chance.
+        bytes, rows, packing_efficiency, capacity. Where `streaming` is True, "train" is the first chunk alone. For
+        RecallCorpus only corpus, corpus_hash, seq_len, capacity, chance.
         """
         self.setup()
         return self._info
@@ -116,8 +121,11 @@ class PackedDataModule(lightning.LightningDataModule):
         return part.bytes / int(part.lengths.sum() - len(part))  # a document's first token is not predicted
 
     def prepare_data(self) -> None:
-        """Tokenises the corpus into the cache, unless it is there. Lightning calls this on one rank of each node."""
-        if not isinstance(self.corpus, RecallCorpus) and self._cache is None:
+        """Tokenises the corpus into the cache, unless it is there. Lightning calls this on one rank of each node.
+
+        Of a corpus that is streamed, `setup` tokenises the first chunk.
+        """
+        if not isinstance(self.corpus, RecallCorpus) and not self._is_streamed and self._cache is None:
             self._cache = tokenize(self.corpus, self.tokenizer, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
@@ -126,6 +134,8 @@ class PackedDataModule(lightning.LightningDataModule):
             return
         if isinstance(self.corpus, RecallCorpus):
             self._setup_recall(self.corpus)
+        elif self._is_streamed:
+            self._setup_stream()
         else:
             self.prepare_data()
             self._setup_text(self._cache)
@@ -162,11 +172,15 @@ class PackedDataModule(lightning.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the batches consumed, what they were batches of, and how to read their tokens.
 
-        The last are for text alone: `token_ids` of bos (or None), eos and pad, and `tokenizer_file`, the path of a
-        JsonTokenizer's file (None for other tokenizers).
+        Of a corpus that is streamed, "stream" says which documents are consumed. For text alone: `token_ids` of bos
+        (or None), eos and pad, and `tokenizer_file`, the path of a JsonTokenizer's file (None for other tokenizers).
         """
-        counts = {"consumed_batches": self.consumed_batches, "rows_per_batch": self._rows_per_batch}
-        return {**counts, **self._identity(), **self._reading()}
+        consumed, rows = self.consumed_batches, self._rows_per_batch
+        counts: dict[str, Any] = {"consumed_batches": consumed, "rows_per_batch": rows}
+        identity = self._identity()
+        if isinstance(self._train, StreamedRows):
+            counts["stream"] = self._train.state(consumed * rows)
+        return {**counts, **identity, **self._reading()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the consumed batches; with another batch size or world size, at the nearest batch before.
@@ -176,11 +190,33 @@ class PackedDataModule(lightning.LightningDataModule):
         """
         own = self._identity()
         saved = {name: state_dict.get(name) for name in own}  # what says nothing to the other kind of corpus: None
+        own["streaming"], saved["streaming"] = self._is_streamed, "stream" in state_dict
         differing = [f"{name} was {saved[name]} and is {own[name]}" for name in own if saved[name] != own[name]]
         if differing:
             say(f"resuming on others than before: {', '.join(differing)}")
+        if isinstance(self._train, StreamedRows):
+            self._train.restore(state_dict.get("stream"))
         self._resume_at = state_dict["consumed_batches"] * state_dict["rows_per_batch"] // self._rows_per_batch
         self._anchor = None
+
+    def __repr__(self) -> str:
+        """What the rows are made of; how many there are once it is set up. Reads nothing."""
+        tokenizer = "" if isinstance(self.corpus, RecallCorpus) else f"tokenizer={self.tokenizer.fingerprint}, "
+        options = f"seq_len={self.seq_len}, batch_size={self.batch_size}, packing={self.packing}, seed={self.seed}"
+        parts = [
+            f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens in {part['rows']:,} rows"
+            for name in ("train", "val")
+            if (part := self._info.get(name))
+        ]
+        state = "; ".join(parts) or ("set up" if self._info else "not set up")
+        streamed = " (streamed; train is its first chunk)" if self._is_streamed else ""
+        return f"{type(self).__name__}(corpus={self.corpus.name}{streamed}, {tokenizer}{options}; {state})"
+
+    __str__ = __repr__  # Lightning's own asks the dataloaders for their lengths, and training has none
+
+    @property
+    def _is_streamed(self) -> bool:
+        return getattr(self.corpus, "streaming", False)
 
     @property
     def _ranks(self) -> dict[str, int]:
@@ -210,7 +246,10 @@ class PackedDataModule(lightning.LightningDataModule):
         ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "pad": tokenizer.pad}
         return {"token_ids": ids, "tokenizer_file": file}
 
-    def _train_sampler(self) -> EndlessBatchSampler:
+    def _train_sampler(self) -> EndlessBatchSampler | StreamSampler:
+        if isinstance(self._train, StreamedRows):
+            start = self.consumed_batches
+            return self._train.sampler(self.batch_size, seed=self.seed, start_batch=start, **self._ranks)
         return EndlessBatchSampler(
             len(self._train),
             self.batch_size,
@@ -239,22 +278,38 @@ class PackedDataModule(lightning.LightningDataModule):
             "chance": corpus.chance,
         }
 
+    def _setup_stream(self) -> None:
+        rows = StreamedRows(
+            cast("StreamingCorpus", self.corpus),
+            self.tokenizer,
+            seq_len=self.seq_len,
+            packing=self.packing,
+            val_fraction=self.val_fraction,
+            cache_dir=self.cache_dir,
+        )
+        self._train, self._val = rows, rows.val
+        self._describe_text(rows.corpus_hash, (rows.first_part, rows.first_index), rows.val)
+        self._info["streaming"] = True
+
     def _setup_text(self, cache: TokenCache) -> None:
         train, val = split(cache, self.val_fraction)
         train_index = pack(train.lengths, self.seq_len, self.packing)
         val_index = pack(val.lengths, self.seq_len, "best_fit")
         capacity = max(train_index.capacity, val_index.capacity)  # one for both: shapes never change
         self._train = PackedRows(train, train_index, self.tokenizer.pad, capacity)
-        self._val = PackedRows(val, val_index, self.tokenizer.pad, capacity)
+        self._val = val_rows = PackedRows(val, val_index, self.tokenizer.pad, capacity)
+        self._describe_text(cache.corpus_hash, (train, train_index), val_rows)
+
+    def _describe_text(self, corpus_hash: str, train: tuple[Part, PackedIndex], val: PackedRows) -> None:
         self._info = {
             "corpus": self.corpus.name,
-            "corpus_hash": cache.corpus_hash,
+            "corpus_hash": corpus_hash,
             "tokenizer": self.tokenizer.fingerprint,
             "seq_len": self.seq_len,
             "packing": self.packing,
-            "capacity": capacity,
-            "train": _describe(train, train_index),
-            "val": _describe(val, val_index),
+            "capacity": val.capacity,
+            "train": _describe(*train),
+            "val": _describe(val.part, val.index),
         }
 
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from flash_train.data.dataset import Batch, PackedRows, collate
 from flash_train.data.recall import RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler
+from flash_train.data.stream import StreamedRows, StreamSampler
 
 
 class BatchStream:
@@ -20,8 +21,8 @@ class BatchStream:
 
     def __init__(
         self,
-        rows: PackedRows | RecallRows,
-        make_sampler: Callable[[], EndlessBatchSampler | ShardedBatchSampler],
+        rows: PackedRows | RecallRows | StreamedRows,
+        make_sampler: Callable[[], EndlessBatchSampler | ShardedBatchSampler | StreamSampler],
         num_workers: int = 0,
     ) -> None:
         self.rows, self.make_sampler, self.num_workers = rows, make_sampler, num_workers

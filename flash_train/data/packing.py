@@ -87,11 +87,12 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> PackedIndex:
 def concat(lengths: np.ndarray, seq_len: int) -> PackedIndex:
     """The documents as one stream, cut every `seq_len` tokens."""
     ends = np.cumsum(lengths)
-    cuts = np.unique(np.concatenate([[0], ends, np.arange(0, ends[-1], seq_len)]))
+    total = int(lengths.sum())
+    cuts = np.unique(np.concatenate([[0], ends, np.arange(0, total, seq_len)]))
     begins = cuts[:-1]
     documents = np.searchsorted(ends, begins, side="right")
     starts = begins - (ends - lengths)[documents]
-    row_offsets = np.searchsorted(begins, np.arange(0, ends[-1] + seq_len, seq_len))
+    row_offsets = np.searchsorted(begins, np.arange(0, total + seq_len, seq_len))
     return PackedIndex(seq_len, True, documents, starts, np.diff(cuts), row_offsets)
 
 

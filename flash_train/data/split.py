@@ -38,11 +38,26 @@ def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
     check_val_fraction(val_fraction)
     if len(cache.keys) == 1:
         return _split_tail(cache, val_fraction)
+    is_val = _is_val(cache, val_fraction)
+    return _part(cache, ~is_val), _part(cache, is_val)
+
+
+def train_part_after(first: TokenCache, cache: TokenCache, val_fraction: float) -> Part:
+    """What `cache` adds to the training part, where validation is the validation part of `first`: all but its copies.
+
+    May be empty.
+    """
+    held_out = first.keys if len(first.keys) == 1 else first.keys[_is_val(first, val_fraction)]
+    return _part(cache, ~np.isin(cache.keys, held_out))
+
+
+def _is_val(cache: TokenCache, val_fraction: float) -> np.ndarray:
+    """Which documents are for validation: (documents,) bool."""
     is_val = cache.keys < np.uint64(val_fraction * 2**64)
     # Tiny corpora: the keys nearest to the border change sides, so that the choice is still by hash alone.
     is_val[np.argmin(cache.keys)] = True
     is_val[len(cache.keys) - 1 - np.argmax(cache.keys[::-1])] = False  # another one, even if all keys are equal
-    return _part(cache, ~is_val), _part(cache, is_val)
+    return is_val
 
 
 def check_val_fraction(val_fraction: float) -> None:

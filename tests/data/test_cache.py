@@ -87,9 +87,10 @@ def test_key_covers_content_and_tokenizer(tmp_path):
     assert len(folders) == 4
 
 
-def test_skipped_and_empty_documents_are_not_documents(tmp_path):
+def test_skipped_and_empty_documents_are_not_documents(tmp_path, capsys):
     tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]), "skip")
     cache = tokenize(ListCorpus([b"a", b"\xff", b"", b"b"]), tokenizer, tmp_path)
+    assert capsys.readouterr().err == "data: data.errors=skip: documents that are not UTF-8, left out: 1\n"
     assert [tokenizer.decode(cache.tokens[b:e]) for b, e in zip(cache.offsets, cache.offsets[1:], strict=False)] == [
         "a",
         "b",

@@ -4,10 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flash_train.data import ByteTokenizer, PackedDataModule, StdlibCorpus, load_corpus
+from flash_train.data import ByteTokenizer, JsonTokenizer, PackedDataModule, StdlibCorpus, load_corpus
 from flash_train.data.cache import tokenize
 from flash_train.data.split import split
 from tests.data.conftest import ListCorpus, random_texts
+from tests.data.test_tokenizer import write_tokenizer
 
 
 def write_library(root: Path) -> Path:
@@ -36,13 +37,35 @@ def test_standard_library_of_this_interpreter_is_read(tmp_path, monkeypatch):
     assert "json/decoder.py" in corpus.files and not any("site-packages" in name for name in corpus.files)
     data = PackedDataModule(corpus, seq_len=2048, batch_size=1, cache_dir=tmp_path)
     train, val = data.info["train"], data.info["val"]
-    assert train["bytes"] + val["bytes"] == sum((corpus.root / name).stat().st_size for name in corpus.files)
+    assert train["bytes"] + val["bytes"] == sum(len(document.text) for document in corpus.documents())
     assert train["tokens"] == train["bytes"] + 2 * train["documents"]
     assert 0.02 < val["documents"] / (train["documents"] + val["documents"]) < 0.08
     # The second time nothing is tokenised.
     monkeypatch.setattr(ByteTokenizer, "encode_documents", None)
     again = PackedDataModule(StdlibCorpus(), seq_len=2048, batch_size=1, cache_dir=tmp_path)
     assert again.info == data.info
+
+
+def test_standard_library_suits_a_tokenizer_that_takes_only_utf8(tmp_path):
+    write_library(tmp_path / "lib")
+    declared = "# -*- coding: koi8-r -*-\nx = 'Питон'\n"
+    (tmp_path / "lib/declared.py").write_bytes(declared.encode("koi8-r"))
+    (tmp_path / "lib/undeclared.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "lib/unknown.py").write_bytes(b"# -*- coding: rot13 -*-\nx = '\xff'\n")
+    corpus = StdlibCorpus(tmp_path / "lib")
+    assert [document.text for document in corpus.documents()] == [b"# a.py\n", declared.encode(), b"# pkg/b.py\n"]
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]))
+    assert len(tokenize(corpus, tokenizer, tmp_path / "cache").keys) == 3
+    # What another tokenizer reads is the same, and the corpus is known by it.
+    before = corpus.fingerprint()
+    (tmp_path / "lib/declared.py").write_bytes(declared.encode("cp1251"))
+    assert StdlibCorpus(tmp_path / "lib").fingerprint() != before
+    (tmp_path / "lib/declared.py").write_text(declared)
+    assert StdlibCorpus(tmp_path / "lib").fingerprint() == before
+
+
+def test_the_default_corpus_suits_a_tokenizer_that_takes_only_utf8():
+    assert all(document.text.decode() is not None for document in StdlibCorpus().documents())
 
 
 def test_no_standard_library_is_named(tmp_path):

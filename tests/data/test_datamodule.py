@@ -4,7 +4,7 @@ from itertools import islice
 import pytest
 import torch
 
-from flash_train.data import IGNORE, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus
+from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus
 from tests.data.conftest import random_texts
 from tests.data.test_tokenizer import write_tokenizer
 
@@ -172,3 +172,27 @@ def test_recall_needs_no_cache(tmp_path):
     assert train["tokens"].shape == val["tokens"].shape == (2, 256)
     assert data.bytes_per_token is None and data.info["chance"] == data.corpus.chance
     assert list(tmp_path.iterdir()) == []
+
+
+def test_printed_it_says_what_it_is(make_data, tmp_path):
+    data = make_data()
+    assert (
+        str(data)
+        == repr(data)
+        == (
+            "PackedDataModule(corpus=list, tokenizer=bytes-259, seq_len=64, batch_size=3, packing=best_fit, seed=7; "
+            "not set up)"
+        )
+    )
+    train, val = data.info["train"], data.info["val"]
+    assert str(data).endswith(
+        f"; train: {train['documents']} documents, {train['tokens']:,} tokens in {train['rows']} rows; "
+        f"val: {val['documents']} documents, {val['tokens']:,} tokens in {val['rows']} rows)"
+    )
+    recall = PackedDataModule(RecallCorpus(), seq_len=256, batch_size=2, cache_dir=tmp_path)
+    recall.setup()
+    assert str(recall) == (
+        "PackedDataModule(corpus=recall, seq_len=256, batch_size=2, packing=best_fit, seed=0; set up)"
+    )
+    streamed = PackedDataModule(HubCorpus("nowhere", streaming=True), seq_len=64, batch_size=3)
+    assert "corpus=hub (streamed; train is its first chunk), " in str(streamed)

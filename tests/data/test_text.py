@@ -1,6 +1,8 @@
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from flash_train.data import HubCorpus, PackedDataModule, TextCorpus
@@ -34,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     for name, text in {
         "a.txt": "txt",
         "sub/b.MD": "md",
-        "e.csv": "no",
+        "e.rst": "no",
         ".git/x.txt": "no",
         "sub/empty.txt": "",
     }.items():
@@ -50,8 +52,9 @@ def test_a_folder_is_searched_through(folder):
 
 def test_rows_without_text_are_counted(folder, capsys):
     assert len(texts(TextCorpus(folder))) == 7
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
-    assert line == f"data: data.text_field=text: rows of {folder / 'c.jsonl'} without text, left out: 1"
+    first, second = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    assert first == f"data: data.path={folder}: not read: e.rst (another kind of file); .git (hidden)"
+    assert second == f"data: data.text_field=text: rows of {folder / 'c.jsonl'} without text, left out: 1"
 
 
 def test_files_globs_and_lists(folder):
@@ -73,17 +76,18 @@ def test_the_text_field_can_be_chosen(tmp_path):
     assert texts(TextCorpus(path, text_field="body")) == [b"hello"]
     with pytest.raises(ValueError, match="data.text_field=text: .*x.jsonl has only body, n"):
         texts(TextCorpus(path))
-    with pytest.raises(ValueError, match="data.text_field=n: row 0 of .*x.jsonl holds int, allowed is text"):
+    with pytest.raises(ValueError, match="data.text_field=n: line 1 of .*x.jsonl holds int, allowed is text"):
         texts(TextCorpus(path, text_field="n"))
 
 
-def test_rows_that_are_not_utf8(tmp_path):
+def test_rows_that_are_not_utf8(tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "good"}\n{"text": "bad \xff"}\n')
-    with pytest.raises(ValueError, match="bad.jsonl is not UTF-8; convert it, or set data.errors=replace or skip"):
+    with pytest.raises(ValueError, match="line 2 of .*bad.jsonl is not UTF-8; convert it, or set data.errors=repl"):
         texts(TextCorpus(path))
     assert texts(TextCorpus(path, errors="replace")) == [b"good", "bad \ufffd".encode()]
     assert texts(TextCorpus(path, errors="skip")) == [b"good"]
+    assert capsys.readouterr().err == f"data: data.errors=skip: rows of {path} that are not UTF-8, left out: 1\n"
 
 
 def test_malformed_rows_name_the_file(tmp_path):
@@ -98,10 +102,10 @@ def test_malformed_rows_name_the_file(tmp_path):
 def test_missing_and_unreadable_paths_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="data.path=.*nowhere"):
         TextCorpus(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.rst"):
-        TextCorpus(f"{folder}/*.rst")
-    with pytest.raises(ValueError, match=r"data.path=.*e.csv: nothing to read there; readable are files in .txt, .md"):
-        TextCorpus(folder / "e.csv")
+    with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.html"):
+        TextCorpus(f"{folder}/*.html")
+    with pytest.raises(ValueError, match=r"data.path=.*e.rst: nothing to read there .*; readable are files in .txt"):
+        TextCorpus(folder / "e.rst")
     with pytest.raises(ValueError, match="data.path is an empty list"):
         TextCorpus([])
 
@@ -145,5 +149,60 @@ def test_hub_mistakes_are_named(tmp_path):
         texts(HubCorpus(str(tmp_path / "nowhere"), streaming=True))
     with pytest.raises(ValueError, match="data.name=.*set: .*tset"):
         texts(HubCorpus(str(tmp_path / "set"), split="tset", streaming=True))
-    with pytest.raises(ValueError, match="data.text_field=body: data.name=.*set has only text"):
+    with pytest.raises(ValueError, match="data.text_field=body: .*set/train.jsonl has only text"):
         texts(HubCorpus(str(tmp_path / "set"), text_field="body", streaming=True))
+
+
+def test_hub_says_what_it_does_not_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    write_jsonl(tmp_path / "set" / "a.jsonl", [{"text": "one"}])
+    write_jsonl(tmp_path / "set" / "b.jsonl", [{"text": "two"}])
+    corpus = HubCorpus(str(tmp_path / "set"))
+    (tmp_path / "set" / "README.md").write_text("# a card")
+    corpus.fingerprint()
+    assert "not read" not in capsys.readouterr().err
+    write_parquet(tmp_path / "set" / "c.parquet", [{"text": "three"}])
+    write_jsonl(tmp_path / "far" / "d.jsonl", [{"text": "four"}])
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "far")
+    corpus.fingerprint()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    reason = "`datasets` reads files of one kind, and follows no links to folders"
+    assert line == (
+        f"data: data.name={tmp_path / 'set'}: not read: c.parquet, link/d.jsonl ({reason}); "
+        f"data=text data.path={tmp_path / 'set'} reads every kind"
+    )
+    assert texts(corpus) == [b"one", b"two"]
+    assert texts(TextCorpus(tmp_path / "set"))[:4] == [b"# a card", b"one", b"two", b"three"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_reads_the_text_field_of_local_files_alone(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    folder = tmp_path / "types"
+    write_jsonl(folder / "a.jsonl", [{"text": "x" * 1000, "o": 1}] * 11_000 + [{"text": "last", "o": {"a": [1]}}])
+    assert len(texts(HubCorpus(str(folder), streaming=streaming))) == 11_001
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "null")}), write_parquet_folder(tmp_path))
+    assert texts(HubCorpus(str(tmp_path / "shards"), streaming=streaming)) == [b"one"]
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "a.jsonl").write_text('{"text": "half \\ud83d"}\n{"text": "good"}\n')
+    with pytest.raises(ValueError, match="line 1 of .*half/a.jsonl holds half a surrogate pair"):
+        texts(HubCorpus(str(tmp_path / "half"), streaming=streaming))
+    skipping = HubCorpus(str(tmp_path / "half"), streaming=streaming, errors="skip")
+    assert texts(skipping) == [b"good"]
+    assert skipping.fingerprint() != HubCorpus(str(tmp_path / "half"), streaming=streaming).fingerprint()
+
+
+def write_parquet_folder(tmp_path: Path) -> Path:
+    """A folder with a shard that has rows; the path of one to come before it."""
+    write_parquet(tmp_path / "shards" / "1.parquet", [{"text": "one", "n": 1}])
+    return tmp_path / "shards" / "0.parquet"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_names_a_data_set_that_datasets_cannot_read(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.csv").write_text('text,n\na,1\n"b\n')
+    with pytest.raises(ValueError, match="data.name=.*set: ") as raised:
+        texts(HubCorpus(str(tmp_path / "set"), streaming=streaming))
+    assert "\n" not in str(raised.value) and "generating the dataset" not in str(raised.value)

@@ -1,0 +1,279 @@
+"""Rows of .jsonl, .json, .csv, .tsv and .parquet files: the text of each, one at a time, and of no other column."""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from flash_train.data.tokenizer import Errors
+
+PATIENCE_ROWS = 1000  # rows without the text's key before a file counts as one that has no such key
+BLOCK = 1 << 20  # bytes of a .json file that are read at once
+PARQUET_ROWS = 64  # rows of a .parquet file that are decoded at once
+SURROGATE = re.compile("[\ud800-\udfff]")
+UNDECODED = re.compile("[\udc80-\udcff]")  # what stands for a byte that is not UTF-8, under "surrogateescape"
+SEPARATORS = re.compile(r"[ \t\r\n,]*")
+
+
+class MissingTextError(ValueError):
+    """A row without the text that was asked for."""
+
+
+class NoSuchFieldError(MissingTextError):
+    """A file in which no row has the text that was asked for."""
+
+
+@dataclass(frozen=True)
+class RowText:
+    """One row: `place` says where in its file it is. `text` is UTF-8, or None where the row has none.
+
+    `is_valid` is False for text that UTF-8 cannot hold, which is None then.
+    """
+
+    place: str
+    text: bytes | None
+    is_valid: bool = True
+
+
+def read_rows(file: Path, suffix: str, compression: str, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """The rows of `file`, in order; only `text_field` of each is looked at.
+
+    `suffix` is .jsonl, .ndjson, .json, .csv, .tsv or .parquet; `compression` .gz, .zst or "". Lines are counted from 1,
+    as an editor counts them; rows of .parquet and .json from 0. One row is in memory at a time (of .parquet: 64).
+    `errors` is for text that is not UTF-8 or has half a surrogate pair: "strict" raises ValueError, "replace" puts
+    U+FFFD, "skip" gives a row that is not valid.
+
+    Raises NoSuchFieldError where no row has the field, MissingTextError where it holds something other than text,
+    ValueError for a malformed file. All name the file and the row.
+    """
+    with _named(file, suffix):
+        if suffix == ".parquet":
+            yield from _parquet(file, text_field, errors)
+            return
+        with open_bytes(file, compression) as stream:
+            yield from STREAM_READERS[suffix](stream, file, text_field, errors)
+
+
+@contextmanager
+def open_bytes(file: Path, compression: str) -> Iterator[IO[bytes]]:
+    """The content of `file`, decompressed as it is read. Raises ValueError where no .zst can be read."""
+    if compression == ".gz":
+        with gzip.open(file) as unpacked:
+            yield cast(IO[bytes], unpacked)
+    elif compression == ".zst":
+        import pyarrow
+
+        if not pyarrow.Codec.is_available("zstd"):
+            raise ValueError(f"data.path: {file}: this pyarrow cannot read .zst; decompress the file (zstd -d)")
+        with open(file, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
+            yield io.BufferedReader(stream, BLOCK)
+    else:
+        with open(file, "rb") as stream:
+            yield stream
+
+
+def read_whole(file: Path, compression: str) -> bytes:
+    """The whole content of `file`, decompressed. Raises ValueError for one that is not what its suffix says."""
+    with _named(file, compression or file.suffix), open_bytes(file, compression) as stream:
+        return stream.read()
+
+
+@contextmanager
+def _named(file: Path, suffix: str) -> Iterator[None]:
+    """Errors of a malformed file become a ValueError that names it."""
+    try:
+        yield
+    except (PermissionError, FileNotFoundError, MissingTextError):
+        raise
+    except (ValueError, OSError, EOFError, zlib.error, csv.Error, NotImplementedError, RecursionError) as error:
+        if str(error).startswith("data."):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"data.path: {file} cannot be read as {suffix.lstrip('.')}: {reason}") from None
+
+
+def _lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """JSON, an object on each line; a file that begins with a list is read as `_values` reads it."""
+    if stream.peek(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
+        yield from _values(stream, file, text_field, errors)
+        return
+    fields = _Fields(file, text_field, errors)
+    for number, line in enumerate(stream, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not line.strip():
+            continue
+        try:
+            content = line.decode()
+        except UnicodeDecodeError:  # perhaps in a column that is not asked for
+            content = line.decode(errors=_handler(errors))
+        place = f"line {number}"
+        try:
+            row = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: {_json_fault(error)}") from None
+        yield fields.of(row, place)
+    fields.end()
+
+
+def _values(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """JSON: a list of objects, or objects after one another, with or without line breaks inside them."""
+    fields = _Fields(file, text_field, errors)
+    decode = codecs.getincrementaldecoder("utf-8-sig")(_handler(errors)).decode
+    decoder, buffer, at, is_end, in_list = json.JSONDecoder(), "", 0, False, False
+    while True:
+        at = SEPARATORS.match(buffer, at).end()
+        if at < len(buffer) and buffer[at] == ("]" if in_list else "["):
+            in_list, at = not in_list, at + 1
+            continue
+        place = f"row {fields.rows}"
+        if at < len(buffer):
+            try:
+                row, at = decoder.raw_decode(buffer, at)
+                yield fields.of(row, place)
+                continue
+            except (json.JSONDecodeError, RecursionError) as error:  # or the row has not been read to its end
+                if is_end or isinstance(error, RecursionError):
+                    raise ValueError(f"{place}: {_json_fault(error)}") from None
+        elif is_end:
+            break
+        # As much again as is there: a row longer than a block takes time in proportion to its length.
+        block = stream.read(max(BLOCK, len(buffer) - at))
+        is_end = not block
+        buffer, at = buffer[at:] + decode(block, is_end), 0
+    if in_list:
+        raise ValueError(f"the list has no end after row {fields.rows - 1}")
+    fields.end()
+
+
+def _table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """Comma-separated values (tab-separated in .tsv), whose first line names the columns."""
+    limit = csv.field_size_limit(2**31 - 1)  # the module's own, 128 KiB, is less than a long document
+    try:
+        lines = io.TextIOWrapper(stream, "utf-8-sig", _handler(errors), newline="\n")
+        rows = csv.reader(lines, delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
+        header = next(rows, None)
+        if header is None:
+            return
+        if text_field not in header:
+            raise _no_field(text_field, file, header)
+        column, fields = header.index(text_field), _Fields(file, text_field, errors)
+        while True:
+            place = f"line {rows.line_num + 1}"
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise ValueError(f"{place}: {error}") from None
+            if row:
+                text = row[column] if column < len(row) else None
+                yield fields.of({text_field: text or None}, place)
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """The one column of a .parquet file; a file without rows may have any columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    types = pyarrow.types
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        schema = parquet.schema_arrow
+        if parquet.metadata.num_rows == 0:
+            return
+        if text_field not in schema.names:
+            raise _no_field(text_field, file, schema.names)
+        kind = schema.field(text_field).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+        is_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
+        if not any(check(kind) for check in (*is_text, *is_bytes)):
+            raise MissingTextError(f"data.text_field={text_field}: row 0 of {file} holds {kind}, allowed is text")
+        fields = _Fields(file, text_field, errors)
+        for batch in parquet.iter_batches(PARQUET_ROWS, columns=[text_field]):
+            column = batch.column(0)
+            column = column.dictionary_decode() if types.is_dictionary(column.type) else column
+            # As bytes: some writers put text in that is not UTF-8, which pyarrow does not notice here.
+            for text in column.cast(pyarrow.large_binary()).to_pylist():
+                decoded = None if text is None else text.decode(errors=_handler(errors))
+                yield fields.of({text_field: decoded}, f"row {fields.rows}")
+
+
+class _Fields:
+    """Takes the text out of rows."""
+
+    def __init__(self, file: Path, text_field: str, errors: Errors) -> None:
+        self.file, self.text_field, self.errors = file, text_field, errors
+        self.rows, self.is_known = 0, False
+        self.first_keys: list[str] = []
+
+    def of(self, row: Any, place: str) -> RowText:
+        where = f"{place} of {self.file}"
+        if not isinstance(row, dict):
+            kind = MissingTextError if self.rows else NoSuchFieldError
+            raise kind(f"data.text_field={self.text_field}: {where} is {_kind(row)}, allowed are objects with that key")
+        self.rows += 1
+        self.first_keys = self.first_keys or list(row)
+        self.is_known = self.is_known or self.text_field in row
+        if not self.is_known and self.rows >= PATIENCE_ROWS:
+            self.end()
+        text = row.get(self.text_field)
+        if text is None:
+            return RowText(where, None)
+        if not isinstance(text, str):
+            raise MissingTextError(
+                f"data.text_field={self.text_field}: {where} holds {type(text).__name__}, allowed is text"
+            )
+        if SURROGATE.search(text):
+            if self.errors == "strict":
+                fault = "is not UTF-8" if UNDECODED.search(text) else "holds half a surrogate pair, which is no text"
+                cure = "convert it" if UNDECODED.search(text) else "repair it"
+                raise ValueError(f"data.path: {where} {fault}; {cure}, or set data.errors=replace or skip")
+            if self.errors == "skip":
+                return RowText(where, None, is_valid=False)
+            text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
+        return RowText(where, text.encode())
+
+    def end(self) -> None:
+        """Raises NoSuchFieldError if rows were read and none had the field."""
+        if self.rows and not self.is_known:
+            raise _no_field(self.text_field, self.file, self.first_keys)
+
+
+def _no_field(text_field: str, file: Path, names: Any) -> NoSuchFieldError:
+    there = ", ".join(str(name).encode(errors="backslashreplace").decode() for name in names)
+    return NoSuchFieldError(f"data.text_field={text_field}: {file} has only {there or 'rows without any key'}")
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+
+
+def _handler(errors: Errors) -> str:
+    """How bytes are decoded: those that are not UTF-8 are found later, as surrogates, in the text that is asked for."""
+    return "replace" if errors == "replace" else "surrogateescape"
+
+
+def _json_fault(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (character {error.colno})"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+STREAM_READERS: dict[str, Callable[[IO[bytes], Path, str, Errors], Iterator[RowText]]] = {
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".json": _values,
+    ".csv": _table,
+    ".tsv": _table,
+}
+KINDS = (*STREAM_READERS, ".parquet")

@@ -1,0 +1,251 @@
+"""Rows of a corpus that is tokenised as it is read: chunk after chunk, while the run trains.
+
+A chunk is as many documents, in the corpus's order, as make `chunk_tokens` tokens. It is split, packed and shuffled by
+itself, and kept as a token cache of its own, so that several ranks, workers and runs share it. Where a chunk begins is
+known from the one before it, and for the chunk that a run is in, from its checkpoint. Everything follows from the
+corpus, the tokenizer and the settings: sample g of the stream is always the same row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from flash_train.data.cache import (
+    VERSION,
+    TokenCache,
+    build_if_missing,
+    default_cache_dir,
+    write_meta,
+    write_tokens,
+)
+from flash_train.data.corpus import Document, hash_strings
+from flash_train.data.dataset import PackedRows, Row
+from flash_train.data.notice import say_if_slow
+from flash_train.data.packing import PackedIndex, PackingName, pack
+from flash_train.data.sampler import epoch_order
+from flash_train.data.split import split, train_part_after
+from flash_train.data.tokenizer import Tokenizer
+
+CHUNK_ROWS = 256  # of tokens in a chunk, but for rows so long that these would be more than CHUNK_TOKENS
+CHUNK_TOKENS, FEWEST_CHUNK_ROWS = 4 << 20, 16
+KEPT_CHUNKS = 2  # packed in memory: samples are in order, and a batch may lie across a border
+
+
+class DocumentStream(Protocol):
+    """Documents in order, and where the next one is."""
+
+    def __iter__(self) -> Iterator[Document]:
+        """The documents from where the stream is."""
+
+    def position(self) -> dict[str, Any]:
+        """Where to go on after the document that came last: plain values."""
+
+
+class StreamingCorpus(Protocol):
+    """A corpus that can be read from a position in it."""
+
+    name: str
+
+    def fingerprint(self) -> str:
+        """As `Corpus` has it."""
+
+    def stream(self, position: dict[str, Any] | None = None) -> DocumentStream:
+        """The documents from `position` on; None is the beginning."""
+
+
+@dataclass(frozen=True)
+class ChunkStart:
+    """Sample `first` of the stream is the first of chunk `chunk` in the corpus's pass `epoch`.
+
+    `position` is where its first document is in the corpus, after `documents` others; None is the beginning.
+    """
+
+    epoch: int
+    chunk: int
+    first: int
+    documents: int
+    position: dict[str, Any] | None
+
+
+BEGINNING = ChunkStart(epoch=0, chunk=0, first=0, documents=0, position=None)
+
+
+def tokens_of_chunk(seq_len: int) -> int:
+    """The fewest tokens of a chunk that is not the last."""
+    return min(CHUNK_ROWS * seq_len, max(CHUNK_TOKENS, FEWEST_CHUNK_ROWS * seq_len))
+
+
+class StreamedRows(Dataset):
+    """Training rows by (chunk, row), as `PackedRows` has them, and the validation rows, which are of the first chunk.
+
+    Validation is `val_fraction` of the documents of the first chunk; their copies in later chunks are left out. A row
+    never has more than `capacity` entries, twice as many as any row of the first chunk: a row with more is cut.
+    """
+
+    def __init__(
+        self,
+        corpus: StreamingCorpus,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        packing: PackingName,
+        val_fraction: float,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.seq_len, self.packing, self.val_fraction = seq_len, packing, val_fraction
+        with say_if_slow(f"hashing the corpus {corpus.name!r}, by which its tokens are found"):
+            self.corpus_hash = corpus.fingerprint()
+        self.chunk_tokens = tokens_of_chunk(seq_len)
+        key = hash_strings([VERSION, "stream", self.corpus_hash, tokenizer.fingerprint, str(self.chunk_tokens)])
+        self._folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
+        self._identity = hash_strings([key, str(seq_len), packing, str(val_fraction)])
+        self._starts = {(BEGINNING.epoch, BEGINNING.chunk): BEGINNING}
+        self._positions: dict[int, dict[str, Any] | None] = {0: None}  # in the corpus, of the first documents of chunks
+        self._open: tuple[int, DocumentStream, Iterator[Document]] | None = None  # the chunk that comes next in it
+        self._packed: dict[int, PackedRows] = {}
+        self._first = self._cache(0)
+        train, val = split(self._first, val_fraction)
+        self.first_index, val_index = pack(train.lengths, seq_len, packing), pack(val.lengths, seq_len, "best_fit")
+        one_stream = self.first_index.one_stream
+        self.capacity = max(self.first_index.capacity * (1 if one_stream else 2), val_index.capacity)
+        self.first_part = train
+        self.val = PackedRows(val, val_index, tokenizer.pad, self.capacity)
+
+    def __getitem__(self, place: tuple[int, int]) -> Row:
+        chunk, row = place
+        return self.chunk(chunk)[row]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None, "_packed": {}}
+
+    def chunk(self, chunk: int) -> PackedRows:
+        """The training rows of a chunk, tokenised first where it is not in the cache."""
+        if chunk not in self._packed:
+            cache = self._cache(chunk)
+            part = self.first_part if chunk == 0 else train_part_after(self._first, cache, self.val_fraction)
+            index = limit_entries(pack(part.lengths, self.seq_len, self.packing), self.capacity)
+            while len(self._packed) >= KEPT_CHUNKS:
+                del self._packed[next(iter(self._packed))]
+            self._packed[chunk] = PackedRows(part, index, self.tokenizer.pad, self.capacity)
+        return self._packed[chunk]
+
+    def sampler(self, batch_size: int, *, seed: int, start_batch: int, rank: int, world_size: int) -> "StreamSampler":
+        """The batches from `start_batch` on, without end."""
+        return StreamSampler(self, batch_size, seed=seed, start_batch=start_batch, rank=rank, world_size=world_size)
+
+    def start_before(self, sample: int) -> ChunkStart:
+        """The last start of a chunk that is known and not after a sample."""
+        return self._starts_before(sample)[-1]
+
+    def start_after(self, start: ChunkStart) -> ChunkStart:
+        """Where the chunk after that of `start` begins; after the last chunk the first one comes again."""
+        cache, first = self._cache(start.chunk), start.first + len(self.chunk(start.chunk))
+        if cache.meta["is_last"]:
+            following = ChunkStart(start.epoch + 1, 0, first, 0, None)
+        else:
+            documents = start.documents + len(cache.keys)
+            following = ChunkStart(start.epoch, start.chunk + 1, first, documents, cache.meta["next"])
+        self._remember(following)
+        return following
+
+    def state(self, sample: int) -> dict[str, Any]:
+        """Which documents are consumed at a sample, as plain values.
+
+        The documents before the last chunk in "chunks" are consumed, and the rows of this chunk from its first sample
+        up to `sample`. The chunk before it is there for a batch of another size, which may begin in it.
+        """
+        starts = self._starts_before(sample)[-2:]
+        return {"rows": self._identity, "chunks": [asdict(start) for start in starts]}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Takes over what `state` returned; not from other rows, whose chunks begin elsewhere."""
+        if state and state["rows"] == self._identity:
+            for values in state["chunks"]:
+                self._remember(ChunkStart(**values))
+
+    def _starts_before(self, sample: int) -> list[ChunkStart]:
+        return [start for _, start in sorted(self._starts.items()) if start.first <= sample]
+
+    def _remember(self, start: ChunkStart) -> None:
+        self._starts[start.epoch, start.chunk] = start
+        self._positions[start.chunk] = start.position
+
+    def _cache(self, chunk: int) -> TokenCache:
+        """The tokens of a chunk, built first where they are missing or damaged."""
+        folder = self._folder.with_name(f"{self._folder.name}-{chunk:06d}")
+        cache = TokenCache(folder, self.corpus_hash, self.tokenizer.dtype)
+        build_if_missing(cache, lambda scratch: self._write(chunk, scratch))
+        return cache
+
+    def _write(self, chunk: int, folder: Path) -> None:
+        stream, documents = self._documents(chunk)
+        self._open = None  # an error would leave it in the middle of a chunk
+        is_last = write_tokens(folder, documents, self.tokenizer, self.chunk_tokens)
+        if chunk == 0 and len(np.load(folder / "sizes.npy", mmap_mode="r")) == 0:
+            raise ValueError(f"the corpus {self.corpus.name!r} is empty: it has no document with any text in it")
+        described = {"corpus": self.corpus.name, "tokenizer": self.tokenizer.fingerprint}
+        write_meta(folder, {**described, "is_last": is_last, "next": stream.position()})
+        self._open = chunk + 1, stream, documents
+
+    def _documents(self, chunk: int) -> tuple[DocumentStream, Iterator[Document]]:
+        """The corpus from a chunk on: as it is open from the chunk before, or opened there."""
+        if self._open and self._open[0] == chunk:
+            return self._open[1:]
+        if chunk not in self._positions:
+            self._positions[chunk] = self._cache(chunk - 1).meta["next"]
+        stream = self.corpus.stream(self._positions[chunk])
+        return stream, iter(stream)
+
+
+class StreamSampler:
+    """Batches of (chunk, row), as `EndlessBatchSampler` has rows: sample ``(i * world_size + rank) * batch_size + j``.
+
+    Chunks come in the corpus's order and rows shuffled in their chunk, by (seed, epoch, chunk). Asking for a batch
+    tokenises the chunk that it is in.
+    """
+
+    def __init__(
+        self,
+        rows: StreamedRows,
+        batch_size: int,
+        *,
+        seed: int,
+        start_batch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.start_batch, self.rank, self.world_size = start_batch, rank, world_size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        start, order = None, np.empty(0, dtype=np.int64)
+        i = self.start_batch
+        while True:
+            first, batch = (i * self.world_size + self.rank) * self.batch_size, []
+            for sample in range(first, first + self.batch_size):
+                start = start or self.rows.start_before(sample)
+                while sample >= start.first + len(self.rows.chunk(start.chunk)):
+                    start, order = self.rows.start_after(start), order[:0]
+                if not len(order):
+                    n_rows = len(self.rows.chunk(start.chunk))
+                    order = epoch_order(n_rows, self.seed, (start.epoch << 32) + start.chunk)
+                batch.append((start.chunk, int(order[sample - start.first])))
+            yield batch
+            i += 1
+
+
+def limit_entries(index: PackedIndex, capacity: int) -> PackedIndex:
+    """Rows of fewer than `capacity` segments, which leaves an entry for the padding; others are cut into several."""
+    if index.one_stream:
+        return index
+    cuts = [
+        np.arange(begin, end, capacity - 1)
+        for begin, end in zip(index.row_offsets, index.row_offsets[1:], strict=False)
+        if end - begin > capacity - 1
+    ]
+    return replace(index, row_offsets=np.unique(np.concatenate([index.row_offsets, *cuts])))

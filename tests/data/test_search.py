@@ -1,0 +1,129 @@
+"""What a search through folders finds, in which order, and what it says of the rest."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flash_train.data import TextCorpus
+
+
+def write(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
+def keys(path: Path | str) -> list[str]:
+    return [document.key for document in TextCorpus(path).documents()]
+
+
+def said(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+
+
+@pytest.fixture
+def deny(monkeypatch):
+    """Makes folders that the system does not let us read; permissions do not bind the administrator."""
+    denied, scandir, access = set(), os.scandir, os.access
+
+    def scan(folder="."):
+        if str(folder) in denied:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in denied and access(path, mode))
+    return lambda *paths: denied.update(map(str, paths))
+
+
+@pytest.mark.parametrize("pattern", ["", "/**", "/**/*.txt"])
+def test_folders_behind_links_are_read_once(tmp_path, capsys, pattern):
+    root = write(tmp_path / "root", "b/one.txt", "two.txt")
+    write(tmp_path / "elsewhere", "sub/three.txt")
+    (root / "a").symlink_to(root / "b")  # its target has an entry of its own
+    (root / "c").symlink_to(tmp_path / "elsewhere")
+    (root / "d").symlink_to(tmp_path / "elsewhere/sub")  # read already, one link further up
+    (tmp_path / "elsewhere/up").symlink_to(tmp_path / "root")
+    (root / "loop").symlink_to(root)
+    assert keys(f"{root}{pattern}") == ["b/one.txt", "c/sub/three.txt", "two.txt"]
+    assert said(capsys) == []
+
+
+def test_a_link_does_not_rename_a_document(tmp_path):
+    root = write(tmp_path / "root", "z/one.txt", "z.txt")
+    (root / "a.txt").symlink_to(root / "z.txt")
+    (root / "a").symlink_to(root / "z")
+    assert keys(root) == ["z.txt", "z/one.txt"]
+
+
+def test_the_order_of_documents_follows_the_names_alone(tmp_path, monkeypatch):
+    root = write(tmp_path / "root", *(f"{folder}/{name}.txt" for folder in "bca" for name in "zxy"))
+    write(tmp_path / "far", "1.txt", "2.txt")
+    (root / "link").symlink_to(tmp_path / "far")
+    before, scandir = keys(root), os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: reversed(list(scandir(folder))))
+    assert keys(root) == before == sorted(before) and len(before) == 11
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.txt"])
+def test_a_folder_that_cannot_be_read_is_said(tmp_path, capsys, deny, pattern):
+    root = write(tmp_path / "root", "a.txt", "private/b.txt", "sub/private/c.txt", "sub/secret.txt")
+    deny(root / "private", root / "sub/private", root / "sub/secret.txt")
+    assert keys(f"{root}{pattern}") == ["a.txt"]
+    (line,) = said(capsys)
+    reason = "not read: private, sub/private, sub/secret.txt (Permission denied)"
+    assert line == f"data: data.path={root}{pattern}: {reason}"
+
+
+def test_a_path_that_cannot_be_read_is_an_error_that_says_so(tmp_path, deny):
+    root = write(tmp_path / "root", "a.txt")
+    deny(root)
+    for path in (root, f"{root}/*.txt", f"{root}/**/*.txt"):
+        with pytest.raises(ValueError, match="nothing to read there .*Permission denied"):
+            TextCorpus(path)
+
+
+def test_everything_that_is_not_read_is_in_one_line(tmp_path, capsys):
+    root = write(tmp_path / "root", "a.txt", "1.png", "2.png", "3.png", "4.png", ".git/config", "sub/.hidden.txt")
+    (root / "gone.txt").symlink_to(root / "nowhere.txt")
+    (root / "circle.txt").symlink_to(root / "circle.txt")
+    os.mkfifo(root / "pipe.txt")
+    assert keys(root) == ["a.txt"]
+    (line,) = said(capsys)
+    assert line == (
+        f"data: data.path={root}: not read: 1.png, 2.png, 3.png and 1 more (another kind of file); "
+        "circle.txt, gone.txt (broken link); .git, sub/.hidden.txt (hidden); pipe.txt (not a regular file)"
+    )
+
+
+def test_a_glob_says_which_folders_it_does_not_search(tmp_path, capsys):
+    root = write(tmp_path / "root", "a.txt", "sub/b.txt", "c.png")
+    assert keys(f"{root}/*") == ["a.txt"]
+    (line,) = said(capsys)
+    assert line.endswith("sub (a folder, which only ** in a glob searches); c.png (another kind of file)")
+
+
+def test_globs_with_folders_of_any_depth(tmp_path):
+    root = write(tmp_path / "root", "a.txt", "x/b.txt", "x/y/c.txt", "x/y/d.md", "z/y/e.txt")
+    assert keys(f"{root}/**/*.txt") == ["a.txt", "x/b.txt", "x/y/c.txt", "z/y/e.txt"]
+    assert keys(f"{root}/**/y/*.txt") == ["x/y/c.txt", "z/y/e.txt"]
+    assert keys(f"{root}/x/**/*.txt") == ["b.txt", "y/c.txt"]
+    assert keys(f"{root}/[xz]/**/[cde].*") == ["x/y/c.txt", "x/y/d.md", "z/y/e.txt"]
+    assert keys(f"{root}/x/**") == ["b.txt", "y/c.txt", "y/d.md"]
+    write(root, ".git/f.rst")
+    with pytest.raises(FileNotFoundError, match="no glob that matches any"):
+        TextCorpus(f"{root}/**/*.rst")
+    with pytest.raises(FileNotFoundError, match="no glob that matches any"):
+        TextCorpus(f"{root}/nowhere/**/*.txt")
+
+
+def test_a_corpus_is_another_when_the_set_of_files_changes(tmp_path):
+    root = write(tmp_path / "root", "a.txt")
+    write(tmp_path / "far", "b.txt")
+    before = TextCorpus(root).fingerprint()
+    (root / "link").symlink_to(tmp_path / "far")
+    linked = TextCorpus(root).fingerprint()
+    (root / "again").symlink_to(root)
+    assert before != linked == TextCorpus(root).fingerprint()
