@@ -9,6 +9,7 @@ import torch
 
 from flash_train.attention.baselines import sdpa_unavailable
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.tracing import assume_constant_result
 
 #: ``flash`` is this project's kernels: Hopper's own where they can run the call, else the portable ones. ``triton``
 #: is the portable ones alone; ``hopper`` those for compute capability 9.0, with the portable backward where they have
@@ -18,7 +19,7 @@ OWN = ("flash", "triton", "hopper")
 MAX_HEAD_DIM = 256
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's."""
     if not _has_triton():
@@ -51,7 +52,7 @@ def _gpu_unavailable(device: torch.device) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def hopper_unavailable(device: torch.device) -> str | None:
     """Why Hopper's kernels cannot run on this device, or None where they can."""
     from flash_train.attention.kernels.hopper.launch import device_unavailable

@@ -22,6 +22,7 @@ from flash_train.attention.sequences import (
     visible,
 )
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.tracing import assume_constant_result
 from flash_train.attention.varlen import Packing
 
 
@@ -123,7 +124,7 @@ def _varlen_applies(q: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing)
     )
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _has_packed_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 

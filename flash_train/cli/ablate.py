@@ -1,9 +1,10 @@
 """Ablations: `python scripts/ablate.py 'sweep.seq_len=[1024,4096]' 'sweep.attention=[standard,flash]'`.
 
-Trains every combination of the axes' values, each in a process of its own, from one seed on the same data, and lays the
-runs side by side: the step's time and its parts, attention's share, tokens/s, MFU, peak memory, losses.
+Trains every combination of the axes' values, each in a process of its own, on the same data, and lays the runs side by
+side: the step's time, its parts and its spread, attention's share, tokens/s, MFU, peak memory, losses. Cells of several
+seeds are one in the tables: the median of their runs. A cell whose steps or runs lie far apart is marked as disturbed.
 
-  sweep.AXIS=[a,b,…]  axes: seq_len  attention  dropout  packing  memory  precision  model
+  sweep.AXIS=[a,b,…]  axes: seq_len  attention  dropout  packing  memory  precision  model  seed
                       what is swept where none is given stands in conf/ablate.yaml, but for keys that the command
                       line or its experiment gives
   sweep.jobs=N        cells that run at once; on GPUs, each has its own
@@ -21,6 +22,7 @@ Examples
   python scripts/ablate.py                              nano, short rows: minutes on two cores
   python scripts/ablate.py 'sweep.seq_len=[1024,2048,4096,8192,16384]' model=125m max_steps=50
   python scripts/ablate.py 'sweep.memory=[none,selective,checkpoint]' attention=flash seq_len=16384
+  python scripts/ablate.py 'sweep.seed=[0,1,2]'         three runs of each cell
   python scripts/ablate.py 'sweep.seq_len=[4096,16384]' sweep.jobs=8 model=1b3 precision=bf16-true
 """
 

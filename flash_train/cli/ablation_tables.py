@@ -22,6 +22,7 @@ from flash_train.profiling.ablation import (
     versions_in_words,
 )
 from flash_train.profiling.ablation_plot import plot_ablation, plot_losses
+from flash_train.profiling.repeats import DISTURBED, step_spread
 
 FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.csv", "ablation_losses.png")
 
@@ -32,20 +33,29 @@ def measured_of(result: Result) -> dict[str, float | None]:
         return {}
     measured = {column.name: result.summary.get(column.name) for column in COLUMNS}
     attention, step = measured["attention_seconds"], measured["step_seconds"]
-    return measured | {"attention_share": attention / step if attention is not None and step else None}
+    measured["attention_share"] = attention / step if attention is not None and step else None
+    return measured
 
 
 def rows_of(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
     """A row for each cell that has a result, in the order of the sweep."""
-    return [row_of(planned, results[planned.cell]) for planned in sweep.cells if planned.cell in results]
+    return [row_of(planned, results[planned.cell]) for planned in _with_result(sweep, results)]
+
+
+def _with_result(sweep: Sweep, results: dict[Cell, Result]) -> list[Planned]:
+    return [planned for planned in sweep.cells if planned.cell in results]
 
 
 def row_of(planned: Planned, result: Result) -> Row:
     table = planned.cell.folder / "metrics.csv"
     losses = read_column(table, "train/loss") if result.status == "ok" else ([], [])
     by_step = dict(zip(*losses, strict=True))
+    measured = measured_of(result)
+    if result.status == "ok":
+        seconds, used = (read_column(table, name)[1] for name in ("time/step_seconds", "throughput/mfu"))
+        measured["step_spread"] = step_spread(seconds, used)
     ran = result.summary.get("attention") if result.status == "ok" else None
-    return Row(planned.axes, result.status, result.reason, measured_of(result), by_step, ran)
+    return Row(planned.axes, result.status, result.reason, measured, by_step, ran)
 
 
 def write_tables(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
@@ -90,6 +100,11 @@ def report(sweep: Sweep, results: dict[Cell, Result]) -> None:
     for name, draw in drawn.items():
         if not draw(rows, sweep.run_dir / name, title=heading):
             (sweep.run_dir / name).unlink(missing_ok=True)  # of other cells, by an earlier sweep
+    if disturbed := [each.cell for each, row in zip(_with_result(sweep, results), rows, strict=True) if row.disturbed]:
+        print(
+            f"disturbed: {'; '.join(cell.name for cell in disturbed)}: steps spread over more than "
+            f"{DISTURBED:.0%} of their median. To run a cell again, remove its folder in {sweep.run_dir / CELLS}"
+        )
     for difference in loss_differences(rows):
         print(f"losses{f' at {difference.words}' if difference.words else ''}: {difference.told}")
     if others := finished_elsewhere(sweep):

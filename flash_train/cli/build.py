@@ -29,6 +29,7 @@ from flash_train.data import (
     PackedDataModule,
     RecallCorpus,
     Tokenizer,
+    Validated,
     load_corpus,
 )
 from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_length
@@ -36,7 +37,7 @@ from flash_train.training import CausalLMModule, OptimizerConfig, StayingStrateg
 
 BASE_LR, BASE_WIDTH = 6e-4, 768
 COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 160, 0.8
+SAMPLE_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         module = build_module(config, model_config, backend, data)
     if pretrained:
         module.model.load_state_dict(pretrained[1])
-    notes: dict[str, str | None] = {"model": beyond_length(config)}
+    notes: dict[str, str | None] = {"validation": describe_validation(validated(config, data))}
+    notes["model"] = beyond_length(config)
     if checkpoint:
         saved = read_own(checkpoint, module)
         if not config.validate_only:
@@ -133,11 +135,27 @@ def build_data(config: DictConfig) -> PackedDataModule:
             packing=config.data.packing,
             val_fraction=config.data.val_fraction,
             val_batches=config.data.val_batches,
+            val_tokens=config.data.val_tokens if config.data.val_batches is None else None,
             num_workers=config.data.num_workers,
             cache_dir=config.data.cache_dir,
         )
         data.setup()
     return data
+
+
+def validated(config: DictConfig, data: PackedDataModule) -> Validated:
+    """What each validation reads, on all ranks."""
+    return data.validated(config.trainer.devices * config.trainer.num_nodes)
+
+
+def describe_validation(found: Validated) -> str:
+    """In words, on how much a validation is: a loss of few tokens says little."""
+    documents = "" if found.documents is None else f" of {_counted(found.documents, 'document')}"
+    return f"on {found.tokens:,} tokens{documents}, in {_counted(found.rows, 'row')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def build_corpus(settings: DictConfig) -> Corpus | RecallCorpus:
@@ -210,26 +228,37 @@ def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule)
             inference_mode=not config.compile,
             progress=settings.progress_bar,
             step_times=config.callbacks.step_times,
-            generate=None if isinstance(data.corpus, RecallCorpus) else Sample(data.tokenizer, config.seed),
-            summary={"data": data.info},
+            generate=build_sample(config, data),
+            summary={"data": data.info, "val_tokens": validated(config, data).tokens},
         )
+
+
+def build_sample(config: DictConfig, data: PackedDataModule) -> "Sample | None":
+    """The text that closes the run, if one is asked for and the data are text."""
+    settings = config.callbacks.sample
+    if isinstance(data.corpus, RecallCorpus) or not settings.tokens:
+        return None
+    return Sample(data.tokenizer, config.seed, settings.tokens, settings.seconds)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Makes up a text, from the module."""
+    """Makes up a text of `tokens`, from the module; a shorter one where that takes longer than `seconds`."""
 
     tokenizer: Tokenizer
     seed: int
+    tokens: int
+    seconds: float | None
 
     def __call__(self, module: CausalLMModule) -> str:
         start = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
         ids = generate(
             module.model,
             [start],
-            max_new_tokens=SAMPLE_TOKENS,
+            max_new_tokens=self.tokens,
             temperature=SAMPLE_TEMPERATURE,
             generator=torch.Generator(module.device).manual_seed(self.seed),
             vocab_limit=self.tokenizer.vocab_size,
+            max_seconds=self.seconds,
         )
         return self.tokenizer.decode(ids)

@@ -18,6 +18,7 @@ from flash_train.cli.ablation_tables import shared_settings
 from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.profiling import read_column, write_json
 from flash_train.profiling.ablation import from_csv
+from flash_train.profiling.repeats import SEED
 
 LAST = 10
 RUN = ("model", "precision", "attention", "seq_len")  # what tells one training run from another
@@ -74,6 +75,8 @@ def collect_ablation(run_dir: Path, commit: str | None) -> Records:
 
 def join_cells(records: Records) -> Records:
     """Several ablations as one, in the order of their axes' values, lengths ascending; of a cell in two, the last."""
+    if any(SEED in record["axes"] for record in records):
+        records = list(map(_with_seed, records))
     cells = {tuple(record["axes"].items()): record for record in records}
     values: dict[str, list[Any]] = {}
     for record in cells.values():
@@ -83,6 +86,14 @@ def join_cells(records: Records) -> Records:
                 values[axis].append(value)
     values["seq_len"].sort()
     return sorted(cells.values(), key=lambda r: [values[axis].index(value) for axis, value in r["axes"].items()])
+
+
+def _with_seed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose axes name its seed, which those of earlier versions have among their settings alone."""
+    if SEED in record["axes"]:
+        return record
+    seed = next(text.partition("=")[2] for text in record["settings"] if text.startswith(f"{SEED}="))
+    return record | {"axes": {SEED: int(seed), **record["axes"]}}
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

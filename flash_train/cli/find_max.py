@@ -26,6 +26,7 @@ TRIAL = (
         "logger=none",
         "trainer.checkpoints=false",
         "trainer.progress_bar=false",
+        "callbacks.sample.tokens=0",
     ),
     "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
 )

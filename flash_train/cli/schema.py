@@ -63,7 +63,8 @@ class DataSchema:
     errors: str = "strict"
     packing: str = "best_fit"
     val_fraction: float = 0.05
-    val_batches: int | None = 8  # null: all
+    val_tokens: int | None = 131072  # of the same documents at every seq_len; null: all
+    val_batches: int | None = None  # so many batches instead of val_tokens
     num_workers: int = 0
     cache_dir: str | None = None  # null: ~/.cache/flash_train
 
@@ -158,9 +159,18 @@ class MemorySnapshotSchema:
 
 
 @dataclass
-class CallbacksSchema:
-    """What is measured on request, as it costs something."""
+class SampleSchema:
+    """`flash_train.training.ClosingSample`: the text that the trained model makes up at the run's end."""
 
+    tokens: int = 160  # 0: no text
+    seconds: float | None = 1.0  # a text that takes longer ends there; null: no limit
+
+
+@dataclass
+class CallbacksSchema:
+    """What is measured or shown on request, as it costs something."""
+
+    sample: SampleSchema = field(default_factory=SampleSchema)
     step_times: bool = False  # flash_train.training.StepTimes
     memory_snapshot: MemorySnapshotSchema = field(default_factory=MemorySnapshotSchema)
 
@@ -205,6 +215,7 @@ class SweepSchema:
     memory: list[str] | None = None
     precision: list[str] | None = None
     model: list[str] | None = None
+    seed: list[int] | None = None
     jobs: int = 1
 
 

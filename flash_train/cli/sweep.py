@@ -38,6 +38,7 @@ class Axis:
 AXES = {
     axis.name: axis
     for axis in (
+        Axis("seed", "seed", "seed", int, "integers"),  # first: the runs of one cell lie far apart in time
         Axis("model", "model", "model.name", str, "names of models"),
         Axis("precision", "precision", "precision", str, "precisions"),
         Axis("packing", "data.packing", "data.packing", str, "packings"),

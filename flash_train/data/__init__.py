@@ -1,13 +1,17 @@
 """Corpora → tokens → packed rows → batches. Knows nothing of models and training."""
 
+from typing import TYPE_CHECKING, Any
+
 from flash_train.data.corpus import Corpus, Document, StdlibCorpus
-from flash_train.data.datamodule import PackedDataModule
 from flash_train.data.dataset import IGNORE
 from flash_train.data.hub import HubCorpus
 from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.recall import RecallCorpus, recall_accuracy
 from flash_train.data.text import TextCorpus
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from flash_train.data.datamodule import PackedDataModule, Validated
 
 __all__ = [
     "IGNORE",
@@ -22,12 +26,22 @@ __all__ = [
     "StdlibCorpus",
     "TextCorpus",
     "Tokenizer",
+    "Validated",
     "load_corpus",
     "pack",
     "recall_accuracy",
 ]
 
 _CORPORA = {"stdlib": StdlibCorpus, "text": TextCorpus, "hub": HubCorpus, "recall": RecallCorpus}
+
+
+def __getattr__(name: str) -> Any:
+    """The data module when it is asked for: Lightning takes seconds to import, and nothing else here needs it."""
+    if name in ("PackedDataModule", "Validated"):
+        from flash_train.data import datamodule
+
+        return getattr(datamodule, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load_corpus(kind: str, **options) -> Corpus | RecallCorpus:

@@ -18,8 +18,7 @@ from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, e
 from flash_train.data.split import Part, check_val_fraction, split
 from flash_train.data.stream import StreamedRows, StreamingCorpus, StreamSampler
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
-
-VAL_ORDER_SEED = 0  # validation rows are the same whatever the run's seed, so that runs can be compared
+from flash_train.data.validation import VAL_ORDER_SEED, Validated, read_for_validation
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,8 @@ class PackedDataModule(lightning.LightningDataModule):
         packing: "best_fit", or "concat" for one causal stream per row.
         val_fraction: share of the documents held out for validation.
         val_batches: at most so many validation batches per rank; None for all.
+        val_tokens: validate on so many tokens, of the same documents at every `seq_len`; None for all. RecallCorpus has
+            as many rows as hold them, at least one.
         num_workers: processes that load batches; 0 loads in the training process. Batches are the same.
         cache_dir: where tokenised text is kept; None for ~/.cache/flash_train.
 
@@ -69,12 +70,14 @@ class PackedDataModule(lightning.LightningDataModule):
         packing: PackingName = "best_fit",
         val_fraction: float = 0.05,
         val_batches: int | None = None,
+        val_tokens: int | None = None,
         num_workers: int = 0,
         cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
         at_least = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "seed": (seed, 0)}
         at_least["data.val_batches"] = (1 if val_batches is None else val_batches, 1)
+        at_least["data.val_tokens"] = (2 if val_tokens is None else val_tokens, 2)
         at_least["data.num_workers"] = (num_workers, 0)
         for key, (value, least) in at_least.items():
             if value < least:
@@ -83,7 +86,7 @@ class PackedDataModule(lightning.LightningDataModule):
         check_val_fraction(val_fraction)
         self.corpus, self.tokenizer = corpus, tokenizer or ByteTokenizer()
         self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
-        self.val_fraction, self.val_batches = val_fraction, val_batches
+        self.val_fraction, self.val_batches, self.val_tokens = val_fraction, val_batches, val_tokens
         self.num_workers, self.cache_dir = num_workers, cache_dir
         self._cache: TokenCache | None = None
         self._train: PackedRows | RecallRows | StreamedRows | None = None
@@ -107,6 +110,16 @@ class PackedDataModule(lightning.LightningDataModule):
         """
         self.setup()
         return self._info
+
+    def validated(self, world_size: int = 1) -> Validated:
+        """What a validation reads where `world_size` ranks share it."""
+        self.setup()
+        rows = self._val_rows(self.batch_size * world_size)
+        if isinstance(self._val, RecallRows):
+            return Validated(len(rows) * self.seq_len, len(rows), None)
+        segments = [segment for row in rows for segment in self._val.index.row(row)]
+        documents = {document for document, _, _ in segments}
+        return Validated(sum(length for _, _, length in segments), len(rows), len(documents))
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -260,11 +273,14 @@ class PackedDataModule(lightning.LightningDataModule):
         )
 
     def _val_sampler(self) -> ShardedBatchSampler:
+        return ShardedBatchSampler(self._val_rows(self._rows_per_batch), self.batch_size, **self._ranks)
+
+    def _val_rows(self, rows_per_batch: int) -> list[int]:
         # In an order of its own, so that the first few batches are a fair sample: packing sorts by length.
         rows = epoch_order(len(self._val), VAL_ORDER_SEED, 0).tolist()
-        if self.val_batches is not None:
-            rows = rows[: self.val_batches * self._rows_per_batch]
-        return ShardedBatchSampler(rows, self.batch_size, **self._ranks)
+        if self.val_tokens is not None and isinstance(self._val, RecallRows):
+            rows = rows[: max(1, self.val_tokens // self.seq_len)]
+        return rows if self.val_batches is None else rows[: self.val_batches * rows_per_batch]
 
     def _setup_recall(self, corpus: RecallCorpus) -> None:
         self._train = RecallRows(corpus, self.seq_len, self.seed, "train")
@@ -285,31 +301,33 @@ class PackedDataModule(lightning.LightningDataModule):
             seq_len=self.seq_len,
             packing=self.packing,
             val_fraction=self.val_fraction,
+            val_tokens=self.val_tokens,
             cache_dir=self.cache_dir,
         )
         self._train, self._val = rows, rows.val
-        self._describe_text(rows.corpus_hash, (rows.first_part, rows.first_index), rows.val)
+        self._describe_text(rows.corpus_hash, (rows.first_part, rows.first_index), rows.held_out)
         self._info["streaming"] = True
 
     def _setup_text(self, cache: TokenCache) -> None:
         train, val = split(cache, self.val_fraction)
-        train_index = pack(train.lengths, self.seq_len, self.packing)
-        val_index = pack(val.lengths, self.seq_len, "best_fit")
+        read = read_for_validation(val, self.val_tokens)
+        train_index, val_index = pack(train.lengths, self.seq_len, self.packing), pack(read.lengths, self.seq_len)
         capacity = max(train_index.capacity, val_index.capacity)  # one for both: shapes never change
         self._train = PackedRows(train, train_index, self.tokenizer.pad, capacity)
-        self._val = val_rows = PackedRows(val, val_index, self.tokenizer.pad, capacity)
-        self._describe_text(cache.corpus_hash, (train, train_index), val_rows)
+        self._val = PackedRows(read, val_index, self.tokenizer.pad, capacity)
+        self._describe_text(cache.corpus_hash, (train, train_index), val)
 
-    def _describe_text(self, corpus_hash: str, train: tuple[Part, PackedIndex], val: PackedRows) -> None:
+    def _describe_text(self, corpus_hash: str, train: tuple[Part, PackedIndex], val: Part) -> None:
+        """`val` is all that is held out; a validation may read less of it."""
         self._info = {
             "corpus": self.corpus.name,
             "corpus_hash": corpus_hash,
             "tokenizer": self.tokenizer.fingerprint,
             "seq_len": self.seq_len,
             "packing": self.packing,
-            "capacity": val.capacity,
+            "capacity": self._train.capacity,
             "train": _describe(*train),
-            "val": _describe(val.part, val.index),
+            "val": _describe(val, pack(val.lengths, self.seq_len)),
         }
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank, and takes seconds to import
 
 PATIENCE_SECONDS = 5.0
 
@@ -22,7 +22,7 @@ def say_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-@rank_zero_only
 def say(text: str) -> None:
     """One line on stderr, of rank 0 alone."""
-    print(f"data: {text}", file=sys.stderr, flush=True)
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        print(f"data: {text}", file=sys.stderr, flush=True)

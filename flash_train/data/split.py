@@ -60,6 +60,19 @@ def _is_val(cache: TokenCache, val_fraction: float) -> np.ndarray:
     return is_val
 
 
+def first_tokens(part: Part, tokens: int, order: np.ndarray) -> Part:
+    """Documents of `part` in `order`, up to `tokens` (2 or more) tokens; the last of them is cut to fit.
+
+    Rows of any length made of them hold the same text. `bytes` are the share of the part's that their tokens have.
+    """
+    lengths = part.lengths[order]
+    before = np.cumsum(lengths) - lengths
+    chosen = before <= max(tokens - 2, 0)  # one token alone has no label
+    lengths = np.minimum(lengths, tokens - before)[chosen]
+    size = round(part.bytes * int(lengths.sum()) / int(part.lengths.sum()))
+    return Part(part.cache, part.begins[order[chosen]], lengths, size)
+
+
 def check_val_fraction(val_fraction: float) -> None:
     """Raises ValueError unless `val_fraction` is between 0 and 1, both excluded."""
     if not 0 < val_fraction < 1:

@@ -29,6 +29,7 @@ from flash_train.data.packing import PackedIndex, PackingName, pack
 from flash_train.data.sampler import epoch_order
 from flash_train.data.split import split, train_part_after
 from flash_train.data.tokenizer import Tokenizer
+from flash_train.data.validation import read_for_validation
 
 CHUNK_ROWS = 256  # of tokens in a chunk, but for rows so long that these would be more than CHUNK_TOKENS
 CHUNK_TOKENS, FEWEST_CHUNK_ROWS = 4 << 20, 16
@@ -94,6 +95,7 @@ class StreamedRows(Dataset):
         seq_len: int,
         packing: PackingName,
         val_fraction: float,
+        val_tokens: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
         self.corpus, self.tokenizer = corpus, tokenizer
@@ -109,12 +111,13 @@ class StreamedRows(Dataset):
         self._open: tuple[int, DocumentStream, Iterator[Document]] | None = None  # the chunk that comes next in it
         self._packed: dict[int, PackedRows] = {}
         self._first = self._cache(0)
-        train, val = split(self._first, val_fraction)
-        self.first_index, val_index = pack(train.lengths, seq_len, packing), pack(val.lengths, seq_len, "best_fit")
+        train, self.held_out = split(self._first, val_fraction)
+        read = read_for_validation(self.held_out, val_tokens)
+        self.first_index, val_index = pack(train.lengths, seq_len, packing), pack(read.lengths, seq_len)
         one_stream = self.first_index.one_stream
         self.capacity = max(self.first_index.capacity * (1 if one_stream else 2), val_index.capacity)
         self.first_part = train
-        self.val = PackedRows(val, val_index, tokenizer.pad, self.capacity)
+        self.val = PackedRows(read, val_index, tokenizer.pad, self.capacity)
 
     def __getitem__(self, place: tuple[int, int]) -> Row:
         chunk, row = place

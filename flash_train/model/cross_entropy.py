@@ -91,6 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
+# Inductor could not better what is launched here; the blocks before it stay compiled. The mark stands here, in a module
+# that is imported where the kernels run, since it imports the whole compiler: more than a second.
+@torch.compiler.disable
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """As `ops.linear_cross_entropy`, `hidden` in the dtype to compute in."""
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -1,5 +1,6 @@
 """Sampling from a model, without a cache: for a look at what it learnt, not for serving."""
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,9 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     vocab_limit: int | None = None,
+    max_seconds: float | None = None,
 ) -> list[int]:
-    """Continues `tokens`; returns the `max_new_tokens` new ids alone.
+    """Continues `tokens`; returns the new ids alone: `max_new_tokens`, or as many as `max_seconds` allow, at least one.
 
     temperature 0 takes the likeliest id. Ids from `vocab_limit` on (the padding of the vocabulary) are never drawn.
     `generator` must be on the model's device; None takes PyTorch's own. Each id costs a forward over all before it,
@@ -27,6 +29,7 @@ def generate(
         raise ValueError("generate needs at least one token to start from; got none")
     if temperature < 0:
         raise ValueError(f"temperature must be 0 or more; got {temperature}")
+    deadline = None if max_seconds is None else time.monotonic() + max_seconds
     stream = torch.as_tensor(tokens, dtype=torch.int64, device=model.head_weight.device).view(1, -1)
     start, was_training = stream.shape[1], model.training
     model.eval()
@@ -40,6 +43,14 @@ def generate(
                 else:
                     token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
                 stream = torch.cat((stream, token[None]), dim=1)
+                if deadline is not None and _reached(token) >= deadline:
+                    break
     finally:
         model.train(was_training)
     return stream[0, start:].tolist()
+
+
+def _reached(token: torch.Tensor) -> float:
+    """The time, in seconds of the monotonic clock, once the device has the token."""
+    token.item()
+    return time.monotonic()

@@ -90,7 +90,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     return total
 
 
-@torch.compiler.disable  # what is launched here Inductor could not better; the blocks before it stay compiled
 def _fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     from flash_train.model import cross_entropy
 

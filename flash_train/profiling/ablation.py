@@ -2,12 +2,14 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from flash_train.profiling.markdown import markdown_table
+from flash_train.profiling.repeats import DISTURBED, combine_seeds
 
 BASELINE = "standard"  # the attention that ratios refer to
 COMPARED = ("memory", "attention")  # cells that differ in these alone compute the same
@@ -16,6 +18,14 @@ TIMES = """Times are in milliseconds per optimizer step: the median of a cell's 
 Each column's median is its own, so the parts need not add up. Attention's time lies within forward and backward. What a
 step takes beside forward, backward, optimizer and data wait lies between them: logging and callbacks. The loss is that
 of the last step.
+"""
+MARK = "†"  # of a time whose steps were disturbed
+DISTURBANCE = (
+    f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the cell, and no time of it is the best."
+)
+SPREAD = f"""Spread: of a cell's steps 2 to N, the distance between the quartiles over their median; of several seeds
+the range of their medians, where that is more.
+{DISTURBANCE}
 """
 
 
@@ -41,6 +51,11 @@ class Row:
         value = str(self.axes[axis])
         return f"{value}: {self.ran}" if axis == "attention" and value == "auto" and self.ran else value
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether its steps, or its runs, lie further apart than those of an undisturbed machine do."""
+        return (self.measured.get("step_spread") or 0.0) > DISTURBED
+
     def without(self, *names: str) -> tuple[Any, ...]:
         """The place on all axes but these."""
         return tuple(value for name, value in self.axes.items() if name not in names)
@@ -49,27 +64,33 @@ class Row:
 @dataclass(frozen=True)
 class Difference:
     """How far the losses of a group of comparable cells lie apart: `largest` is the largest (max - min) / |max| of all
-    steps. `words` tell the group from others; `masks`: its backends drew dropout masks of their own."""
+    steps. `words` tell the group from others; `masks`: its backends drew dropout masks of their own; `lost` names the
+    cells with a loss that is not finite, and `largest` is then NaN."""
 
     words: str
     largest: float
     masks: bool = False
+    lost: tuple[str, ...] = ()
 
     @property
     def told(self) -> str:
+        if self.lost:
+            return f"a loss that is not finite, of {', '.join(self.lost)}"
         why = ", for dropout masks differ between backends" if self.masks else ""
         return f"largest relative difference {self.largest:.1e}{why}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A measurement in the Markdown table; `best` picks the better of its values, and None marks none."""
+    """A measurement in the Markdown table; `best` picks the better of its values, and None marks none. `timed`: what
+    else runs on the machine changes it."""
 
     name: str
     label: str
     shown: Callable[[float], str]
     best: Callable[[Iterable[float]], float] | None = min
     ratio: bool = False
+    timed: bool = False
 
 
 def _milliseconds(seconds: float) -> str:
@@ -77,21 +98,24 @@ def _milliseconds(seconds: float) -> str:
 
 
 COLUMNS = (
-    Column("step_seconds", "step ms", _milliseconds, ratio=True),
-    Column("forward_seconds", "forward", _milliseconds),
-    Column("backward_seconds", "backward", _milliseconds),
-    Column("optimizer_seconds", "optimizer", _milliseconds),
-    Column("data_wait_seconds", "data wait", _milliseconds, None),
-    Column("attention_seconds", "attention", _milliseconds),
+    Column("step_seconds", "step ms", _milliseconds, ratio=True, timed=True),
+    Column("step_spread", "spread", lambda spread: f"{spread:.0%}", None),
+    Column("forward_seconds", "forward", _milliseconds, timed=True),
+    Column("backward_seconds", "backward", _milliseconds, timed=True),
+    Column("optimizer_seconds", "optimizer", _milliseconds, timed=True),
+    Column("data_wait_seconds", "data wait", _milliseconds, None, timed=True),
+    Column("attention_seconds", "attention", _milliseconds, timed=True),
     Column("attention_share", "attention's share", lambda share: f"{share:.0%}", None),
-    Column("tokens_per_second", "tokens/s", lambda rate: f"{rate:,.0f}", max),
-    Column("mfu", "MFU", lambda part: f"{part:.1%}", max),
+    Column("tokens_per_second", "tokens/s", lambda rate: f"{rate:,.0f}", max, timed=True),
+    Column("mfu", "MFU", lambda part: f"{part:.1%}", max, timed=True),
     Column("peak_memory_gib", "peak GiB", lambda gib: f"{gib:.2f}", ratio=True),
     Column("train_loss", "loss", lambda loss: f"{loss:.4f}", None),
     Column("val_loss", "val. loss", lambda loss: f"{loss:.4f}", None),
+    Column("val_tokens", "val. tokens", lambda number: f"{number:,.0f}", None),
 )
 
-
+#: only where several seeds are one cell: runs that its figures are of
+RUNS = Column("runs", "runs", lambda number: f"{number:.0f}", None)
 ENDS = ("status", "reason", "ran")  # beside axes and measurements: how a cell ended, and with which attention
 
 
@@ -168,9 +192,13 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
     Args:
         common: what every cell has beside its axes, in words.
     """
+    ended, rows = rows, combine_seeds(rows)
     axes = varying(rows)
-    ran, others = [row for row in rows if row.status == "ok"], [row for row in rows if row.status != "ok"]
-    columns = [column for column in COLUMNS if any(row.measured.get(column.name) is not None for row in ran)]
+    ran, others = [row for row in rows if row.status == "ok"], [row for row in ended if row.status != "ok"]
+    columns = [column for column in (RUNS, *COLUMNS) if any(row.measured.get(column.name) is not None for row in ran)]
+    if validated := validation_tokens(ran):
+        columns = [column for column in columns if column.name != "val_tokens"]
+        common = [*common, f"val_tokens={validated:,}"]
     compared = _baselines(ran)
     labels = [label for column in columns for label in _labels(column, bool(compared))]
     lines = [
@@ -179,20 +207,30 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
         for row in group
     ]
     fixed = [f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes] if rows else []
+    common = [words for words in common if not rows or words.partition("=")[0] not in rows[0].axes]
     text = f"Every cell has {', '.join([*fixed, *common])}.\n\n" if fixed or common else ""
     if lines:
         marks = f"**Bold**: the best of the cells that differ in {' and '.join(COMPARED)} only"
         if all(_few(row) for row in ran):
             marks = f"Nothing is marked as the best: that takes {FEW} steps"
         marks += f"; ×: in parts of {BASELINE} attention's.\n\n" if compared else ".\n\n"
-        text += f"{TIMES}\n{marks}{markdown_table([*axes, *labels], lines, left=len(axes))}"
+        spread = f"\n{SPREAD}" if any(row.measured.get("step_spread") is not None for row in ran) else ""
+        text += f"{TIMES}{spread}\n{marks}{markdown_table([*axes, *labels], lines, left=len(axes))}"
     if others:
+        axes = varying(ended)
         cells = [[*(str(row.axes[name]) for name in axes), row.status, _cell(row.reason)] for row in others]
         text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], cells, left=len(axes) + 2)
-    if differences := loss_differences(rows):
+    if differences := loss_differences(ended):
         text += f"\nTraining losses of cells that differ in {' and '.join(COMPARED)} only:\n\n"
         text += "".join(f"- {each.words}{': ' if each.words else ''}{each.told}\n" for each in differences)
     return text
+
+
+def validation_tokens(rows: Iterable[Row]) -> int | None:
+    """On how many tokens all cells were validated; None where that is not known, or not the same."""
+    numbers = {row.measured.get("val_tokens") for row in rows if row.status == "ok"}
+    number = numbers.pop() if len(numbers) == 1 else None
+    return int(number) if number is not None and math.isfinite(number) else None
 
 
 def _few(row: Row) -> bool:
@@ -201,6 +239,7 @@ def _few(row: Row) -> bool:
 
 def by_length(rows: Sequence[Row]) -> str:
     """A short table: a row per length and whatever else the cells differ in, a column per attention."""
+    rows = combine_seeds(rows)
     backends = list(dict.fromkeys(row.axes["attention"] for row in rows))
     others = [name for name in varying(rows) if name not in ("attention", "seq_len")]
     axes = ["seq_len", *others]
@@ -211,24 +250,31 @@ def by_length(rows: Sequence[Row]) -> str:
         [f"{place[0]:,}", *map(str, place[1:]), *(_short(found.get(name)) for name in backends)]
         for place, found in places.items()
     ]
-    return markdown_table([*axes, *(f"{name}: ms · GiB" for name in backends)], lines)
+    table = markdown_table([*axes, *(f"{name}: ms · GiB" for name in backends)], lines)
+    return table + (f"\n{DISTURBANCE}\n" if any(row.disturbed for row in rows) else "")
 
 
 def _short(row: Row | None) -> str:
     if row is None or row.status != "ok":
         return row.status if row else "–"
     seconds, gib = row.measured.get("step_seconds"), row.measured.get("peak_memory_gib")
-    return f"{'–' if seconds is None else _milliseconds(seconds)} · {'–' if gib is None else f'{gib:.1f}'}"
+    mark = f" {MARK}" if row.disturbed else ""
+    return f"{'–' if seconds is None else _milliseconds(seconds)}{mark} · {'–' if gib is None else f'{gib:.1f}'}"
 
 
 def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
-    """In words, where another attention took less time for a step in otherwise the same cell."""
+    """In words, where another attention took less time for a step in otherwise the same cell, both undisturbed."""
     found = []
-    ran = [row for row in rows if row.status == "ok" and row.measured.get("step_seconds") is not None and not _few(row)]
+    rows = combine_seeds(rows)
+    ran = [
+        row
+        for row in rows
+        if row.status == "ok" and _is_finite(row.measured.get("step_seconds")) and not (_few(row) or row.disturbed)
+    ]
     for own in (row for row in ran if row.axes["attention"] == attention):
         same = [row for row in ran if row.without("attention") == own.without("attention")]
         best = min(same, key=lambda row: row.measured["step_seconds"])
-        if best.axes["attention"] != attention:
+        if best.measured["step_seconds"] < own.measured["step_seconds"]:
             theirs, ours = (_milliseconds(row.measured["step_seconds"]) for row in (best, own))
             place = ", ".join(f"{name}={own.axes[name]}" for name in varying(rows) if name != "attention")
             found.append(f"{place} ({ours} ms, {best.axes['attention']} {theirs} ms)")
@@ -263,11 +309,22 @@ def loss_differences(rows: Sequence[Row]) -> list[Difference]:
         if len(curves) < 2:
             continue
         steps = set.intersection(*(set(curve) for curve in curves))
-        at_each = [[curve[step] for curve in curves] for step in steps]
-        spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=0.0)
+        lost = tuple(_name(row, group) for row in ran if not all(map(math.isfinite, row.losses.values())))
+        at_each = [[curve[step] for curve in curves] for step in steps] if not lost else []
+        spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=math.nan if lost else 0.0)
         several = len({row.ran or row.axes.get("attention") for row in ran}) > 1
-        found.append(Difference(describe(group, rows), spread, several and bool(ran[0].axes.get("dropout"))))
+        found.append(Difference(describe(group, rows), spread, several and bool(ran[0].axes.get("dropout")), lost))
     return found
+
+
+def _name(row: Row, group: Sequence[Row]) -> str:
+    """What tells a cell from the others of its group."""
+    names = [name for name in COMPARED if len({other.axes.get(name) for other in group}) > 1] or ["attention"]
+    return " ".join(f"{name}={row.axes[name]}" for name in names)
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _baselines(rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
@@ -287,20 +344,23 @@ def _figures(
     for column in columns:
         value = row.measured.get(column.name)
         figure = "–" if value is None else column.shown(value)
-        known = [x for other in group if (x := other.measured.get(column.name)) is not None]
+        known = [x for other in group if _is_finite(x := other.measured.get(column.name))]
+        disturbed = column.timed and row.disturbed
         if (
-            value is not None
+            _is_finite(value)
             and column.best
+            and not disturbed
             and not _few(row)  # whose figure may be chance; others are measured against it all the same
             and len(known) > 1
             and figure == column.shown(column.best(known))
         ):
             figure = f"**{figure}**"
-        figures.append(figure)
+        figures.append(f"{figure} {MARK}" if disturbed and column.name == "step_seconds" else figure)
         if column.ratio and compared:
             base = compared.get(row.without("attention"))
             theirs = base.measured.get(column.name) if base else None
-            figures.append(f"{value / theirs:.2f}" if value is not None and theirs else "–")
+            known_both = _is_finite(value) and _is_finite(theirs) and theirs
+            figures.append(f"{value / theirs:.2f}" if known_both else "–")
     return figures
 
 

@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
-from flash_train.profiling.ablation import COMPARED, Row, describe, groups, varying
-from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure, short_length
+from flash_train.profiling.ablation import COMPARED, MARK, Row, describe, groups, validation_tokens, varying
+from flash_train.profiling.plots import BLUE, GREEN, ORANGE, VERMILION, finite, save_figure, say_empty, short_length
+from flash_train.profiling.repeats import DISTURBED, combine_seeds
 
 #: color and mark of an attention backend; marks differ, too, for prints in gray
 STYLES = {
@@ -53,18 +54,22 @@ def plot_ablation(
     """Write a PNG of step time, peak memory and training loss; False where no cell ran.
 
     Against length with fitted exponents, of one length a bar for each cell. A whole process's memory (`memory_of`) is
-    not fitted: it is its libraries' more than the model's.
+    not fitted: it is its libraries' more than the model's. Step times have a vertical line as long as their spread; a
+    cell that was disturbed is hollow, and enters no fit of times. Cells that differ in their seed alone are one.
     """
+    rows = combine_seeds(rows)
     series = _series(rows)
     if not any(row.status == "ok" for row in rows):
         return False
     validated = any(row.measured.get("val_loss") is not None for row in rows)
     part, name = ("validation", "val_loss") if validated else ("last training", "train_loss")
     whose = f" of the {memory_of}" if memory_of else ""
+    tokens = validation_tokens(rows) if validated else None
+    on = f" on {tokens:,} tokens" if tokens else ""
     panels = (
         ("step_seconds", "seconds per optimizer step", True),
         ("peak_memory_gib", f"peak memory{whose} (GiB)", memory_of != "process"),
-        (name, f"{part} loss (nats per token)", False),
+        (name, f"{part} loss{on} (nats per token)", False),
     )
     lengths = {row.axes["seq_len"] for row in rows}
     height = 1.2 + 0.32 * len(series) if len(lengths) == 1 else 4.6 + 0.19 * len(series)
@@ -78,6 +83,8 @@ def plot_ablation(
     else:
         for panel, (column, heading, fitted) in zip(figure.subplots(1, 3), panels, strict=True):
             _panel(panel, series, column, heading, fitted)
+    if any(row.disturbed for row in rows if row.status == "ok"):
+        title += f"  (hollow, {MARK}: disturbed and not fitted, steps spread over more than {DISTURBED:.0%})"
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     save_figure(figure, path, metadata=metadata)
     return True
@@ -104,6 +111,8 @@ def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str
             steps = sorted(row.losses)
             (drawn,) = panel.plot(steps, [row.losses[step] for step in steps], linewidth=wide, **style)
             entries.setdefault(_label(name, [row]), drawn)
+        if not any(finite(row.losses.values()) for row in ran):
+            say_empty(panel)
         _plain(panel)
         panel.set_title(describe(group, rows), fontsize=9, loc="left")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -164,14 +173,26 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
     values: list[float] = []
     without_memory = 0
     for series_name, rows in series.items():
-        points = {row.axes["seq_len"]: x for row in rows if (x := row.measured.get(name)) and row.status == "ok"}
+        cells = {row.axes["seq_len"]: row for row in rows if row.status == "ok" and _drawable(row.measured.get(name))}
+        points = {length: row.measured[name] for length, row in cells.items()}
         values += points.values()
-        fits = fitted and len(points) > 2  # through two points any line goes
-        power = fit_exponent(list(points), list(points.values())) if fits else None
+        timed = name == "step_seconds"
+        disturbed = {length: points[length] for length, row in cells.items() if timed and row.disturbed}
+        sound = {length: value for length, value in points.items() if length not in disturbed}
+        fits = fitted and len(sound) > 2  # through two points any line goes
+        power = fit_exponent(list(sound), list(sound.values())) if fits else None
         without = sorted(row.axes["seq_len"] for row in rows if row.status == "oom")
         label = _legend(_label(series_name, rows), bool(points), power, without, _status(rows))
         style = styles[series_name]
         panel.plot(list(points), list(points.values()), label=label, markersize=5, linewidth=1.5, **style)
+        if disturbed:
+            hollow = style | {"linestyle": "", "markerfacecolor": "white"}
+            panel.plot(list(disturbed), list(disturbed.values()), markersize=5, zorder=3, **hollow)
+        if timed:
+            spreads = {length: row.measured.get("step_spread") or 0.0 for length, row in cells.items()}
+            low, high = ([x * (1 + sign * spreads[n] / 2) for n, x in points.items()] for sign in (-1, 1))
+            panel.vlines(list(points), low, high, color=style["color"], linewidth=1)
+            values += finite(x for x in (*low, *high) if x > 0)
         if without:  # in the room above all points, one series below the other
             height = 0.97 - 0.05 * (without_memory % 6)
             top = panel.get_xaxis_transform()
@@ -189,18 +210,27 @@ def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
     """A bar with its figure for each series of one cell; of a cell that did not run, how it ended."""
     styles = _styles(series)
     values = [row.measured.get(name) if row.status == "ok" else None for (row,) in series.values()]
-    colors = [styles[series_name]["color"] for series_name in series]
-    panel.barh(range(len(values)), [value or 0.0 for value in values], color=colors, height=0.7)
-    for place, ((row,), value) in enumerate(zip(series.values(), values, strict=True)):
+    lengths = [value if value is not None and _drawable(value) else 0.0 for value in values]
+    for place, (series_name, (row,)) in enumerate(series.items()):
+        color, value, length = styles[series_name]["color"], values[place], lengths[place]
+        disturbed = name == "step_seconds" and row.disturbed
+        panel.barh(place, length, color="white" if disturbed else color, edgecolor=color, height=0.7)
         told = STATUSES.get(row.status, row.status) if row.status != "ok" else "–" if value is None else f"{value:.4g}"
-        panel.text(value or 0.0, place, f" {told}", va="center", fontsize=9)
+        if name == "step_seconds" and (spread := row.measured.get("step_spread")) is not None:
+            told += f", spread {spread:.0%}" + (f" {MARK}" if disturbed else "")
+        panel.text(length, place, f" {told}", va="center", fontsize=9)
     panel.set_yticks(range(len(values)), list(starmap(_label, series.items())), fontsize=9)
-    panel.set_xlim(0, 1.25 * max([value for value in values if value] or [1.0]))
+    panel.set_xlim(0, (1.6 if name == "step_seconds" else 1.25) * (max(lengths, default=0.0) or 1.0))
     panel.xaxis.set_major_locator(MaxNLocator(5))
     panel.set_title(heading, fontsize=10, loc="left")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25, axis="x")
     panel.set_axisbelow(True)
+
+
+def _drawable(value: float | None) -> bool:
+    """Whether a logarithmic axis has a place for it."""
+    return bool(finite([value])) and value > 0
 
 
 def _status(rows: Sequence[Row]) -> str:
@@ -212,7 +242,7 @@ def _legend(label: str, has_points: bool, power: float | None, without: Sequence
     text = rf"{label}:  $\propto n^{{{power:.2f}}}$" if power is not None else label
     if without:
         return f"{text}  (X: out of memory {'from' if len(without) > 1 else 'at'} {without[0]:,})"
-    return text if has_points else f"{text}  ({status})"
+    return text if has_points else f"{text}  ({status or 'no finite value'})"
 
 
 def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: float) -> None:
@@ -224,6 +254,8 @@ def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: fl
     panel.set_xticks(shown, [short_length(n) for n in shown])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    if not values:
+        say_empty(panel)
     low, high = (min(values), max(values)) if values else (1.0, 1.0)
     margin = max(1.15, (high / low) ** 0.08)
     bottom, top = low / margin, high * margin

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from flash_train.profiling.ledger import PHASE_NAMES, Moment
 from flash_train.profiling.memory import GIB
-from flash_train.profiling.plots import BLUE, GREEN, ORANGE, save_figure
+from flash_train.profiling.plots import BLUE, GREEN, ORANGE, save_figure, say_empty
 from flash_train.profiling.prediction import KINDS
 
 # Okabe & Ito (2008) and greys: what stays is grey, what comes and goes has a colour.
@@ -54,7 +54,10 @@ def _step(panel: Axes, moments: Sequence[tuple[str, Moment]]) -> None:
     kinds = [kind for kind in ORDER if any(moment.parts.get(kind) for _, moment in chosen)]
     heights = [[moment.parts.get(kind, 0) / unit for _, moment in chosen] for kind in kinds]
     places = range(len(chosen))
-    panel.stackplot(places, heights, labels=kinds, colors=[COLORS[kind] for kind in kinds], linewidth=0)
+    if kinds:
+        panel.stackplot(places, heights, labels=kinds, colors=[COLORS[kind] for kind in kinds], linewidth=0)
+    else:
+        say_empty(panel, "no allocation was recorded")
     top = max((moment.total for _, moment in chosen), default=1) / unit
     panel.set_ylim(0, 1.12 * top)
     panel.set_xlim(0, max(1, len(chosen) - 1))
@@ -76,17 +79,17 @@ def _step(panel: Axes, moments: Sequence[tuple[str, Moment]]) -> None:
 def _lengths(
     panel: Axes, curves: Mapping[str, tuple[Sequence[int], Sequence[int]]], measured: tuple[int, int, str]
 ) -> None:
-    unit, name = _unit(max(size for _, sizes in curves.values() for size in sizes))
+    length, peak, measured_mode = measured
+    unit, name = _unit(max([peak, *(size for _, sizes in curves.values() for size in sizes)]))
     for mode, (lengths, sizes) in curves.items():
         color, marker = MODES[mode]
         panel.plot(
             lengths, [size / unit for size in sizes], color=color, marker=marker, markersize=4,
             label=f"memory={mode}, predicted",
         )  # fmt: skip
-    length, peak, mode = measured
     panel.plot(
         [length], [peak / unit], marker="*", markersize=15, linestyle="", markeredgecolor="black",
-        color=MODES[mode][0], label=f"memory={mode}, measured",
+        color=MODES[measured_mode][0], label=f"memory={measured_mode}, measured",
     )  # fmt: skip
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")

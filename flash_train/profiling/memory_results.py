@@ -116,8 +116,9 @@ def traffic_table(records: Sequence[Record]) -> str:
         cells = ("–", "–", seen)
         if record["status"] == "ok":
             read, written = record["read_bytes"], record["written_bytes"]
-            ratio = (read + written) / record["algorithm_bytes"]
-            cells = (f"{read / MIB:,.0f}", f"{written / MIB:,.0f}", f"{ratio:.2f}")
+            asked_for = record["algorithm_bytes"]
+            ratio = f"{(read + written) / asked_for:.2f}" if asked_for else "–"
+            cells = (f"{read / MIB:,.0f}", f"{written / MIB:,.0f}", ratio)
         asked = f"{record['algorithm_bytes'] / MIB:,.0f}"
         rows.append((record["attention"], f"{record['seq_len']:,}", record["direction"], asked, *cells))
     header = ("attention", "seq_len", "pass", "by its algorithm (MiB)", "read (MiB)", "written (MiB)", "ratio")
@@ -203,4 +204,5 @@ def _gib(size: int) -> str:
 
 
 def _error(record: Record) -> str:
-    return f"{record['error_bytes'] / record['measured_bytes']:+.2%}"
+    measured = record["measured_bytes"]
+    return f"{record['error_bytes'] / measured:+.2%}" if measured else "–"

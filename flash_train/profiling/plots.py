@@ -1,42 +1,69 @@
 """The three plots of a run, from its table of metrics."""
 
+import io
+import math
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from flash_train.profiling.records import MetricsTable
+from flash_train.profiling.records import MetricsTable, write_bytes
 
 # Okabe & Ito (2008): told apart under every common colour blindness.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 MARKED_POINTS = 40  # more points than this are a line without markers
 SMOOTHED_POINTS = 200  # more points than this also get a moving average
 
+#: by metric: label, color, mark and line
+MEMORY = {
+    "memory/reserved_gib": ("reserved", ORANGE, "s", "-"),
+    "memory/peak_gib": ("peak allocated", VERMILION, "D", "--"),
+    "memory/allocated_gib": ("allocated at the step's end", BLUE, "o", "-"),
+    "memory/process_peak_gib": ("peak resident", VERMILION, "D", "--"),
+    "memory/process_gib": ("resident at the step's end", BLUE, "o", "-"),
+}
+
 
 def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str = "") -> list[Path]:
-    """Write `loss.png`, `throughput.png` and `memory.png` to `folder`, of what the table holds.
+    """Write `loss.png`, `throughput.png` and `memory.png` to `folder`, as far as the table has metrics to draw.
+
+    A picture of which the table has no metric is not written, and an older one of that name is removed: it shows rows
+    that are no longer in the table. Metrics without a finite value leave their panel empty, with a line that says so.
 
     Returns:
-        The files written: none for a table without a row.
+        The files written.
     """
-    if not table.rows:
-        return []
     written = []
-    for name, draw in (("loss.png", _loss), ("throughput.png", _throughput), ("memory.png", _memory)):
-        written.append(save_figure(draw(table, title), Path(folder) / name))
+    for name, (draw, metrics) in PICTURES.items():
+        path = Path(folder) / name
+        if any(table.column(metric)[0] for metric in metrics):
+            written.append(save_figure(draw(table, title), path))
+        else:
+            path.unlink(missing_ok=True)
     return written
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write a PNG, in one move; `options` are those of `Figure.savefig`."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150, **options)
-    os.replace(temporary, path)
-    return path
+    """Write a PNG, whole or not at all; `options` are those of `Figure.savefig`."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150, **options)
+    write_bytes(path, image.getvalue())
+    return Path(path)
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Those that an axis can show."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def say_empty(panel: Axes, words: str = "no finite value") -> None:
+    """Write in the middle of a panel why nothing is drawn there."""
+    panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color="0.4")
 
 
 def short_length(n: int) -> str:
@@ -63,8 +90,8 @@ def _figure(title: str, *labels: str) -> tuple[Figure, list[Axes]]:
 
 def _line(panel: Axes, table: MetricsTable, name: str, *, scale: float = 1.0, smooth: bool = False, **style) -> None:
     steps, values = table.column(name)
-    values = [value * scale for value in values]
-    if not steps:
+    values = [value * scale if math.isfinite(value) else math.nan for value in values]  # a gap in the line
+    if not finite(values):
         return
     # Few points are shown one by one: a line of one point would be invisible.
     marker = style.pop("marker", "o")
@@ -83,8 +110,11 @@ def _finish(figure: Figure, table: MetricsTable, *, from_zero: bool = True) -> F
     for panel in figure.axes:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        shown = finite(y for line in panel.lines for y in np.asarray(line.get_ydata()).tolist())
+        if not shown:
+            say_empty(panel)
         if from_zero:
-            panel.set_ylim(0, 1.1 * panel.dataLim.ymax or 1)
+            panel.set_ylim(0, 1.1 * max([*shown, 0.0]) or 1)
     steps = sorted(table.rows)
     margin = max(1, 0.02 * (steps[-1] - steps[0]))
     figure.axes[0].set_xlim(steps[0] - margin, steps[-1] + margin)
@@ -115,13 +145,14 @@ def _throughput(table: MetricsTable, title: str) -> Figure:
 def _memory(table: MetricsTable, title: str) -> Figure:
     of_process = "memory/process_gib" in table.columns
     figure, (panel,) = _figure(title, "process memory (GiB)" if of_process else "device memory (GiB)")
-    series = {
-        "memory/reserved_gib": ("reserved", ORANGE, "s", "-"),
-        "memory/peak_gib": ("peak allocated", VERMILION, "D", "--"),
-        "memory/allocated_gib": ("allocated at the step's end", BLUE, "o", "-"),
-        "memory/process_peak_gib": ("peak resident", VERMILION, "D", "--"),
-        "memory/process_gib": ("resident at the step's end", BLUE, "o", "-"),
-    }
-    for name, (label, color, marker, line) in series.items():
+    for name, (label, color, marker, line) in MEMORY.items():
         _line(panel, table, name, color=color, linewidth=1.5, marker=marker, linestyle=line, label=label)
     return _finish(figure, table)
+
+
+#: by name, how a picture is drawn, and the metrics that it shows
+PICTURES: dict[str, tuple[Callable[[MetricsTable, str], Figure], tuple[str, ...]]] = {
+    "loss.png": (_loss, ("train/loss", "val/loss")),
+    "throughput.png": (_throughput, ("throughput/tokens_per_second", "throughput/mfu", "time/step_seconds")),
+    "memory.png": (_memory, tuple(MEMORY)),
+}

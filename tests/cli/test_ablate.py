@@ -58,7 +58,11 @@ MISTAKES = [
     (["sweep.seq_len=[64]", "max_step=5"], ["max_step", "did you mean max_steps?"]),
     (["seq_len=64,128"], ["seq_len=64,128: several values", "'sweep.seq_len=[64,128]'"]),
     (["data.packing=best_fit,concat"], ["'sweep.packing=[best_fit,concat]'"]),
-    (["seed=0,1"], ["seed=0,1: several values", "one value, as seed is no axis", "seq_len"]),
+    (["seed=0,1"], ["seed=0,1: several values", "'sweep.seed=[0,1]'"]),
+    (["sweep.seed=[0,-1]"], ["seed=-1", "from 0"]),
+    (["sweep.seed=[0.5]"], ["sweep.seed=[0.5]", "a list of integers"]),
+    (["batch_size=1,2"], ["batch_size=1,2: several values", "one value, as batch_size is no axis", "seq_len"]),
+    (["data.val_tokens=1"], ["data.val_tokens=1", "2 or more"]),
     (["resume=last"], ["resume", "run_dir"]),
     (["-m"], ["-m", "no such flag"]),
 ]
@@ -106,6 +110,26 @@ def test_wandb_fails_after_everything_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loggers, "log_table", lambda *arguments: None)
     ablation_tables.report(sweep, {each.cell: ok for each in sweep.cells})
     assert f"{tmp_path}: ablation.csv" in (out := capsys.readouterr().out) and ", cells/, wandb/\n" in out
+
+
+def test_a_disturbed_cell_is_named_and_marked(tmp_path, capsys):
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa,standard]", "logger=none")
+    times = {"sdpa": [9.0, 1.0, 1.0, 1.0, 1.01, 1.02], "standard": [9.0, 1.0, 1.1, 1.3, 1.2, 1.5]}
+    results = {}
+    for each in sweep.cells:
+        seconds = times[each.axes["attention"]]
+        lines = [f"{step},3.0,{x}" for step, x in enumerate(seconds, 1)]
+        write_text(each.cell.folder / "metrics.csv", "\n".join(["step,train/loss,time/step_seconds", *lines, ""]))
+        summary = {"peak_memory_of": "process", "device": "CPU", "steps": 6, "versions": {}, "step_seconds": seconds[3]}
+        results[each.cell] = Result("ok", summary={**summary, "val_loss": 2.0, "val_tokens": 32768})
+    ablation_tables.report(sweep, results)
+    out, text = capsys.readouterr().out, (tmp_path / "ablation.md").read_text(encoding="utf-8")
+    assert out.startswith("disturbed: seq_len=64,attention=standard: steps spread over more than 10% of their median.")
+    assert "| 64 | sdpa | **1,000** | 0.77 | 1% |" in text and "| 64 | standard | 1,300 † | 1.00 | 17% |" in text
+    assert "val_tokens=32,768." in text
+    with open(tmp_path / "ablation.csv", encoding="utf-8", newline="") as file:
+        spreads = [float(line["step_spread"]) for line in csv.DictReader(file)]
+    assert spreads == pytest.approx([0.01, 0.2 / 1.2])
 
 
 def test_cells_that_a_table_leaves_out_are_counted(tmp_path, capsys):

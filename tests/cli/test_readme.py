@@ -262,6 +262,16 @@ def test_ablations_are_joined_in_the_order_of_their_axes():
     assert join_cells(given) == [*expected, cell(1024, "flash", dropout=0.1)]
 
 
+def test_an_ablation_without_a_seed_axis_is_joined_with_one_that_has_it():
+    def cell(attention, **seed):
+        return {"axes": {**seed, "seq_len": 64, "attention": attention}, "status": "ok", "settings": ["seed=3"]}
+
+    joined = join_cells([cell("sdpa"), cell("flash"), cell("flash", seed=3), cell("flash", seed=4)])
+    assert [record["axes"] for record in joined] == [
+        {"seed": seed, "seq_len": 64, "attention": name} for seed, name in ((3, "sdpa"), (3, "flash"), (4, "flash"))
+    ]
+
+
 def test_searches_become_a_record_and_pages(tmp_path):
     rows = [
         LongestRow("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True, 2**20),

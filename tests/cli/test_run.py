@@ -95,6 +95,45 @@ def test_all_files_with_the_default_logger(tiny, tmp_path):
     assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
     assert (tmp_path / summary["wandb_dir"]).resolve().parent == (run_dir / "wandb").resolve()
     assert "run finished" in out and "sample" in out and f"runs/{run_dir.name}: config.yaml" in out
+    tokens = summary["val_tokens"]
+    assert 64 < tokens <= 128 and f"validation: on {tokens} tokens of " in out and " in 2 rows\n" in out
+    assert f"on {tokens} tokens" in out.partition("run finished")[2]
+
+
+def test_a_stop_before_the_first_logged_row_ends_well_with_the_pictures_that_there_are(in_process, tiny, tmp_path):
+    out = in_process(*tiny, "max_steps=30", "stop_after=3", "log_every=10")
+    summary = summary_of(tmp_path / "run")
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    assert summary["val_loss"] > 0 and summary["tokens_per_second"] is None
+    assert "loss.png, checkpoints/step-000003.ckpt" in out  # of the validation; nothing else was measured
+    in_process(*tiny, "max_steps=30", "stop_after=8", "log_every=10", "resume=last")
+    assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"loss.png", "throughput.png", "memory.png"}
+
+
+def test_validations_of_all_lengths_are_on_the_same_tokens(in_process, tiny, tmp_path):
+    tiny = [text for text in tiny if not text.startswith(("run_dir", "seq_len", "data.val_batches"))]
+    tiny += ["data.val_fraction=0.5"]
+    for seq_len in (32, 96):
+        folder = tmp_path / str(seq_len)
+        out = in_process(*tiny, f"run_dir={folder}", f"seq_len={seq_len}", "data.val_tokens=500", "max_steps=1")
+        assert "validation: on 500 tokens of " in out and summary_of(folder)["val_tokens"] == 500
+    batches = in_process(*tiny, f"run_dir={tmp_path / 'b'}", "seq_len=32", "data.val_batches=20", "data.val_tokens=2")
+    assert ", in 40 rows\n" in batches  # of two rows each: so many batches instead of so many tokens
+
+
+def test_the_sample_has_as_many_tokens_as_asked_for(in_process, tiny, tmp_path, monkeypatch):
+    asked = []
+
+    def generate(model, tokens, *, max_new_tokens, max_seconds, **options):
+        asked.append((max_new_tokens, max_seconds))
+        return [ord("x")] * max_new_tokens
+
+    monkeypatch.setattr("flash_train.cli.build.generate", generate)
+    tiny = [text for text in tiny if not text.startswith("run_dir")]
+    assert "─ sample ─" not in in_process(*tiny, f"run_dir={tmp_path / 'none'}", "callbacks.sample.tokens=0")
+    for number, option in enumerate(("callbacks.sample.tokens=7", "callbacks.sample.seconds=null")):
+        assert "─ sample ─" in in_process(*tiny, f"run_dir={tmp_path / str(number)}", option)
+    assert asked == [(7, 1.0), (160, None)]
 
 
 def test_resume_is_exact_and_stays_in_its_directory(in_process, tiny, tmp_path):

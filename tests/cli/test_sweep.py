@@ -23,11 +23,21 @@ def test_cells_are_all_combinations_shortest_first(tmp_path):
         f"seq_len={n},memory=none,attention={name}" for n in (64, 128) for name in ("standard", "sdpa")
     ]
     assert sweep.cells[0].axes == {
-        **{"model": "nano", "precision": "fp32", "packing": "best_fit", "dropout": 0.0},
+        **{"seed": 0, "model": "nano", "precision": "fp32", "packing": "best_fit", "dropout": 0.0},
         **{"seq_len": 64, "memory": "none", "attention": "standard"},
     }
     assert {cell.config.seed for cell in sweep.cells} == {0}
     assert all(cell.config.callbacks.step_times and not cell.config.trainer.checkpoints for cell in sweep.cells)
+
+
+def test_the_runs_of_several_seeds_lie_apart_and_validate_on_the_same_tokens(tmp_path):
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seed=[3,1]", "sweep.seq_len=[64,128]", "attention=sdpa")
+    assert [(cell.config.seed, cell.axes["seed"], cell.axes["seq_len"]) for cell in sweep.cells] == [
+        *((3, 3, 64), (3, 3, 128), (1, 1, 64), (1, 1, 128))
+    ]
+    assert {(cell.config.data.val_tokens, cell.config.data.val_batches) for cell in sweep.cells} == {(32768, None)}
+    (only,) = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "seed=5").cells
+    assert only.axes["seed"] == only.config.seed == 5
 
 
 def test_a_key_that_is_given_is_no_axis(tmp_path):

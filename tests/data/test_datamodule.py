@@ -1,10 +1,11 @@
 import re
+from collections import Counter
 from itertools import islice
 
 import pytest
 import torch
 
-from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus
+from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus, Validated
 from tests.data.conftest import random_texts
 from tests.data.test_tokenizer import write_tokenizer
 
@@ -78,6 +79,53 @@ def test_val_batches_limits_validation(make_data):
     assert len(some) == 2 and all(map(equal, some, all_of_it))
 
 
+def labelled(data):
+    """Token and label of every labelled position of a validation, by how often each pair stands there."""
+    pairs = Counter()
+    for batch in data.val_dataloader():
+        seen = batch["labels"] != IGNORE
+        pairs.update(zip(batch["tokens"][seen].tolist(), batch["labels"][seen].tolist(), strict=True))
+    return pairs
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 500, 1000])
+def test_validation_reads_the_same_tokens_at_every_length(make_data, tokens):
+    expected = None
+    for seq_len, batch_size in ((16, 1), (64, 3), (2048, 2)):
+        data = make_data(seq_len=seq_len, batch_size=batch_size, val_tokens=tokens, seed=seq_len)
+        found = data.validated()
+        assert tokens - 1 <= found.tokens <= tokens  # the next document begins with its last token, or does not begin
+        assert sum(int((batch["labels"] != IGNORE).sum()) for batch in data.val_dataloader()) == (
+            found.tokens - found.documents
+        )
+        expected = expected or labelled(data)
+        assert labelled(data) == expected and expected.total() > 0
+
+
+def test_validation_on_more_tokens_than_there_are_reads_all(make_data):
+    whole, asked = make_data(), make_data(val_tokens=10**6)
+    assert asked.validated() == whole.validated() and whole.validated().tokens == whole.info["val"]["tokens"]
+    assert labelled(asked) == labelled(whole)
+    assert asked.info == whole.info and asked.bytes_per_token == whole.bytes_per_token
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_validated_on_is_what_the_ranks_read(make_data, world_size):
+    read = 0
+    for rank in range(world_size):
+        data = make_data(val_batches=2)
+        data.trainer = FakeTrainer(rank, world_size)
+        read += sum(int((batch["labels"] != IGNORE).sum()) for batch in data.val_dataloader())
+    found = data.validated(world_size)
+    assert found.rows == 2 * 3 * world_size and found.tokens > read > found.tokens - found.rows * 8
+
+
+@pytest.mark.parametrize(("seq_len", "rows"), [(128, 7), (256, 3), (2048, 1)])
+def test_recall_is_validated_on_the_rows_that_hold_the_tokens(seq_len, rows):
+    data = PackedDataModule(RecallCorpus(), seq_len=seq_len, batch_size=1, val_tokens=1000)
+    assert data.validated() == Validated(rows * seq_len, rows, None) and len(list(data.val_dataloader())) == rows
+
+
 def test_info_counts_what_the_rows_hold(make_data):
     data = make_data()
     info = data.info
@@ -148,6 +196,7 @@ def test_checkpoints_say_how_to_read_their_tokens(make_data, tmp_path):
         ({"batch_size": 0}, "batch_size=0: allowed is 1 or more"),
         ({"seed": -1}, "seed=-1: allowed is 0 or more"),
         ({"val_batches": 0}, "data.val_batches=0: allowed is 1 or more"),
+        ({"val_tokens": 1}, "data.val_tokens=1: allowed is 2 or more"),
         ({"num_workers": -1}, "data.num_workers=-1: allowed is 0 or more"),
         ({"val_fraction": 1.0}, "data.val_fraction=1.0: allowed is a number between 0 and 1"),
         ({"packing": "tight"}, "data.packing='tight': allowed are best_fit, concat"),

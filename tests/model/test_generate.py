@@ -1,5 +1,8 @@
 """Sampling: greedy, seeded, bounded to the real vocabulary."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -66,3 +69,16 @@ def test_refuses_an_empty_prompt_and_a_negative_temperature():
         generate(tiny_model(), [], max_new_tokens=1)
     with pytest.raises(ValueError, match="temperature must be 0 or more; got -1"):
         generate(tiny_model(), [1], max_new_tokens=1, temperature=-1)
+
+
+def test_ends_when_its_time_is_over(monkeypatch):
+    """Each look at the clock is a second later; the first is before any token."""
+    clock = iter(range(100))
+    module = sys.modules[generate.__module__]  # the package has the function under the module's name
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    everything = generate(tiny_model(), [1, 2], max_new_tokens=6, temperature=0)
+    assert next(clock) == 0  # without a limit nobody looks
+    for seconds, tokens in ((0.5, 1), (1.0, 1), (2.5, 3), (100.0, 6)):
+        clock = iter(range(100))
+        new = generate(tiny_model(), [1, 2], max_new_tokens=6, temperature=0, max_seconds=seconds)
+        assert new == everything[:tokens]

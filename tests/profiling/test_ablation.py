@@ -2,12 +2,16 @@
 
 import csv
 import io
+import math
+from dataclasses import replace
 
 import pytest
 
 from flash_train.profiling.ablation import (
+    COLUMNS,
     Difference,
     Row,
+    by_length,
     from_csv,
     loss_differences,
     losses_to_csv,
@@ -127,6 +131,95 @@ def test_of_few_steps_nothing_is_the_best():
         rows[0].measured["step_seconds"] = slow
         steps = [line.split("|")[3].strip() for line in lines_of(to_markdown(rows, "title"))[2:]]
         assert steps == [f"{slow * 1e3:.1f}", *marked]
+
+
+def spread(row, by):
+    return replace(row, measured={**row.measured, "step_spread": by})
+
+
+def test_a_disturbed_cell_is_marked_and_none_of_its_times_is_the_best():
+    rows = [
+        spread(row(attention="standard", step=0.4, tokens=10.0, peak=2.0), 0.02),
+        spread(row(attention="sdpa", step=0.2, tokens=30.0, peak=1.0), 0.34),
+        spread(row(attention="flash", step=0.3, tokens=20.0, peak=2.0), 0.1),
+    ]
+    text = to_markdown(rows, "title")
+    assert lines_of(text)[2:] == [
+        "| 64 | standard | 400.0 | 1.00 | 2% | 10 | 2.00 | 1.00 |",
+        "| 64 | sdpa | 200.0 † | 0.50 | 34% | 30 | **1.00** | 0.50 |",  # memory is not a matter of what else runs
+        "| 64 | flash | 300.0 | 0.75 | 10% | 20 | 2.00 | 1.00 |",  # nor is the best known where one was disturbed
+    ]
+    assert "†: the spread is more than 10%" in text and "distance between the quartiles" in text
+    assert where_slower(rows, "flash") == []
+    assert "200.0 † · 1.0" in by_length(rows) and "†: the spread is more" in by_length(rows)
+    rows[1] = spread(row(attention="sdpa", step=0.5, tokens=5.0, peak=1.0), 0.34)
+    assert "| 64 | flash | **300.0** |" in to_markdown(rows, "title")
+    assert "†" not in by_length(ROWS) and "Spread" not in to_markdown(ROWS, "title")
+
+
+def test_several_seeds_are_a_line_each_cell_and_losses_are_compared_seed_by_seed():
+    rows = [
+        row(attention=name, step=step + seed / 100, losses=[4.0 + seed] * 3, seed=seed)
+        for seed in (0, 1, 2)
+        for name, step in (("sdpa", 1.0), ("flash", 2.0))
+    ]
+    rows.append(row("failed", "a | bug", seed=0, seq_len=128))
+    text = to_markdown(rows, "title", ["seed=0", "data=stdlib"])
+    assert "Every cell has model=nano, dropout=0.0, memory=none, seed=[0,1,2], data=stdlib.\n" in text
+    assert [line.split(" | ")[2:] for line in lines_of(text)[2:4]] == [
+        ["3", "**1,010**", "2% |"],
+        ["3", "2,010", "1% |"],
+    ]
+    assert lines_of(text)[-1] == r"| 128 | sdpa | 0 | failed | a \| bug |"
+    assert loss_differences(rows) == [Difference(f"seq_len=64, seed={seed}", 0.0) for seed in (0, 1, 2)]
+    assert [read.axes["seed"] for read in from_csv(to_csv(rows))] == [0, 0, 1, 1, 2, 2, 0]
+    assert "1,010 · –" in by_length(rows)
+
+
+def test_what_cells_were_validated_on_is_said():
+    rows = [row(step=0.1), row(step=0.1, seq_len=128)]
+    for each in rows:
+        each.measured["val_tokens"] = 32768
+    assert "val_tokens=32,768.\n" in to_markdown(rows, "t") and "val. tokens" not in to_markdown(rows, "t")
+    rows[0].measured["val_tokens"] = 256
+    assert "val_tokens=" not in to_markdown(rows, "t") and "| 256 |" in lines_of(to_markdown(rows, "t"))[2]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("lost", [NAN, float("inf")])
+def test_what_is_not_finite_is_never_the_best_nor_hides(lost):
+    rows = [
+        row(attention="standard", step=lost, peak=lost, losses=[3.0, lost, lost]),
+        row(attention="sdpa", step=0.2, peak=1.0),
+        row(attention="flash", step=0.1, peak=2.0),
+    ]
+    for order in (rows, rows[::-1]):
+        lines = {line.split(" | ")[1]: line for line in lines_of(to_markdown(order, "title"))[2:]}
+        assert "**" not in lines["standard"] and "–" in lines["standard"]
+        assert "**100.0** | –" in lines["flash"] and "**1.00**" in lines["sdpa"]
+        (found,) = loss_differences(order)
+        assert math.isnan(found.largest) and found.told == "a loss that is not finite, of attention=standard"
+        assert where_slower(order, "sdpa") == ["seq_len=64 (200.0 ms, flash 100.0 ms)"]
+
+
+def test_one_that_is_as_fast_is_not_faster():
+    assert where_slower([row(step=0.1), row(step=0.1, attention="flash")], "flash") == []
+
+
+@pytest.mark.parametrize("value", [NAN, None, 0.0, -1.0])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_tables_of_any_values(value, number):
+    names = ("sdpa", "standard")[:number]
+    rows = [Row({**AXES, "attention": n}, "ok", None, {c.name: value for c in COLUMNS}, {1: value}) for n in names]
+    if value is None:
+        rows = [replace(each, losses={}) for each in rows]
+    text = to_markdown(rows, "title")
+    assert [line.count("sdpa") for line in lines_of(text)[2:3]] == [1] * min(number, 1)
+    assert len(lines_of(by_length(rows))) == 2 + min(number, 1)
+    read = from_csv(to_csv(rows), losses_to_csv(rows))
+    assert repr([each.losses for each in read]) == repr([each.losses for each in rows])
 
 
 def test_csv_has_a_line_for_every_cell_with_all_digits():

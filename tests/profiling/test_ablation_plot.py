@@ -1,5 +1,6 @@
 """An ablation's pictures: the fitted exponent, and that they are drawn from one cell as well as from many."""
 
+import io
 import math
 from dataclasses import replace
 
@@ -88,6 +89,80 @@ def test_no_exponent_of_a_whole_process(figures, memory_of, fitted):
 def test_no_exponent_through_two_points(figures):
     plot_ablation([row(64), row(128)], "a.png", memory_of="device")
     assert not any("propto" in panel.get_legend().get_texts()[0].get_text() for panel in figures[0].axes)
+
+
+def spread(row, by, seconds=None):
+    changed = {"step_spread": by} | ({} if seconds is None else {"step_seconds": seconds})
+    return replace(row, measured={**row.measured, **changed})
+
+
+def test_a_disturbed_cell_is_hollow_and_bends_no_exponent(figures):
+    rows = [spread(row(n), 0.02) for n in (64, 128, 256)] + [spread(row(512), 0.3, seconds=1.0)]
+    plot_ablation(rows, "a.png", title="title", memory_of="device")
+    time, memory, _ = figures[0].axes
+    assert "n^{2.00}" in time.get_legend().get_texts()[0].get_text()
+    assert "n^{1.00}" in memory.get_legend().get_texts()[0].get_text()  # of all four
+    (hollow,) = [line for line in time.lines if line.get_markerfacecolor() == "white"]
+    assert list(hollow.get_xdata()) == [512] and list(hollow.get_ydata()) == [1.0]
+    assert not [line for line in memory.lines if line.get_markerfacecolor() == "white"]
+    assert "disturbed" in figures[0].get_suptitle()
+
+
+def test_no_exponent_where_too_few_are_undisturbed(figures):
+    plot_ablation([spread(row(n), 0.3 if n > 128 else 0.0) for n in (64, 128, 256, 512)], "a.png", memory_of="device")
+    assert "propto" not in figures[0].axes[0].get_legend().get_texts()[0].get_text()
+
+
+def test_a_time_has_a_line_as_long_as_its_spread(figures):
+    plot_ablation([spread(row(64), 0.1, seconds=2.0), spread(row(128), 0.04, seconds=4.0)], "a.png")
+    (lines,) = figures[0].axes[0].collections
+    assert [list(ends[:, 1]) for ends in lines.get_segments()] == [
+        [pytest.approx(1.9), pytest.approx(2.1)],
+        [pytest.approx(3.92), pytest.approx(4.08)],
+    ]
+    assert "disturbed" not in figures[0].get_suptitle()
+
+
+def test_bars_have_the_spread_and_the_mark(figures):
+    plot_ablation([spread(row(64), 0.05, 1.0), spread(row(64, "flash"), 0.5, 2.0)], "a.png", title="title")
+    time, memory, _ = figures[0].axes
+    assert [text.get_text() for text in time.texts] == [" 1, spread 5%", " 2, spread 50% †"]
+    assert [bar.get_facecolor() == (1.0, 1.0, 1.0, 1.0) for bar in time.patches] == [False, True]
+    assert [bar.get_facecolor() == (1.0, 1.0, 1.0, 1.0) for bar in memory.patches] == [False, False]
+
+
+def test_several_seeds_are_one_point(figures):
+    rows = [replace(row(n), axes={**row(n).axes, "seed": seed}) for seed in (0, 1, 2) for n in (64, 128)]
+    plot_ablation(rows, "a.png")
+    assert [list(line.get_xdata()) for line in figures[0].axes[0].lines] == [[64, 128]]
+
+
+def test_the_picture_says_on_how_many_tokens_was_validated(figures):
+    rows = [row(64), row(128)]
+    for each in rows:
+        each.measured.update(val_loss=2.0, val_tokens=32768)
+    plot_ablation(rows, "a.png")
+    rows[0].measured["val_tokens"] = 256  # which no heading says of all
+    plot_ablation(rows, "a.png")
+    headings = [figure.axes[2].get_title(loc="left") for figure in figures]
+    assert headings == ["validation loss on 32,768 tokens (nats per token)", "validation loss (nats per token)"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, 0.0, -1.0])
+@pytest.mark.parametrize("lengths", [(64,), (64, 128, 256)])
+def test_pictures_of_values_that_no_axis_can_show(tmp_path, figures, lengths, value):
+    names = ("step_seconds", "step_spread", "peak_memory_gib", "train_loss", "val_loss")
+    bad = [replace(row(n), measured=dict.fromkeys(names, value)) for n in lengths]
+    if value is not None:
+        bad = [replace(each, losses=dict.fromkeys(each.losses, value)) for each in bad]
+    for rows in (bad, bad[:1] + [row(n, "flash") for n in lengths]):
+        assert plot_ablation(rows, tmp_path / "a.png") and plot_losses(rows, tmp_path / "b.png")
+    for figure in figures:
+        figure.savefig(io.BytesIO())
+    if len(lengths) > 1:
+        assert [panel.texts[0].get_text() for panel in figures[0].axes] == ["no finite value"] * 3
+        assert "(no finite value)" in figures[0].axes[0].get_legend().get_texts()[0].get_text()
 
 
 def test_nothing_is_drawn_where_nothing_ran(tmp_path):

@@ -1,3 +1,5 @@
+import pytest
+
 from flash_train.model import ModelConfig
 from flash_train.profiling.allocations import MemoryProfile
 from flash_train.profiling.memory_plot import COLORS, ORDER, plot_memory, thinned
@@ -47,3 +49,9 @@ def test_a_picture_of_a_single_length(tmp_path):
     moments = as_measured(predict(Step(MODEL, 1024))).moments
     path = plot_memory(tmp_path / "memory.png", moments, {"none": ([1024], [2**20])}, (1024, 2**20, "none"), "one")
     assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("curves", [{}, {"none": ([], [])}, {"none": ([1024], [2**20])}])
+def test_a_picture_of_a_step_without_allocations(tmp_path, curves):
+    path = plot_memory(tmp_path / "memory.png", [], curves, (1024, 2**20, "none"), "none")
+    assert path.stat().st_size > 5000

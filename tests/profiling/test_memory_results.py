@@ -105,3 +105,14 @@ def test_a_picture_of_much_or_little(records, tmp_path):
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         plot_memory_results(STEPS[-1:], tmp_path / "memory.png")
+
+
+def test_tables_of_nothing_and_of_zeros():
+    for table in (summary_table, cases_table, growth_table, traffic_table):
+        assert len(table([]).splitlines()) in (2, 3)
+    step = STEPS[0] | {"measured_bytes": 0, "predicted_bytes": 0}
+    assert cases_table([step]).splitlines()[-1].split(" | ")[3] == "–"
+    assert summary_table([step]).splitlines()[-1].endswith("| – |")
+    call = {"kind": "traffic", "status": "ok", "attention": "flash", "seq_len": 64, "direction": "forward"}
+    call |= {"algorithm_bytes": 0, "read_bytes": 0, "written_bytes": 0}
+    assert traffic_table([call]).splitlines()[-1].endswith("| – |")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from flash_train.profiling import MetricsTable, plot_run, read_column, write_json, write_text
+from flash_train.profiling import MetricsTable, plot_run, plots, read_column, write_json, write_text
 from flash_train.profiling.records import write_bytes
 
 
@@ -112,3 +112,73 @@ def test_plots(rows, cuda, tmp_path):
 
 def test_an_empty_table_draws_nothing(tmp_path):
     assert plot_run(MetricsTable(tmp_path / "metrics.csv"), tmp_path) == []
+
+
+METRICS = ("train/loss", "throughput/tokens_per_second", "throughput/mfu", "time/step_seconds", "memory/process_gib")
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def drawn(folder, values, names=METRICS):
+    """The pictures of a table with one of the values in each row, and the table's own file."""
+    table = MetricsTable(folder / "metrics.csv")
+    for step, value in enumerate(values, 1):
+        table.write(step, dict.fromkeys(names, value))
+    written = [path.name for path in plot_run(table, folder)]
+    assert {path.name for path in folder.iterdir()} == {*written, "metrics.csv"}
+    return written
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "values", [[NAN], [NAN, NAN], [INFINITE], [0.0], [-1.0], [1.0, NAN, 2.0, -INFINITE], [NAN] * 300]
+)
+def test_plots_of_values_that_no_axis_can_show(values, tmp_path):
+    assert drawn(tmp_path, values) == ["loss.png", "throughput.png", "memory.png"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("val/loss", ["loss.png"]),  # a run that stopped before its first logged row has a validation alone
+        ("train/loss", ["loss.png"]),
+        ("time/step_seconds", ["throughput.png"]),
+        ("throughput/mfu", ["throughput.png"]),
+        ("memory/allocated_gib", ["memory.png"]),
+        ("train/gradient_norm", []),
+    ],
+)
+def test_a_table_of_one_metric_has_the_picture_that_shows_it(name, written, tmp_path):
+    assert drawn(tmp_path, [1.0], [name]) == written
+
+
+def test_columns_without_any_value_draw_nothing(tmp_path):
+    assert drawn(tmp_path, [None, None]) == []
+
+
+def test_a_panel_without_a_finite_value_says_so(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(plots, "say_empty", said.append)
+    drawn(tmp_path, [NAN], ["throughput/tokens_per_second"])
+    assert [panel.get_ylabel() for panel in said] == ["tokens per second", "seconds per step"]
+
+
+def test_a_picture_of_rows_that_are_gone_is_removed(tmp_path):
+    (tmp_path / "loss.png").write_bytes(b"of an earlier run")
+    assert drawn(tmp_path, [1.0], ["time/step_seconds"]) == ["throughput.png"]
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monkeypatch):
+    table = MetricsTable(tmp_path / "metrics.csv")
+    table.write(1, {"train/loss": 1.0})
+    (picture,) = plot_run(table, tmp_path)
+    before = picture.read_bytes()
+
+    def fail(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        plot_run(table, tmp_path)
+    assert picture.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "metrics.csv"}

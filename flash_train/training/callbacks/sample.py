@@ -61,6 +61,11 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def _val_loss(summary: dict) -> str:
+    on = f" on {summary['val_tokens']:,} tokens" if summary.get("val_tokens") else ""
+    return f"{summary['val_loss']:.4f}{on}"
+
+
 def summary_table(summary: dict) -> Table:
     """The summary of a run as a table of two columns; what is not known is left out."""
     formats = {
@@ -69,7 +74,7 @@ def summary_table(summary: dict) -> Table:
         "device": lambda s: f"{s['device']}, {s['precision']}",
         "steps": lambda s: f"{s['steps']:,} of {s['max_steps']:,}" if s["max_steps"] > 0 else f"{s['steps']:,}",
         "train_loss": lambda s: f"{s['train_loss']:.4f}",
-        "val_loss": lambda s: f"{s['val_loss']:.4f}",
+        "val_loss": _val_loss,
         "bits_per_byte": lambda s: f"{s['bits_per_byte']:.4f}",
         "answer_accuracy": lambda s: f"{s['answer_accuracy']:.1%}",
         "chance_level": lambda s: f"{s['chance_level']:.1%}",

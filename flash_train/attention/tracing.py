@@ -1,0 +1,18 @@
+"""Marks for ``torch.compile`` that cost no import of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: F) -> F:
+    """Have ``torch.compile`` call ``function`` while it traces, and take the result as a constant.
+
+    The same mark as ``torch.compiler.assume_constant_result`` sets, which imports the whole compiler to set it: more
+    than a second, for every program that imports this package and compiles nothing.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
