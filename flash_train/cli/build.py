@@ -1,6 +1,5 @@
 """A composed configuration → the objects of a run. Everything that can be wrong with what the user gave fails here."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,19 +19,19 @@ from flash_train.cli.resume import (
     other_settings,
     read_own,
 )
+from flash_train.cli.rotary import keeps_rule, rotary_note
 from flash_train.cli.schema import DataSchema
 from flash_train.cli.shape import build_model_config, choose_attention, device_of, plain
+from flash_train.cli.tokens import build_tokenizer, describe_tokens
 from flash_train.data import (
-    ByteTokenizer,
     Corpus,
-    JsonTokenizer,
     PackedDataModule,
     RecallCorpus,
     Tokenizer,
     Validated,
     load_corpus,
 )
-from flash_train.model import ModelConfig, generate, load_pretrained, pretrained_length
+from flash_train.model import ModelConfig, PretrainedSource, generate, load_pretrained
 from flash_train.training import CausalLMModule, OptimizerConfig, StayingStrategy, build_trainer
 
 BASE_LR, BASE_WIDTH = 6e-4, 768
@@ -69,7 +68,7 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     """
     device = device_of(config.trainer.accelerator)
     checkpoint = find_checkpoint(config, run_dir)
-    pretrained = load_init(config.init_from)
+    pretrained = load_init(config)
     data = build_data(config)
     model_config = build_model_config(config, data.vocab_size, pretrained[0] if pretrained else None)
     backend, reason = choose_attention(config, device, model_config.head_dim)
@@ -84,8 +83,10 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         module = build_module(config, model_config, backend, data)
     if pretrained:
         module.model.load_state_dict(pretrained[1])
-    notes: dict[str, str | None] = {"validation": describe_validation(validated(config, data))}
-    notes["model"] = beyond_length(config)
+        module.pretrained = PretrainedSource.read(config.init_from).to_dict()
+    documents = None if isinstance(data.corpus, RecallCorpus) else describe_tokens(data.tokenizer)
+    notes: dict[str, str | None] = {"documents": documents, "validation": describe_validation(validated(config, data))}
+    notes["model"] = rotary_note(config, model_config)
     if checkpoint:
         saved = read_own(checkpoint, module)
         if not config.validate_only:
@@ -100,27 +101,12 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     return Run(trainer, module, data, logger, checkpoint, (backend, reason), notes)
 
 
-def load_init(folder: str | None) -> tuple[ModelConfig, dict[str, torch.Tensor]] | None:
+def load_init(config: DictConfig) -> tuple[ModelConfig, dict[str, torch.Tensor]] | None:
     """Shape and weights of the model in `init_from`."""
-    if folder is None:
+    if config.init_from is None:
         return None
-    with blame(f"init_from={folder}"):
-        return load_pretrained(folder)
-
-
-def beyond_length(config: DictConfig) -> str | None:
-    """How far the rows go beyond those that the model in `init_from` was made for; None where they don't, or where its
-    rotary embedding is stretched."""
-    made_for = pretrained_length(config.init_from) if config.init_from else None
-    stretched = any(value is not None for value in config.model.rope_scaling.values())
-    if made_for is None or config.seq_len <= made_for or stretched:
-        return None
-    factor = math.ceil(config.seq_len / made_for)
-    return (
-        f"the one in init_from was made for rows of {made_for:,} tokens and these have {config.seq_len:,}; "
-        f"model.rope_scaling.kind=yarn model.rope_scaling.factor={factor} "
-        f"model.rope_scaling.original_max_position_embeddings={made_for} would stretch it"
-    )
+    with blame(f"init_from={config.init_from}"):
+        return load_pretrained(config.init_from, rope_scaling=keeps_rule(config))
 
 
 def build_data(config: DictConfig) -> PackedDataModule:
@@ -164,17 +150,6 @@ def build_corpus(settings: DictConfig) -> Corpus | RecallCorpus:
     if settings.corpus in ("text", "hub"):
         options["errors"] = settings.errors
     return load_corpus(settings.corpus, **options)
-
-
-def build_tokenizer(config: DictConfig) -> Tokenizer:
-    """`data.tokenizer`; where it isn't given, the one in `init_from`, or bytes."""
-    name = config.data.tokenizer
-    if name is None and config.init_from and (Path(config.init_from) / "tokenizer.json").is_file():
-        name = str(Path(config.init_from) / "tokenizer.json")
-    if name in (None, "bytes"):
-        return ByteTokenizer()
-    with blame(f"data.tokenizer={name}"):
-        return JsonTokenizer(name, errors=config.data.errors)
 
 
 def build_module(config: DictConfig, model: ModelConfig, backend: str, data: PackedDataModule) -> CausalLMModule:

@@ -11,8 +11,6 @@ from flash_train.cli.paths import CHECKPOINTS, require_usable
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as PyTorch calls them
 CONFIG, WEIGHTS = "config.json", ".safetensors"  # by which a folder is known to hold a model
 PREFIX = "model."  # of the weights' names in a checkpoint
-TOKENIZER = "tokenizer.json"
-SPECIAL_NAMES = ("tokenizer_config.json", "special_tokens_map.json")  # where transformers says which token is bos, eos
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,52 +50,28 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None) -> Path:
-    """Write the model of a checkpoint in the Llama layout, and the tokenizer's file; returns the folder.
+    """Write the model of a checkpoint in the Llama layout, with its tokenizer's files and, of a model that began from
+    another one, all that this one says beyond its weights; returns the folder.
 
     Raises ValueError for a model that the layout can't hold, UsageError where writing fails.
     """
     import torch
 
+    from flash_train.cli.export_files import Files
+    from flash_train.cli.whole_folder import whole_folder
     from flash_train.model import ModelConfig, save_pretrained
 
     kind = getattr(torch, dtype) if dtype else None
     weights = {name.removeprefix(PREFIX): weight.to(kind) for name, weight in checkpoint["state_dict"].items()}
-    data = checkpoint.get("PackedDataModule", {})
     model = ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"])
     try:
-        save_pretrained(weights, model, folder, max_seq_len=data.get("seq_len"), token_ids=token_ids(data))
-        copy_tokenizer(data, folder)
+        with whole_folder(folder) as staged:
+            files = Files.of(checkpoint)
+            (written,) = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
+            save_pretrained(weights, model, staged, values=files.config(model, written))
+            files.write(staged)
     except OSError as error:
         raise UsageError(f"folder={folder}: {error}") from error
+    if files.left_out:
+        print(f"{folder}: {files.left_out}; copy it there by hand", file=sys.stderr)
     return folder
-
-
-def token_ids(data: Mapping[str, Any]) -> dict[str, int | None]:
-    """bos_token_id, eos_token_id, pad_token_id of what `PackedDataModule` saved; of those that it didn't, nothing."""
-    ids = dict(data.get("token_ids", {}))
-    if ids and ids["pad"] == ids["eos"]:
-        ids["pad"] = None  # there is none: transformers would leave out the gradient of eos's embedding
-    return {f"{name}_token_id": token for name, token in ids.items()}
-
-
-def copy_tokenizer(data: Mapping[str, Any], folder: Path) -> None:
-    """Write the tokenizer.json that the run read beside the model, or say in one line why not. Bytes have none."""
-    from flash_train.data.tokenizer import ByteTokenizer, file_fingerprint
-    from flash_train.profiling import write_text
-
-    fingerprint, file = data.get("tokenizer"), Path(data.get("tokenizer_file") or "")
-    if fingerprint in (None, ByteTokenizer.fingerprint):
-        return
-    if not file.name:
-        reason = "the checkpoint names no file of its tokenizer"
-    elif not file.is_file():
-        reason = f"{file} is no longer there"
-    elif not fingerprint.startswith(file_fingerprint(content := file.read_bytes())):
-        reason = f"{file} has changed since the run"
-    else:
-        write_text(folder / TOKENIZER, content.decode())
-        for beside in map(file.with_name, SPECIAL_NAMES if file.name == TOKENIZER else ()):
-            if beside.is_file():
-                write_text(folder / beside.name, beside.read_text(encoding="utf-8"))
-        return
-    print(f"{folder}: {TOKENIZER} was not written, as {reason}; copy it there by hand", file=sys.stderr)

@@ -14,6 +14,8 @@ from flash_train.cli.errors import ArgumentParser, UsageError
 
 PATH_KEYS = ("resume", "init_from", "run_dir", "data.path", "data.name", "data.tokenizer", "data.cache_dir")
 
+TOKEN_KEYS = ("data.bos", "data.eos")  # their values are taken as they are: [SEP] is a token, no list
+
 LIST_KEY = "data.path"  # may also be a list of paths, [a,b]
 
 
@@ -46,7 +48,7 @@ class CommandLine:
 
 
 def read(arguments: list[str]) -> CommandLine:
-    """Split the arguments into Hydra's flags and overrides, and quote the paths among the overrides."""
+    """Split the arguments into Hydra's flags and overrides, and quote the paths and tokens among the overrides."""
     parser = ArgumentParser(parents=[get_args_parser()], add_help=False)
     args, unknown = parser.parse_known_intermixed_args(arguments)  # flags may stand anywhere
     if unknown:
@@ -97,8 +99,10 @@ def quote(key: str, value: str) -> str:
 
 
 def _with_quoted_path(text: str, sweeps: bool) -> str:
-    """Paths may be written plainly: `~` is expanded, and what Hydra's grammar would take apart is quoted."""
+    """Paths and tokens may be written plainly: what Hydra would take apart is quoted, and `~` of a path expanded."""
     key, equals, value = text.partition("=")
+    if key in TOKEN_KEYS and equals and value not in ("", "null") and value[0] not in "'\"":
+        return text if sweeps and "," in value else quote(key, value)
     if key not in PATH_KEYS or not equals or value in ("", "null") or value[0] in "'\"" or (sweeps and "," in value):
         return text
     return text if key == LIST_KEY and isinstance(_value_of(text), list) else quote(key, os.path.expanduser(value))

@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from flash_train.attention.backends import OWN, flash_unavailable
-from flash_train.cli.build import build_tokenizer
 from flash_train.cli.errors import OutOfMemoryError
 from flash_train.cli.shape import device_of, model_and_backend
+from flash_train.cli.tokens import build_tokenizer
 from flash_train.model import ModelConfig
 from flash_train.model.memory import MEMORY_MODES
 from flash_train.profiling.memory import bytes_in_words
@@ -36,6 +36,7 @@ def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
         UnavailableError: its attention backend does not run here.
     """
     device = device_of(config.trainer.accelerator)
+    model_and_backend(config, 1, device)  # a mistake in the shape or the backend ends here, before a tokenizer is read
     model, backend = model_and_backend(config, build_tokenizer(config).vocab_size, device)
     return step_of(config, model, backend, device), device
 

@@ -60,6 +60,8 @@ class DataSchema:
 
     corpus: str = MISSING
     tokenizer: str | None = None  # bytes, or a tokenizers JSON file; null: that of init_from, else bytes
+    bos: str | None = None  # token that begins a document, empty for none; null: as the tokenizer's files say
+    eos: str | None = None  # token that ends a document; null: as the tokenizer's files say
     errors: str = "strict"
     packing: str = "best_fit"
     val_fraction: float = 0.05

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from flash_train.attention import resolve_backend
 from flash_train.cli.errors import UnavailableError, UsageError, blame
+from flash_train.cli.rotary import keeps_rule, merged_rule
 from flash_train.model import ModelConfig, pretrained_config
 
 VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
@@ -39,10 +40,10 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device(accelerator)
 
 
-def load_shape(folder: str) -> ModelConfig:
+def load_shape(config: DictConfig) -> ModelConfig:
     """Shape of the model in `init_from`."""
-    with blame(f"init_from={folder}"):
-        return pretrained_config(folder)
+    with blame(f"init_from={config.init_from}"):
+        return pretrained_config(config.init_from, rope_scaling=keeps_rule(config))
 
 
 def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig | None) -> ModelConfig:
@@ -57,21 +58,36 @@ def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig 
     base: dict[str, Any] = pretrained.to_dict() if pretrained else {"vocab_size": rounded}
     values = {**base, **given, "attention_dropout": config.attention.dropout}
     if scaling:
-        values["rope_scaling"] = scaling
+        values["rope_scaling"] = merged_rule(base.get("rope_scaling"), scaling)
     with blame("model"):
         built = ModelConfig.from_dict(values)
+    if pretrained:
+        require_same_shape(built, pretrained)
     if built.vocab_size < tokens:
+        if pretrained:
+            raise UsageError(
+                f"data.tokenizer: makes {tokens} ids, and the model in init_from has embeddings for "
+                f"{built.vocab_size}; allowed: data.tokenizer=FILE, the tokenizer that it was trained with"
+            )
         raise UsageError(f"model.vocab_size={built.vocab_size}: allowed: {tokens} or more, the tokenizer's ids")
-    for name in SHAPE if pretrained else ():
-        ours, theirs = getattr(built, name), getattr(pretrained, name)
-        if ours != theirs:
-            raise UsageError(f"model.{name}={ours}: the model in init_from has {theirs}; allowed: model=pretrained")
     return built
+
+
+def require_same_shape(built: ModelConfig, pretrained: ModelConfig) -> None:
+    """Refuse a shape that the weights in `init_from` do not have; says all that has to go, or it would take turns."""
+    differing = [name for name in SHAPE if getattr(built, name) != getattr(pretrained, name)]
+    if not differing:
+        return
+    name = differing[0]
+    raise UsageError(
+        f"model.{name}={getattr(built, name)}: the model in init_from has {getattr(pretrained, name)}; allowed: "
+        f"model=pretrained, and no {', '.join(f'model.{name}' for name in differing)}"
+    )
 
 
 def model_and_backend(config: DictConfig, tokens: int, device: torch.device) -> tuple[ModelConfig, str]:
     """The model's shape, and the attention backend that runs it, with no weights read; `tokens` the tokenizer makes."""
-    pretrained = None if config.init_from is None else load_shape(config.init_from)
+    pretrained = None if config.init_from is None else load_shape(config)
     model = build_model_config(config, tokens, pretrained)
     return model, choose_attention(config, device, model.head_dim)[0]
 

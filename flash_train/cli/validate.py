@@ -64,6 +64,7 @@ RULES = {
     "model.mlp_width": at_least(1),
     "model.vocab_size": at_least(1),
     "model.rope_theta": above(0),
+    "model.rope_scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "none"),
     "model.norm_eps": above(0),
     "model.residual_dropout": below(0, 1),
     "data.packing": one_of("best_fit", "concat"),

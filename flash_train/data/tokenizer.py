@@ -11,12 +11,10 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from flash_train.data.special_tokens import find_special_tokens
+
 Errors = Literal["strict", "replace", "skip"]
 ERRORS: tuple[str, ...] = get_args(Errors)
-
-BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
-EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]", "[SEP]")
-PAD_NAMES = ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]")
 
 
 def check_errors(errors: str) -> None:
@@ -76,15 +74,26 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer in the JSON format of the `tokenizers` library.
 
-    Documents begin with the vocabulary's bos if it has one by a usual name (``<s>``, ``<|begin_of_text|>``, …) and end
-    with its eos (``</s>``, ``<|endoftext|>``, …). Padding is its pad token, or eos where it has none. Text that looks
-    like a special token is encoded as ordinary text. `errors` says what to do with a document that is not UTF-8:
-    "strict" raises ValueError naming it, "replace" puts U+FFFD for the invalid bytes, "skip" leaves the document out.
+    Documents begin with its bos, where it has one, and end with its eos: `flash_train.data.special_tokens` says how
+    they are found, and `bos` and `eos` name them outright (an empty `bos`: none). Padding is its pad token, or eos
+    where it has none. Text that looks like a special token is encoded as ordinary text. `errors` says what to do with
+    a document that is not UTF-8: "strict" raises ValueError naming it, "replace" puts U+FFFD for the invalid bytes,
+    "skip" leaves the document out. `embeddings` is the number of ids that a model has embeddings for: special tokens
+    beyond them are not used, and do not count for `vocab_size`.
 
-    Raises FileNotFoundError for a missing file; ValueError for one that is no tokenizer or has no eos by a usual name.
+    Raises FileNotFoundError for a missing file; ValueError for one that is no tokenizer, and where no file says which
+    token ends a document.
     """
 
-    def __init__(self, path: str | Path, errors: Errors = "strict") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        errors: Errors = "strict",
+        *,
+        bos: str | None = None,
+        eos: str | None = None,
+        embeddings: int | None = None,
+    ) -> None:
         from tokenizers import Tokenizer as HubTokenizer  # here, not above: bytes need no such import
 
         check_errors(errors)
@@ -100,17 +109,11 @@ class JsonTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        eos = self._find(EOS_NAMES)
-        if eos is None:
-            raise ValueError(
-                f"data.tokenizer={path}: no end-of-document token; one of {', '.join(EOS_NAMES)} is needed"
-            )
-        pad = self._find(PAD_NAMES)
-        self.bos, self.eos, self.pad = self._find(BOS_NAMES), eos, eos if pad is None else pad
-        # The largest id and not the count: added tokens may leave gaps, and every id needs its embedding.
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.special_tokens = find_special_tokens(self._tokenizer, path, bos=bos, eos=eos, limit=embeddings)
+        self.bos, self.eos, self.pad = self.special_tokens.bos, self.special_tokens.eos, self.special_tokens.pad
+        self.vocab_size = self._count_ids(embeddings)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
-        self.fingerprint = f"{file_fingerprint(content)}-{errors}"
+        self.fingerprint = f"{file_fingerprint(content)}-{errors}-{self.bos}-{self.eos}"
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Token ids of `text`, without bos and eos: (n,). Raises ValueError for bytes that are not UTF-8."""
@@ -128,8 +131,16 @@ class JsonTokenizer:
         """The text of `ids`; special tokens are left out."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def _find(self, names: Sequence[str]) -> int | None:
-        return next((i for name in names if (i := self._tokenizer.token_to_id(name)) is not None), None)
+    def _count_ids(self, embeddings: int | None) -> int:
+        """The largest id and one: added tokens may leave gaps, and every id needs its embedding.
+
+        No text makes a special token, so that one without an embedding does no harm.
+        """
+        ids = set(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        if embeddings is not None:
+            added = self._tokenizer.get_added_tokens_decoder()
+            ids -= {id for id, token in added.items() if token.special and id >= embeddings}
+        return max(ids) + 1
 
     def _decode_bytes(self, text: bytes, source: str, errors: str) -> str | None:
         try:

@@ -15,6 +15,13 @@ _RULE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 
+ORIGINAL_LENGTH = tuple(kind for kind, names in _RULE_FIELDS.items() if "original_max_position_embeddings" in names)
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """What YaRN multiplies cosines and sines by (arXiv:2309.00071, equation 22)."""
+    return 0.1 * math.log(factor) + 1.0
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -40,7 +47,7 @@ class RopeScaling:
         if self.kind not in get_args(RopeKind):
             raise ValueError(
                 f"model.rope_scaling.kind={self.kind!r} is not known; use {', '.join(get_args(RopeKind))}, "
-                "or rope_scaling=null for none"
+                "or none for plain rotary positions"
             )
         if not self.factor >= 1.0:
             raise ValueError(f"model.rope_scaling.factor must be at least 1.0; got {self.factor}")
@@ -76,15 +83,30 @@ class RopeScaling:
             return None
         if kind not in get_args(RopeKind) or kind == "ntk":  # transformers has no rule of that name
             raise ValueError(
-                f"rope_type {kind!r} is not supported; linear, yarn, llama3 and default are "
-                "(in place of dynamic, choose model.rope_scaling.kind=ntk and a factor)"
+                f"rope_type {kind!r} is not supported; linear, yarn, llama3 and default are, "
+                "or model.rope_scaling.kind= with another rule in its place"
             )
         unknown = given.keys() - {"factor", *_RULE_FIELDS[kind]}
         if kind in ("linear", "llama3"):
             unknown -= {"original_max_position_embeddings"}
         if unknown:
             raise ValueError(f"rope_type {kind!r} with {', '.join(sorted(unknown))} is not supported")
+        if "factor" not in given:
+            raise ValueError(
+                f"rope_type {kind!r} lacks its factor; give model.rope_scaling.kind={kind} "
+                "model.rope_scaling.factor=NUMBER"
+            )
         return cls(kind=kind, **{k: v for k, v in given.items() if k == "factor" or k in _RULE_FIELDS[kind]})
+
+    def stretched(self, by: float) -> "RopeScaling":
+        """The same rule for rows `by` times as long: the pairs that it interpolates turn `by` times slower.
+
+        Other pairs turn as they did in training. An attention factor that was given grows as YaRN's own does.
+        """
+        factor, attention_factor = self.factor * by, self.attention_factor
+        if attention_factor is not None:
+            attention_factor *= yarn_attention_factor(factor) / yarn_attention_factor(self.factor)
+        return dataclasses.replace(self, factor=factor, attention_factor=attention_factor)
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_scaling` dictionary of `transformers`. Raises ValueError for `ntk`: there, a larger theta."""

@@ -16,6 +16,7 @@ from flash_train.model.config import ModelConfig, RopeScaling
 from flash_train.model.rope import ntk_theta
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+LLAMA_LENGTH = 2048  # max_position_embeddings of a config.json that does not say
 SHARDS = "model-*-of-*.safetensors"
 
 # Our names to Llama's. Both multiply alike and both rotate half-split, so nothing is transposed or permuted.
@@ -38,26 +39,42 @@ _OURS = re.compile(r"(?:blocks\.(\d+)\.)?([a-z_.]+)\.weight")
 _THEIRS = re.compile(r"(?:model\.layers\.(\d+)\.)?([a-z_.]+)\.weight")
 
 
-def pretrained_config(path: str | Path) -> ModelConfig:
+def pretrained_config(path: str | Path, *, rope_scaling: bool = True) -> ModelConfig:
     """The configuration of a model as `load_pretrained` takes it. Raises as it does."""
+    return config_from_llama(pretrained_values(path), str(path), rope_scaling=rope_scaling)
+
+
+def pretrained_values(path: str | Path) -> dict[str, Any]:
+    """The config.json of a saved model. Raises FileNotFoundError and ValueError as `load_pretrained` does."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"init_from={path}: no such folder; give one with config.json and *.safetensors")
-    return _config_from_llama(_read_json(folder / CONFIG), str(path))
+    return _read_json(folder / CONFIG)
 
 
 def pretrained_length(path: str | Path) -> int | None:
     """Tokens in a row that a saved model is made for, its rotary scaling included; None where it does not say."""
-    return _read_json(Path(path).expanduser() / CONFIG).get("max_position_embeddings")
+    values = pretrained_values(path)
+    length, rope = values.get("max_position_embeddings"), rope_parameters(values)
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if _rope_type(rope) == "yarn" and original and factor:  # often added to a config.json that keeps its old length
+        return max(length or 0, int(original * factor))
+    return length
 
 
-def load_pretrained(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+def pretrained_rule(path: str | Path) -> str:
+    """The `rope_type` of a saved model; "default" for plain rotary positions."""
+    return _rope_type(rope_parameters(pretrained_values(path)))
+
+
+def load_pretrained(path: str | Path, *, rope_scaling: bool = True) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
 
-    `path` is a folder as `transformers` saves it; sharded weights are put together. Raises FileNotFoundError where a
-    file is missing and ValueError, in one line, for a model that is no plain Llama.
+    `path` is a folder as `transformers` saves it; sharded weights are put together. With `rope_scaling=False` the
+    model's own rotary scaling is not read: the caller gives another. Raises FileNotFoundError where a file is missing
+    and ValueError, in one line, for a model that is no plain Llama.
     """
-    config, folder = pretrained_config(path), Path(path).expanduser()
+    config, folder = pretrained_config(path, rope_scaling=rope_scaling), Path(path).expanduser()
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         for name, tensor in load_file(file).items():
@@ -84,15 +101,17 @@ def save_pretrained(
     *,
     max_seq_len: int | None = None,
     token_ids: dict[str, int | None] | None = None,
+    values: dict[str, Any] | None = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
     """Writes config.json and model.safetensors, which `transformers.LlamaForCausalLM.from_pretrained` loads.
 
     `model` is a Transformer or its state_dict, on any device, written in its own dtype. `max_seq_len` goes into
     config.json as max_position_embeddings (default: what the rotary scaling reaches, else 2048); `token_ids` may hold
-    bos_token_id, eos_token_id, pad_token_id. With `max_shard_bytes` the weights are cut into several files and an
-    index. Files are written beside their names and moved into place, config.json last. Raises ValueError for a model
-    that Llama cannot express. Returns the folder.
+    bos_token_id, eos_token_id, pad_token_id. Where `values` are given, config.json holds them and nothing else, as
+    `PretrainedSource.export_config` makes them of an earlier one. With `max_shard_bytes` the weights are cut into
+    several files and an index. Each file is written under another name and moved into place, config.json last. Raises
+    ValueError for a model that Llama cannot express. Returns the folder.
     """
     if config.qk_norm:
         raise ValueError("model.qk_norm=true cannot be exported: the Llama layout has no norm on queries and keys")
@@ -120,11 +139,14 @@ def save_pretrained(
     for stale in {folder / WEIGHTS, folder / INDEX, *folder.glob(SHARDS)} - {folder / file for file in files}:
         stale.unlink(missing_ok=True)  # weights of an earlier save, which a reader might prefer
     (dtype,) = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
-    _write_json(folder / CONFIG, _config_to_llama(config, dtype, max_seq_len) | (token_ids or {}))
+    if values is None:
+        values = config_to_llama(config, dtype, max_seq_len) | (token_ids or {})
+    _write_json(folder / CONFIG, values)
     return folder
 
 
-def _config_from_llama(values: dict[str, Any], path: str) -> ModelConfig:
+def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool = True) -> ModelConfig:
+    """The model that a config.json in the folder `path` describes. Raises ValueError for one that is no plain Llama."""
     if values.get("model_type") != "llama":
         raise ValueError(
             f"init_from={path}: model_type is {values.get('model_type')!r}; only the Llama layout ('llama') is read"
@@ -134,7 +156,7 @@ def _config_from_llama(values: dict[str, Any], path: str) -> ModelConfig:
             raise ValueError(f"init_from={path}: {key}={values[key]!r} is not supported; only {plain!r} is")
     if values.get("quantization_config"):
         raise ValueError(f"init_from={path}: the weights are quantized; give a model in bf16, fp16 or fp32")
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = rope_parameters(values)
     try:
         n_heads, width = values["num_attention_heads"], values["hidden_size"]
         return ModelConfig(
@@ -147,7 +169,7 @@ def _config_from_llama(values: dict[str, Any], path: str) -> ModelConfig:
             head_dim=values.get("head_dim") or width // n_heads,
             mlp_width=values["intermediate_size"],
             rope_theta=rope.get("rope_theta", values.get("rope_theta", 10000.0)),
-            rope_scaling=RopeScaling.from_hf(rope),
+            rope_scaling=RopeScaling.from_hf(rope) if rope_scaling else None,
             norm_eps=values.get("rms_norm_eps", 1e-6),
             tied_embeddings=values.get("tie_word_embeddings", False),
         )
@@ -155,14 +177,37 @@ def _config_from_llama(values: dict[str, Any], path: str) -> ModelConfig:
         raise ValueError(f"init_from={path}: config.json lacks {error.args[0]}") from None
 
 
-def _config_to_llama(config: ModelConfig, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
+def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of rotary positions, with what `transformers` fills in."""
+    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if _rope_type(rope) in ("yarn", "llama3"):
+        length = values.get("max_position_embeddings") or LLAMA_LENGTH
+        original = rope.get("original_max_position_embeddings") or length
+        rope["original_max_position_embeddings"] = values.get("original_max_position_embeddings") or original
+        if _rope_type(rope) == "yarn" and rope.get("factor") is None:
+            rope["factor"] = length / rope["original_max_position_embeddings"]
+    return rope
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rope_to_llama(config: ModelConfig) -> tuple[float, dict[str, Any] | None]:
+    """`rope_theta` and `rope_scaling` as `transformers` writes them; None for plain rotary positions."""
     scaling, theta = config.rope_scaling, config.rope_theta
     if scaling is not None and scaling.kind == "ntk":  # exactly plain rotary with a larger base
-        theta = ntk_theta(theta, scaling.factor, config.head_dim)
-        scaling = None
+        return ntk_theta(theta, scaling.factor, config.head_dim), None
+    return theta, scaling.to_hf() if scaling else None
+
+
+def config_to_llama(config: ModelConfig, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
+    """The values of config.json as `save_pretrained` writes them, less the ids of special tokens."""
+    scaling = config.rope_scaling
+    theta, rope_scaling = rope_to_llama(config)
     if max_seq_len is None:
         reach = scaling.original_max_position_embeddings if scaling else None
-        max_seq_len = int(reach * scaling.factor) if scaling and reach else 2048
+        max_seq_len = int(reach * scaling.factor) if scaling and reach else LLAMA_LENGTH
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -179,7 +224,7 @@ def _config_to_llama(config: ModelConfig, dtype: str, max_seq_len: int | None) -
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
         "rope_theta": theta,
-        "rope_scaling": scaling.to_hf() if scaling else None,
+        "rope_scaling": rope_scaling,
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": config.attention_dropout,

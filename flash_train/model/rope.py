@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_train.model.config import ModelConfig, RopeScaling
+from flash_train.model.config import ModelConfig, RopeScaling, yarn_attention_factor
 
 
 def ntk_theta(theta: float, factor: float, head_dim: int) -> float:
@@ -57,7 +57,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | s
     inverse = _inverse(theta, dim, device)
     frequencies = inverse / scaling.factor * (1 - keep) + inverse * keep
     scale = scaling.attention_factor
-    return frequencies, 0.1 * math.log(scaling.factor) + 1.0 if scale is None else scale
+    return frequencies, yarn_attention_factor(scaling.factor) if scale is None else scale
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:

@@ -17,6 +17,7 @@ from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale
 
 Batch = dict[str, Any]
 
+PRETRAINED = "pretrained"  # a checkpoint's entry: what the model that training began from says beyond its weights
 PLANNED_STEPS = "planned_steps"  # a checkpoint's entry: the optimizer steps of the whole schedule
 
 SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
@@ -109,6 +110,7 @@ class CausalLMModule(pl.LightningModule):
         self.loaded_step: int | None = None
         self.skip_validation = False
         self.planned_steps: int | None = None
+        self.pretrained: dict[str, Any] | None = None  # of the model that training began from, by `PretrainedSource`
         self._sums: Tensor | None = None
         self._nominal = 0
         self._forward_dtype = torch.get_default_dtype()
@@ -269,6 +271,8 @@ class CausalLMModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Say how long the schedule is: of itself it is a function, which no checkpoint keeps."""
         checkpoint[PLANNED_STEPS] = self.planned_steps
+        if self.pretrained is not None:
+            checkpoint[PRETRAINED] = self.pretrained
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model in words, before PyTorch does so tensor by tensor."""
@@ -285,6 +289,7 @@ class CausalLMModule(pl.LightningModule):
             fields = ", ".join(f"{name} ({saved.get(name)} saved, {own.get(name)} here)" for name in differing)
             raise ValueError(f"the checkpoint is of another model: {fields}")
         self.loaded_step = checkpoint["global_step"]
+        self.pretrained = checkpoint.get(PRETRAINED, self.pretrained)
 
     def _shape(self) -> dict[str, Any] | None:
         """As kept in a checkpoint; None of a model that is not described by a `ModelConfig`."""
