@@ -38,10 +38,10 @@ def alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def quiet_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No W&B account, and its files, like those of `datasets`, in the test's own folder."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):  # WANDB_DIR would move a run's own files
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))

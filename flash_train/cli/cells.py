@@ -176,6 +176,11 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _without_one_run(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that name a run of W&B: each cell is a run."""
+    return {name: value for name, value in environ.items() if name not in ("WANDB_RUN_ID", "WANDB_RESUME")}
+
+
 class _Child:
     """A cell's process, in a session of its own: Ctrl-C reaches it through this process only."""
 
@@ -189,7 +194,7 @@ class _Child:
             self.process = subprocess.Popen(
                 [*COMMAND, *cell.overrides, quote("run_dir", str(cell.folder))],
                 # a process that is killed has said by then what it had to say
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
+                env={**_without_one_run(os.environ), "PYTHONUNBUFFERED": "1", **environ},
                 stdin=subprocess.PIPE,  # never written to; see `end_with_parent`
                 stdout=log,
                 stderr=subprocess.STDOUT,

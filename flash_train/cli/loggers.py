@@ -3,7 +3,6 @@
 import netrc
 import os
 import socket
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +13,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from flash_train.cli.errors import blame
-from flash_train.profiling import write_text
+from flash_train.cli.wandb_files import WandbFiles
 
 Mode = Literal["online", "offline"]
 
+PROJECT = "flash-train"
 NO_SERVER = ("offline", "dryrun", "disabled")  # W&B's modes in which there is no run to go on with
 CONNECT_SECONDS = 3.0
 PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
@@ -36,26 +36,40 @@ def build_logger(settings: DictConfig, run_dir: Path, config: Mapping[str, Any])
 
 @rank_zero_only  # None on the others, which log nothing
 def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Any:
-    """W&B's run, begun or gone on with."""
+    """W&B's run: a new one, or the one of this directory where W&B's server can resume it.
+
+    What neither the settings nor `WANDB_*` variables say is chosen here. The settings win over the variables.
+    """
     import wandb
 
-    mode = wandb_mode(settings.mode, os.environ)
-    offline = (mode or os.environ["WANDB_MODE"]) in NO_SERVER
-    with blame("logger=wandb"):
+    environ = os.environ
+    mode = wandb_mode(settings.mode, environ)
+    offline = (mode or environ["WANDB_MODE"]) in NO_SERVER
+    files = WandbFiles.of(run_dir, environ)
+    run_id, part = files.next_run(online=not offline)
+    name = settings.run_name or environ.get("WANDB_NAME") or run_dir.name
+    group = settings.group or environ.get("WANDB_RUN_GROUP") or (name if offline or part > 1 else None)
+    quiet: dict[str, Any] = {"silent": True, "console": "off"}
+    with blame("logger=wandb"), files.undone_on_error(run_id):
         try:
             run = wandb.init(
-                project=settings.project,
-                name=settings.run_name or run_dir.name,
-                group=settings.group,
-                dir=run_dir,
-                id=_wandb_id(run_dir),
+                project=settings.project or environ.get("WANDB_PROJECT") or PROJECT,
+                name=name if part == 1 else f"{name}-{part}",
+                group=group,
+                dir=environ.get("WANDB_DIR") or run_dir,
+                id=run_id,
                 config=dict(config),
                 mode=mode,
-                resume=None if offline else "allow",
-                settings=wandb.Settings(silent=True, console="off"),
+                resume=None if offline or environ.get("WANDB_RESUME") else "allow",
+                settings=wandb.Settings(
+                    **{key: value for key, value in quiet.items() if f"WANDB_{key.upper()}" not in environ}
+                ),
             )
         except wandb.Error as error:
-            raise ValueError(f"{error}; logger.mode=offline needs no server") from error
+            hint = "" if offline else "; logger.mode=offline needs no server"
+            wandb.teardown()  # or its service would write on into the folder
+            raise ValueError(f"{error}{hint}") from error
+    files.remember(run_id)
     run.define_metric("trainer/global_step")  # under which Lightning logs the step
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return run
@@ -134,13 +148,7 @@ def reachable(host: str, port: int, environ: Mapping[str, str]) -> bool:
 def sync_hint(logger: Logger | None, run_dir: Path) -> str | None:
     """How to upload what an offline W&B run has kept; None where there is nothing to upload."""
     if isinstance(logger, WandbLogger) and logger.experiment.offline:
-        return f"W&B is offline; upload with: wandb sync {run_dir}/wandb/offline-run-*"
+        files = WandbFiles.of(run_dir, os.environ)
+        which = "offline-run-*" if files.own else " ".join(f"{files.folder}/offline-run-*-{i}" for i in files.ids())
+        return f"W&B is offline; upload with: wandb sync {f'{files.folder}/' if files.own else ''}{which}"
     return None
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """The run's id at W&B, kept in its directory: a resumed run goes on under the same one."""
-    path = run_dir / "wandb" / "run_id"
-    if not path.is_file():
-        write_text(path, uuid.uuid4().hex[:8] + "\n")
-    return path.read_text(encoding="utf-8").strip()

@@ -21,6 +21,8 @@ def conf_dir() -> Path:
 
 def run_dir_of(checkpoint: Path) -> Path | None:
     """The run directory that a checkpoint lies in; None for one that was moved elsewhere."""
+    if checkpoint in slurm_checkpoints(checkpoint.parent):
+        return checkpoint.parent
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
@@ -48,9 +50,15 @@ def require_no_run(run_dir: Path, ways: str = "another folder") -> None:
         raise UsageError(f"run_dir={run_dir}: holds a run; allowed: {ways}")
 
 
+def slurm_checkpoints(run_dir: Path) -> list[Path]:
+    """What Lightning's own handler has saved there before SLURM ended a job, oldest first."""
+    found = [path for path in run_dir.glob("hpc_ckpt_*.ckpt") if path.stem.removeprefix("hpc_ckpt_").isdigit()]
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("hpc_ckpt_")))
+
+
 def holds_checkpoint(run_dir: Path) -> bool:
     """Whether a run has saved a checkpoint there, with which it can go on."""
-    return any((run_dir / CHECKPOINTS).glob("*.ckpt"))
+    return any((run_dir / CHECKPOINTS).glob("*.ckpt")) or bool(slurm_checkpoints(run_dir))
 
 
 def holds_run(run_dir: Path) -> bool:

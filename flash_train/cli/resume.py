@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli.errors import UsageError, blame
 from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of
+from flash_train.cli.slurm import furthest
 from flash_train.training import CausalLMModule, newest_checkpoint
 from flash_train.training.callbacks.checkpoint import checkpoints_by_age, read_checkpoint, step_of
 from flash_train.training.module import PLANNED_STEPS
@@ -43,7 +44,8 @@ def resumed(resume: str, run_dir: Path) -> Path:
     """The checkpoint that `resume` names."""
     if resume == "last":
         with blame(f"resume=last: run_dir={run_dir}"):
-            return newest_checkpoint(run_dir / CHECKPOINTS)
+            own = newest_checkpoint(run_dir / CHECKPOINTS) if checkpoints_by_age(run_dir / CHECKPOINTS) else None
+            return furthest(run_dir, own) or newest_checkpoint(run_dir / CHECKPOINTS)
     path = Path(resume)
     if path.is_dir():
         raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
@@ -112,7 +114,7 @@ def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
 
 def left_beside(newest: Path) -> str | None:
     """Which checkpoint lies further on beside the one written last; None where that one is the furthest."""
-    furthest = max(checkpoints_by_age(newest.parent), key=step_of)
+    furthest = max(checkpoints_by_age(newest.parent), key=step_of, default=newest)
     if furthest == newest:
         return None
     return f"{newest.name} was written last; {furthest.name}, of an earlier branch, lies beside it"

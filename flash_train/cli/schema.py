@@ -147,8 +147,8 @@ class LoggerSchema:
 @dataclass
 class WandbSchema(LoggerSchema):
     name: str = "wandb"
-    project: str = "flash-train"
-    run_name: str | None = None  # null: the run directory's name
+    project: str | None = None  # null: WANDB_PROJECT, or flash-train
+    run_name: str | None = None  # null: WANDB_NAME, or the run directory's name
     group: str | None = None  # under which W&B shows several runs together
     mode: str = "auto"  # auto: offline where there is no login
 

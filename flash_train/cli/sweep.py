@@ -202,7 +202,8 @@ def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path)
             unavailable = str(error)
         name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) or "cell"
         if config.logger.name == "wandb":
-            config.logger.group = config.logger.group or run_dir.name  # that of the table, too
+            group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or run_dir.name
+            config.logger.group = group  # that of the table, too
             overrides += (quote("logger.group", config.logger.group), quote("logger.run_name", name))
         overrides += ("force=true",)  # what is begun is measured; what cannot fit is not begun
         if line.config_dir:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import signal
 import sys
 import warnings
@@ -23,6 +24,7 @@ from flash_train.cli.multirun import Multirun, swept
 from flash_train.cli.overrides import CommandLine, read
 from flash_train.cli.paths import conf_dir, require_no_run, require_usable, run_dir_of
 from flash_train.cli.schema import register_schema
+from flash_train.cli.slurm import check_tasks, requeued
 from flash_train.cli.validate import require_files, validate
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def prepare(arguments: list[str]) -> list[str]:
     line = read(arguments)
     if not line.composes:
         return line.arguments()
-    line = with_run_dir(with_pretrained_shape(line))
+    line = with_run_dir(with_pretrained_shape(requeued(line, os.environ)))
     configs = check(line)
     if line.given("hardware") in (None, "auto"):
         choice, reason = hardware.choose(hardware.detect())
@@ -75,6 +77,7 @@ def check(line: CommandLine) -> list[DictConfig]:
         if line.shows:
             continue
         require_files(config)
+        check_tasks(config, os.environ)
         require_usable("run_dir", Path(config.run_dir))
         if line.multirun and config.resume is None and not config.validate_only:
             require_no_run(Path(config.run_dir) / str(number), "another run_dir, as every run of a sweep begins anew")

@@ -1,10 +1,12 @@
 """The LightningDataModule: corpus → token cache → packed rows → batches, resumable at any optimizer step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import lightning
+import torch
+from torch.utils.data import DataLoader
 
 from flash_train.data.cache import TokenCache, tokenize
 from flash_train.data.corpus import Corpus
@@ -12,7 +14,15 @@ from flash_train.data.dataset import PackedRows
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
 from flash_train.data.packing import PackedIndex, PackingName, check_packing, pack
-from flash_train.data.progress import begin_a_whole_step, pending_batches, processed_batches
+from flash_train.data.progress import (
+    EpochStart,
+    batches_of_epoch,
+    begin_a_whole_step,
+    drop_loader,
+    never_validates,
+    pending_batches,
+    processed_batches,
+)
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
 from flash_train.data.split import Part, check_val_fraction, split
@@ -23,10 +33,13 @@ from flash_train.data.validation import VAL_ORDER_SEED, Validated, read_for_vali
 
 @dataclass(frozen=True)
 class _Anchor:
-    """Where a training stream began: at batch `start`, when `trainer` had processed `processed` batches."""
+    """Where a training stream begins: at batch `start`, when `trainer` has processed `processed` batches.
+
+    `processed` is None until the trainer's first epoch begins: before, its counts may not be restored.
+    """
 
     trainer: lightning.Trainer | None
-    processed: int
+    processed: int | None
     start: int
 
 
@@ -36,7 +49,18 @@ class PackedDataModule(lightning.LightningDataModule):
     Training is an endless stream: batch i of a rank is a pure function of (seed, i, rank, world size). Validation is
     finite and always the same best-fit packed rows, whatever `packing` and `seed`, so that losses can be compared.
     Batches are as `flash_train.data.dataset.collate` describes. Checkpoints carry the count of consumed batches, those
-    whose optimizer step is done, and a resumed run goes on with the next one.
+    whose optimizer step is done, and a resumed run continues with the next one. `Trainer(overfit_batches=N)` repeats
+    the first N training batches. Held-out rows are also what `Trainer.test` and `Trainer.predict` get.
+
+    In a loop without a Trainer, loaders are PyTorch's `DataLoader`, a training batch counts as consumed when it is
+    taken from its loader, and ranks are those of `torch.distributed`. With Fabric:
+
+        fabric = lightning.Fabric(devices=2, strategy="ddp")
+        fabric.launch()
+        data = PackedDataModule(StdlibCorpus(), seq_len=1024, batch_size=1)
+        for batch in fabric.setup_dataloaders(data.train_dataloader()):
+            ...
+            fabric.save("last.ckpt", {"data": data.state_dict()})  # and later: data.load_state_dict(saved["data"])
 
     A corpus with `streaming` is tokenised as it is read (`flash_train.data.stream`): the same holds, but rows are
     shuffled within chunks of some million tokens, and validation is of the first chunk.
@@ -55,6 +79,8 @@ class PackedDataModule(lightning.LightningDataModule):
             as many rows as hold them, at least one.
         num_workers: processes that load batches; 0 loads in the training process. Batches are the same.
         cache_dir: where tokenised text is kept; None for ~/.cache/flash_train.
+        rank, world_size: which share of each global batch is this process's, `0 <= rank < world_size`: to be given
+            where several ranks need the same rows. None: each rank has rows of its own.
 
     Raises ValueError for values that cannot be; errors of the corpus show up in `prepare_data` and `setup`.
     """
@@ -73,6 +99,8 @@ class PackedDataModule(lightning.LightningDataModule):
         val_tokens: int | None = None,
         num_workers: int = 0,
         cache_dir: str | Path | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         super().__init__()
         at_least = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "seed": (seed, 0)}
@@ -82,6 +110,11 @@ class PackedDataModule(lightning.LightningDataModule):
         for key, (value, least) in at_least.items():
             if value < least:
                 raise ValueError(f"{key}={value}: allowed is {least} or more")
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank={rank} world_size={world_size}: give both, or neither")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: must be from 0 to below world_size={world_size}")
+        self.rank, self.world_size = rank, world_size
         check_packing(packing)
         check_val_fraction(val_fraction)
         self.corpus, self.tokenizer = corpus, tokenizer or ByteTokenizer()
@@ -94,6 +127,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self._info: dict[str, Any] = {}
         self._resume_at = 0
         self._anchor: _Anchor | None = None
+        self._taken = 0  # batches since `_anchor`, in a loop without a Trainer
 
     @property
     def vocab_size(self) -> int:
@@ -153,20 +187,33 @@ class PackedDataModule(lightning.LightningDataModule):
             self.prepare_data()
             self._setup_text(self._cache)
 
-    def train_dataloader(self) -> BatchStream:
+    def train_dataloader(self) -> BatchStream | DataLoader:
         """Endless batches, from the first one not consumed yet."""
         self.setup()
-        start = self.consumed_batches
-        if self.trainer is not None:
-            begin_a_whole_step(self.trainer)
-        self._anchor = _Anchor(self.trainer, self._processed(), start)
-        self._resume_at = 0
-        return BatchStream(self._train, self._train_sampler, self.num_workers)
+        self._anchor = _Anchor(self.trainer, None, self.consumed_batches)
+        self._resume_at = self._taken = 0
+        if self.trainer is None:
+            return BatchStream(self._train, self._train_sampler, self.num_workers, on_batch=self._take).as_dataloader()
+        if never_validates(self.trainer):
+            say(
+                "training batches have no end, so the end of an epoch never comes and nothing is validated while "
+                "training runs: give Trainer(val_check_interval=100, check_val_every_n_epoch=None), or another interval"
+            )
+        return BatchStream(self._train, self._train_sampler, self.num_workers, EpochStart(self._begin_epoch))
 
-    def val_dataloader(self) -> BatchStream:
+    def val_dataloader(self) -> BatchStream | DataLoader:
         """The validation rows, or `val_batches` batches of them, dealt to the ranks without repetition."""
         self.setup()
-        return BatchStream(self._val, self._val_sampler, self.num_workers)
+        stream = BatchStream(self._val, self._val_sampler, self.num_workers)
+        return stream.as_dataloader() if self.trainer is None else stream
+
+    def test_dataloader(self) -> BatchStream | DataLoader:
+        """The batches of `val_dataloader`: there are no other held-out rows."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> BatchStream | DataLoader:
+        """The batches of `val_dataloader`."""
+        return self.val_dataloader()
 
     @property
     def consumed_batches(self) -> int:
@@ -178,8 +225,10 @@ class PackedDataModule(lightning.LightningDataModule):
         if anchor is None or anchor.trainer is not self.trainer:
             return self._resume_at
         if self.trainer is None:
+            return anchor.start + self._taken
+        if anchor.processed is None:
             return anchor.start
-        processed = self._processed() - anchor.processed
+        processed = processed_batches(self.trainer) - anchor.processed
         return anchor.start + processed - min(pending_batches(self.trainer), processed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,6 +259,8 @@ class PackedDataModule(lightning.LightningDataModule):
         if isinstance(self._train, StreamedRows):
             self._train.restore(state_dict.get("stream"))
         self._resume_at = state_dict["consumed_batches"] * state_dict["rows_per_batch"] // self._rows_per_batch
+        if self.trainer is not None and self._anchor is not None and self._anchor.trainer is self.trainer:
+            drop_loader(self.trainer)
         self._anchor = None
 
     def __repr__(self) -> str:
@@ -233,16 +284,27 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def _ranks(self) -> dict[str, int]:
-        if self.trainer is None:
-            return {"rank": 0, "world_size": 1}
-        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        if self.rank is not None and self.world_size is not None:
+            return {"rank": self.rank, "world_size": self.world_size}
+        if self.trainer is not None:
+            return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return {"rank": torch.distributed.get_rank(), "world_size": torch.distributed.get_world_size()}
+        return {"rank": 0, "world_size": 1}
 
     @property
     def _rows_per_batch(self) -> int:
         return self.batch_size * self._ranks["world_size"]
 
-    def _processed(self) -> int:
-        return processed_batches(self.trainer) if self.trainer else 0
+    def _take(self) -> None:
+        self._taken += 1
+
+    def _begin_epoch(self) -> None:
+        """Note what the trainer has processed as its first epoch of a fit begins, in whole optimizer steps."""
+        anchor = self._anchor
+        if anchor is not None and anchor.processed is None and anchor.trainer is not None:
+            begin_a_whole_step(anchor.trainer)
+            self._anchor = replace(anchor, processed=processed_batches(anchor.trainer))
 
     def _identity(self) -> dict[str, Any]:
         """What decides the rows and their order."""
@@ -267,10 +329,16 @@ class PackedDataModule(lightning.LightningDataModule):
             len(self._train),
             self.batch_size,
             seed=self.seed,
-            start_batch=self.consumed_batches,
+            start_batch=self._first_batch(),
             shuffle=isinstance(self._train, PackedRows),
             **self._ranks,
         )
+
+    def _first_batch(self) -> int:
+        """With which the training stream begins; one that overfits begins each epoch with the same."""
+        if self.trainer is not None and self.trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+            return batches_of_epoch(self.trainer)
+        return self.consumed_batches
 
     def _val_sampler(self) -> ShardedBatchSampler:
         return ShardedBatchSampler(self._val_rows(self._rows_per_batch), self.batch_size, **self._ranks)

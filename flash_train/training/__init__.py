@@ -15,6 +15,7 @@ from flash_train.training.callbacks import (
     RichProgress,
     RunRecord,
     SaveOnSignal,
+    SlurmRequeue,
     StepCheckpoint,
     StepSeed,
     StepTimes,
@@ -22,7 +23,7 @@ from flash_train.training.callbacks import (
     Throughput,
     newest_checkpoint,
 )
-from flash_train.training.module import CausalLMModule
+from flash_train.training.module import CausalLMModule, StepResult
 from flash_train.training.optimizer import OptimizerConfig
 from flash_train.training.trainer import StayingStrategy, build_trainer
 
@@ -36,8 +37,10 @@ __all__ = [
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",
+    "SlurmRequeue",
     "StayingStrategy",
     "StepCheckpoint",
+    "StepResult",
     "StepSeed",
     "StepTimes",
     "StopAfter",

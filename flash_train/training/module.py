@@ -14,6 +14,7 @@ from flash_train.attention import Packing, attended_pairs
 from flash_train.attention.backends import OWN, flash_unavailable
 from flash_train.model import ModelConfig, Transformer
 from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
+from flash_train.training.step_log import is_logged, log_at_step
 
 Batch = dict[str, Any]
 
@@ -128,6 +129,20 @@ class CausalLMModule(pl.LightningModule):
         if isinstance(config, ModelConfig) and found is not None and found > config.vocab_size:
             raise ValueError(f"vocab_size={config.vocab_size}: the data have {found} tokens; allowed: that or more")
 
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+        """Logits of the next token.
+
+        Args:
+            tokens: int64 (batch, seq_len).
+            positions: int64 (batch, seq_len), from each document's start; None derives them.
+            packing: where documents lie in the batch's rows; None makes one causal document of each row. `context`
+                makes both of a batch.
+
+        Returns:
+            (batch, seq_len, vocab_size), in the dtype that the model computes in.
+        """
+        return self.model(tokens, positions=positions, packing=packing)
+
     # -- training
 
     def on_train_start(self) -> None:
@@ -183,7 +198,10 @@ class CausalLMModule(pl.LightningModule):
         self._sums, self._nominal = None, 0
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(getattr(callback, "logs_steps", False) for callback in callbacks):
-            self.log_dict({"train/loss": self.last_step.loss.float(), "train/gradient_norm": norm})
+            metrics = {"train/loss": self.last_step.loss.float(), "train/gradient_norm": norm}
+            self.log_dict(metrics, logger=False)
+            if is_logged(trainer, self.last_step.step):
+                log_at_step(trainer, {name: value.item() for name, value in metrics.items()}, self.last_step.step)
 
     def configure_optimizers(self) -> Any:
         if isinstance(self.trainer.strategy, SHARDING):
@@ -203,38 +221,76 @@ class CausalLMModule(pl.LightningModule):
     # -- validation
 
     def on_validation_epoch_start(self) -> None:
-        # Sums of: loss, labelled tokens, right answers, batches left out.
-        self._validation_sums = torch.zeros(4, dtype=self._sum_dtype, device=self.device)
+        self._begin_evaluation()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         if self.skip_validation:
-            self._validation_sums[3] += 1
+            self._evaluation_sums[3] += 1
             return
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validation = self._evaluated("val")
+        if not self.validation:
+            return
+        fitting = self.trainer.state.fn == "fit"
+        # They are those of all ranks, which Lightning can't know. In a fit, the loggers have them at the step of the
+        # weights; else Lightning returns what it logs.
+        self.log_dict(self.validation, logger=not fitting, sync_dist=True)
+        if fitting and not self.trainer.sanity_checking:
+            log_at_step(self.trainer, self.validation, self.trainer.global_step)
+
+    # -- test and prediction
+
+    def on_test_epoch_start(self) -> None:
+        self._begin_evaluation()
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """What validation measures, under `test/loss`, `test/bits_per_byte` and so on."""
+        self._evaluate(batch)
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict(self._evaluated("test"), sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits of the next token: (batch, seq_len, vocab_size), those of `forward` for the batch's documents.
+
+        `Trainer.predict` keeps all of them, vocab_size numbers a token, unless `return_predictions=False`.
+        """
+        return self(batch["tokens"], **self.context(batch))
+
+    # -- what validation and test share
+
+    def _begin_evaluation(self) -> None:
+        # Sums of: loss, labelled tokens, right answers, batches left out.
+        self._evaluation_sums = torch.zeros(4, dtype=self._sum_dtype, device=self.device)
+
+    def _evaluate(self, batch: Batch) -> None:
         context = self.context(batch)
         loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **context)
-        self._validation_sums[0] += loss_sum
-        self._validation_sums[1] += n_tokens
+        self._evaluation_sums[0] += loss_sum
+        self._evaluation_sums[1] += n_tokens
         if self.answer_accuracy:
             choices = self.model(batch["tokens"], **context).argmax(-1)
             # -100 marks the unlabelled; no choice is negative, so that they never count as right.
-            self._validation_sums[2] += (choices == batch["labels"]).sum()
+            self._evaluation_sums[2] += (choices == batch["labels"]).sum()
 
-    def on_validation_epoch_end(self) -> None:
+    def _evaluated(self, part: str) -> dict[str, float]:
+        """Metrics of all ranks' batches, named `val/loss` or `test/loss`; nothing where a batch was left out."""
         loss_sum, n_tokens, right, left_out = self.trainer.strategy.reduce(
-            self._validation_sums, reduce_op="sum"
+            self._evaluation_sums, reduce_op="sum"
         ).tolist()
-        self.validation = {}
         if left_out or not n_tokens:
-            return
+            return {}
         loss = loss_sum / n_tokens
-        self.validation["val/loss"] = loss
+        metrics = {f"{part}/loss": loss}
         if self.val_bytes_per_token:
-            self.validation["val/bits_per_byte"] = loss / math.log(2) / self.val_bytes_per_token
+            metrics[f"{part}/bits_per_byte"] = loss / math.log(2) / self.val_bytes_per_token
         if self.answer_accuracy:
-            self.validation["val/answer_accuracy"] = right / n_tokens
+            metrics[f"{part}/answer_accuracy"] = right / n_tokens
             if self.chance_level is not None:
-                self.validation["val/chance_level"] = self.chance_level
-        self.log_dict(self.validation, sync_dist=True)  # they are those of all ranks, of which Lightning can't know
+                metrics[f"{part}/chance_level"] = self.chance_level
+        return metrics
 
     @property
     def _sum_dtype(self) -> torch.dtype:

@@ -16,6 +16,7 @@ from flash_train.training.callbacks import (
     RichProgress,
     RunRecord,
     SaveOnSignal,
+    SlurmRequeue,
     StepCheckpoint,
     StepSeed,
     StepTimes,
@@ -99,7 +100,7 @@ def build_trainer(
         raise ValueError("precision=fp16-mixed needs an NVIDIA GPU: use bf16-mixed or fp32 here")
 
     standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), *([StepTimes()] if step_times else []), Throughput()]
-    standard += [StopAfter(stop_after), SaveOnSignal(), RunRecord(run_dir, summary)]
+    standard += [StopAfter(stop_after), SaveOnSignal(), SlurmRequeue(), RunRecord(run_dir, summary)]
     if progress:
         standard.append(RichProgress())
     standard += [*callbacks, ClosingSample(generate)] if progress else [*callbacks]

@@ -1,9 +1,14 @@
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus, Validated
 from tests.data.conftest import random_texts
@@ -19,6 +24,7 @@ class FakeTrainer:
         progress = type("BatchProgress", (), {"total": total, "current": total})
         self.fit_loop = type("Loop", (), {"epoch_loop": type("Loop", (), {"batch_progress": progress})})
         self.limit_train_batches, self.accumulate_grad_batches, self.lightning_module = 1.0, 1, None
+        self.overfit_batches, self.state = 0, type("State", (), {"fn": None})
 
 
 def equal(one: dict, other: dict) -> bool:
@@ -245,3 +251,72 @@ def test_printed_it_says_what_it_is(make_data, tmp_path):
     )
     streamed = PackedDataModule(HubCorpus("nowhere", streaming=True), seq_len=64, batch_size=3)
     assert "corpus=hub (streamed; train is its first chunk), " in str(streamed)
+
+
+# -- loops without a Trainer
+
+
+def test_a_loader_of_a_loop_of_ones_own_is_a_dataloader_that_continues(make_data):
+    whole = list(islice(make_data().train_dataloader(), 9))
+    data = make_data()
+    loader = data.train_dataloader()
+    assert isinstance(loader, DataLoader) and isinstance(data.val_dataloader(), DataLoader)
+    seen = list(islice(loader, 4))
+    assert data.consumed_batches == 4
+    seen += islice(loader, 2)  # of the same loader, another iteration
+    state = data.state_dict()
+    other = make_data()
+    other.load_state_dict(state)
+    seen += islice(other.train_dataloader(), 3)
+    assert len(seen) == 9 and all(map(equal, seen, whole)) and other.consumed_batches == 9
+
+
+def test_a_loader_of_a_loop_of_ones_own_leaves_the_random_state_alone(make_data):
+    loader = make_data().train_dataloader()
+    before = torch.get_rng_state()
+    batch = next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before) and isinstance(batch["lengths"], tuple)
+
+
+def test_given_ranks_win(make_data):
+    """Those of a context-parallel group have the same rows, whatever the Trainer's ranks are."""
+    shares = [make_data(batch_size=2, rank=rank, world_size=2) for rank in (0, 1)]
+    alone = make_data(batch_size=4)
+    for data in shares:
+        data.trainer = FakeTrainer(3, 4)
+    for batches in islice(zip(*(data.train_dataloader() for data in (alone, *shares)), strict=True), 20):
+        whole, *parts = (batch["tokens"] for batch in batches)
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({"rank": 1}, "rank=1 world_size=None: give both, or neither"),
+        ({"rank": 2, "world_size": 2}, "rank=2: must be from 0 to below world_size=2"),
+        ({"rank": -1, "world_size": 2}, "rank=-1: must be from 0 to below world_size=2"),
+    ],
+)
+def test_ranks_that_cannot_be(make_data, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        make_data(**ranks)
+
+
+def test_under_fabric_two_ranks_have_the_rows_of_one(make_data, tmp_path):
+    alone = make_data(random_texts(200, 150), batch_size=4)
+    command = [sys.executable, str(Path(__file__).with_name("fabric_run.py")), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment["MASTER_PORT"] = str(20000 + os.getpid() % 10000)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    train = [batch["tokens"] for batch in islice(alone.train_dataloader(), 6)]
+    for *shares, whole in zip(*(rank["train"] for rank in ranks), train, strict=True):
+        assert torch.equal(torch.cat(shares), whole)
+    assert not torch.equal(ranks[0]["train"][0], ranks[1]["train"][0])
+    rows = sorted(row.tolist() for rank in ranks for tokens in rank["val"] for row in tokens)
+    expected = sorted(row.tolist() for batch in alone.val_dataloader() for row in batch["tokens"])
+    assert [row for row in rows if set(row) != {258}] == [row for row in expected if set(row) != {258}]
+    assert ranks[0]["consumed"] == ranks[1]["consumed"] == 6
+    assert torch.equal(ranks[0]["weight"], ranks[1]["weight"])  # Fabric's DDP has averaged their gradients
+    assert not torch.equal(ranks[0]["loss"], ranks[1]["loss"])

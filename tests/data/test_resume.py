@@ -4,6 +4,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from tests.data.conftest import random_texts
 
@@ -39,11 +40,10 @@ class StopAtBatch(Callback):
             trainer.should_stop = True
 
 
-def fit(data, path, *, steps, callbacks=(), resume=None, **options) -> list[tuple[int, list]]:
-    module = Recorder()
+def fit(data, path, *, steps=-1, callbacks=(), resume=None, module=None, **options) -> list[tuple[int, list]]:
+    module = module or Recorder()
     trainer = lightning.Trainer(
-        max_steps=steps,
-        max_epochs=-1,
+        **{"max_steps": steps, "max_epochs": -1, **options},
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -53,7 +53,6 @@ def fit(data, path, *, steps, callbacks=(), resume=None, **options) -> list[tupl
         default_root_dir=path,
         callbacks=list(callbacks),
         check_val_every_n_epoch=None,
-        **options,
     )
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     return module.seen
@@ -160,3 +159,93 @@ def test_a_trainer_with_a_distributed_sampler_of_its_own_leaves_batches_alone(ma
     assert [tokens for _, tokens in seen] == [
         batch["tokens"].tolist() for batch, _ in zip(make_data().train_dataloader(), range(3), strict=False)
     ]
+
+
+class Planning(Recorder):
+    """Asks for the length of training, for which Lightning wants the loader before it has restored its counts."""
+
+    def configure_optimizers(self):
+        self.planned = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stop", [1, 4, 8, 11, 16, 19])  # within and at the end of steps of three, and of epochs
+def test_the_length_of_training_in_epochs_changes_no_resumed_batch(make_data, tmp_path, stop, accumulate):
+    options = {"max_epochs": 3, "limit_train_batches": 8, "accumulate_grad_batches": accumulate}
+    path, planning = tmp_path / "stop.ckpt", Planning()
+    whole = fit(make_data(), tmp_path, module=planning, **options)
+    assert len(whole) == 24 and planning.planned == (24 if accumulate == 1 else 9)
+    fit(make_data(), tmp_path, module=Planning(), callbacks=[StopAtBatch(stop, path)], **options)
+    resumed = fit(make_data(), tmp_path, module=Planning(), resume=path, **options)
+    done = stop
+    if accumulate > 1 and stop % 8 % 3:  # batches since the last step are seen again
+        done = [step for step, _ in whole].index(whole[stop - 1][0])
+    assert resumed == whole[done:]
+
+
+def test_a_loader_without_an_end_that_is_asked_for_early_begins_at_the_resumed_batch(make_data, tmp_path):
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    path = tmp_path / "stop.ckpt"
+    whole = fit(make_data(), tmp_path, steps=8, module=Planning(), **options)
+    fit(make_data(), tmp_path, steps=8, module=Planning(), callbacks=[StopAtBatch(5, path)], **options)
+    assert fit(make_data(), tmp_path, steps=8, module=Planning(), resume=path, **options) == whole[4:]
+
+
+def test_stopping_twice_with_epochs_alone(make_data, tmp_path):
+    options = {"max_epochs": 3, "limit_train_batches": 8, "accumulate_grad_batches": 3}
+    first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
+    whole = fit(make_data(), tmp_path, module=Planning(), **options)
+    seen = fit(make_data(), tmp_path, module=Planning(), callbacks=[StopAtBatch(3, first)], **options)
+    seen += fit(make_data(), tmp_path, module=Planning(), callbacks=[StopAtBatch(14, second)], resume=first, **options)
+    assert seen + fit(make_data(), tmp_path, module=Planning(), resume=second, **options) == whole
+
+
+def test_data_restored_after_the_strategy_is_set_up_begin_at_the_resumed_batch(make_data, tmp_path):
+    """Strategies that shard weights restore checkpoints when optimizers, and with them loaders, are there."""
+
+    class Late(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    path = tmp_path / "stop.ckpt"
+    whole = fit(make_data(), tmp_path, steps=8, module=Planning(), **options)
+    fit(make_data(), tmp_path, steps=8, module=Planning(), callbacks=[StopAtBatch(5, path)], **options)
+    late = {**options, "strategy": Late(torch.device("cpu"))}
+    assert fit(make_data(), tmp_path, steps=8, module=Planning(), resume=path, **late) == whole[4:]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_overfit_batches_repeats_the_first_batches(make_data, tmp_path, accumulate):
+    """As long as the run lasts, and where one resumes in the middle of an epoch."""
+    first = [tokens for _, tokens in fit(make_data(), tmp_path, steps=4)]
+    options = {"overfit_batches": 4, "accumulate_grad_batches": accumulate}
+    seen = fit(make_data(), tmp_path, steps=12 // accumulate, **options)
+    assert [tokens for _, tokens in seen] == 3 * first
+    path = tmp_path / "stop.ckpt"
+    fit(make_data(), tmp_path, steps=12 // accumulate, callbacks=[StopAtBatch(6, path)], **options)
+    assert fit(make_data(), tmp_path, steps=12 // accumulate, resume=path, **options) == seen[6:]
+
+
+def test_overfit_batches_of_one_is_the_same_batch_at_every_step(make_data, tmp_path):
+    seen = fit(make_data(), tmp_path, steps=6, overfit_batches=1)
+    assert len(seen) == 6 and all(tokens == seen[0][1] for _, tokens in seen)
+
+
+NEVER = "data: training batches have no end, so the end of an epoch never comes and nothing is validated"
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({}, True),
+        ({"val_check_interval": 2}, False),
+        ({"val_check_interval": "00:01:00:00"}, False),
+        ({"limit_train_batches": 2}, False),
+        ({"limit_val_batches": 0}, False),
+    ],
+    ids=str,
+)
+def test_a_validation_that_never_comes_is_a_line(make_data, tmp_path, capfd, options, warns):
+    fit(make_data(), tmp_path, steps=2, **options)
+    assert (NEVER in capfd.readouterr().err) == warns

@@ -1,6 +1,8 @@
 """Each callback by itself, in somebody else's `Trainer`."""
 
+import io
 import json
+import re
 import time
 from pathlib import Path
 
@@ -8,20 +10,27 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import wandb
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from rich.console import Console
 from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.training import (
     AtomicCheckpointIO,
+    ClosingSample,
     NonFiniteLoss,
+    RichProgress,
     RunRecord,
     SaveOnSignal,
     StepCheckpoint,
+    StepResult,
     StepSeed,
+    StepTimes,
     StopAfter,
     Throughput,
     newest_checkpoint,
 )
+from flash_train.training.callbacks import MemorySnapshot
 from flash_train.training.callbacks.step_seed import step_seed
 
 
@@ -60,7 +69,7 @@ def test_all_of_it_in_a_plain_trainer(tmp_path):
     for row, theirs in zip(ours, logged, strict=True):
         for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "time/step_seconds"):
             assert float(theirs[name]) == pytest.approx(float(row[name]), rel=1e-6), name
-    assert [int(row["step"]) for row in logged] == [0, 1, 2, 3, 4]  # Lightning's count of the steps before
+    assert [int(row["step"]) for row in logged] == [int(row["step"]) for row in ours]
     assert {row["epoch"] for row in logged} == {"0"}
     for name in ("train/loss", "time/step_seconds"):  # for callbacks that monitor them
         assert float(trainer.callback_metrics[name]) == pytest.approx(float(ours[-1][name]), rel=1e-6)
@@ -290,3 +299,152 @@ def test_throughput_says_what_it_needs_of_a_module(tmp_path):
     trainer = plain_trainer(tmp_path, Throughput())
     with pytest.raises(TypeError, match="reads flops and last_step of the module.*Own has not: leave the callback out"):
         trainer.fit(Own(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+
+
+HOOKS = (
+    *("on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_end", "on_fit_end"),
+)
+
+
+def saving(hook: str, folder: Path) -> pl.Callback:
+    """A callback that saves a checkpoint at every call of a hook, and takes a minute for it."""
+
+    class SlowIO(AtomicCheckpointIO):
+        def save_checkpoint(self, *arguments, **options):
+            super().save_checkpoint(*arguments, **options)
+            Clock.now += 60
+
+    def save(self, trainer, pl_module, *rest):
+        trainer.strategy.checkpoint_io = SlowIO()
+        trainer.save_checkpoint(folder / "any.ckpt")
+
+    return type("Saving", (pl.Callback,), {hook: save})()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_checkpoint_saved_in_any_hook_is_not_training_time(hook, first, tmp_path, monkeypatch):
+    """Also before training begins and within a step, with `Throughput` called after the hook or before it."""
+    clock, throughput, seconds = Clock(), Throughput(), []
+
+    class Read(pl.Callback):
+        def on_train_batch_end(self, *arguments):
+            seconds.append(throughput.row["time/step_seconds"])
+
+    monkeypatch.setattr("flash_train.training.callbacks.throughput.time", clock)
+    around = [saving(hook, tmp_path), throughput] if first else [throughput, saving(hook, tmp_path)]
+    trainer = plain_trainer(
+        tmp_path, *around, Read(), clock, val_check_interval=2, check_val_every_n_epoch=None, max_steps=5
+    )
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert (tmp_path / "any.ckpt").exists()
+    assert seconds == [1] * 5
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+
+
+def test_a_checkpoint_after_a_fit_that_failed_is_saved(tmp_path):
+    trainer = plain_trainer(tmp_path, Throughput(), Hook(1, lambda *_: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
+
+
+@pytest.mark.parametrize("callbacks", [(Throughput(),), ()], ids=["with Throughput", "alone"])
+def test_loggers_have_losses_and_validations_at_the_steps_of_metrics_csv(callbacks, tmp_path):
+    logger, bar = CSVLogger(tmp_path, name="csv"), TQDMProgressBar()
+    record = (RunRecord(tmp_path),) if callbacks else ()
+    trainer = plain_trainer(
+        tmp_path, *callbacks, *record, logger=logger, max_steps=5, log_every_n_steps=2, accumulate_grad_batches=2,
+        val_check_interval=4, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    module = tiny_module()
+    trainer.fit(module, datamodule=TinyData())
+    rows = read_metrics(tmp_path / "csv" / "version_0")
+    losses = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+    validations = {int(row["step"]): float(row["val/loss"]) for row in rows if row["val/loss"]}
+    assert list(losses) == [2, 4, 5] and list(validations) == [2, 4]
+    assert losses[5] == pytest.approx(module.last_step.loss.item(), rel=1e-6)
+    if record:
+        ours = read_metrics(tmp_path)
+        assert losses == {int(row["step"]): pytest.approx(float(row["train/loss"]), rel=1e-6) for row in ours}
+        own = {int(row["step"]): float(row["val/loss"]) for row in ours if row["val/loss"]}
+        assert validations == pytest.approx(own, rel=1e-6)
+    for name in ("train/loss", "val/loss"):  # what Lightning's own bars show, and what callbacks monitor
+        assert name in bar.get_metrics(trainer, module) and name in trainer.callback_metrics
+        assert float(trainer.logged_metrics[name]) == pytest.approx(float(trainer.callback_metrics[name]))
+
+
+# -- modules of one's own
+
+
+class Own(pl.LightningModule):
+    """Another module: it has what `Throughput` reads, and logs a validation under its own name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Embedding(31, 1)
+        self.last_step = None
+
+    def flops(self, batch):
+        return 6 * batch["tokens"].numel()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch["tokens"]).square().mean()
+        self.last_step = StepResult(self.global_step + 1, loss.detach(), torch.ones(()), 0.1)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch["tokens"]).square().mean(), batch_size=1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_every_callback_takes_a_module_that_throughput_takes(tmp_path):
+    screen = Console(file=io.StringIO(), force_terminal=False, width=110)
+    trainer = plain_trainer(
+        tmp_path,
+        *(StepSeed(0), NonFiniteLoss(), StepTimes(), Throughput(), StopAfter(), SaveOnSignal(), RunRecord(tmp_path)),
+        *(RichProgress(screen), ClosingSample(console=screen), StepCheckpoint(tmp_path / "c")),
+        val_check_interval=2, check_val_every_n_epoch=None, plugins=[AtomicCheckpointIO()],
+    )  # fmt: skip
+    trainer.fit(Own(), datamodule=TinyData())
+    shown = screen.file.getvalue()
+    assert re.search(r"step 4/4  loss \d\.\d{4} .*left\nvalidation at step 4: loss \d\.\d{4}\n", shown), shown
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["model"], summary["parameters"]) == ("finished", "Own", 31)
+    assert (summary["seq_len"], summary["attention"]) == (None, None)
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows if row["val_loss"]] == ["2", "4"]
+    assert summary["val_loss"] == float(rows[-1]["val_loss"])
+    trainer.validate(Own(), datamodule=TinyData(), verbose=False)
+    found = json.loads((tmp_path / "validation.json").read_text())
+    assert found["val_loss"] > 0 and found["steps"] is None
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ((Throughput(), RunRecord("r"), RichProgress()), "Throughput reads flops and last_step of the module"),
+        ((NonFiniteLoss(),), "NonFiniteLoss reads last_step of the module.*Bare has not: leave the callback out"),
+        ((MemorySnapshot(print, every=1),), "MemorySnapshot reads model of the module"),
+    ],
+)
+def test_callbacks_say_what_they_need_of_a_module(callbacks, message, tmp_path, monkeypatch):
+    class Bare(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Embedding(31, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch["tokens"]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match=message):
+        plain_trainer(tmp_path, *callbacks).fit(Bare(), datamodule=TinyData())

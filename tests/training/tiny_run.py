@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flash_train.model import ModelConfig
@@ -107,7 +108,7 @@ def plain_trainer(folder: Path, *callbacks: pl.Callback, **options) -> pl.Traine
     }
     return pl.Trainer(
         default_root_dir=folder,
-        enable_progress_bar=False,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_checkpointing=any(isinstance(callback, StepCheckpoint) for callback in callbacks),
         callbacks=list(callbacks),
         **{**defaults, **options},

@@ -5,6 +5,7 @@ from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, Recor
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
 from flash_train.training.callbacks.progress import RichProgress
 from flash_train.training.callbacks.record import RunRecord
+from flash_train.training.callbacks.requeue import SlurmRequeue
 from flash_train.training.callbacks.sample import ClosingSample
 from flash_train.training.callbacks.step_seed import StepSeed
 from flash_train.training.callbacks.step_times import StepTimes
@@ -22,6 +23,7 @@ __all__ = [
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",
+    "SlurmRequeue",
     "StepCheckpoint",
     "StepSeed",
     "StepTimes",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_train.profiling.allocations import MemoryProfile, Recording, profile_of
 from flash_train.profiling.memory import begin_peak
-from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.base import StepCallback, find_callback, require
 from flash_train.training.callbacks.throughput import COMPUTE_DTYPE, Throughput
 
 
@@ -45,7 +45,7 @@ class SnapshotOnError(Callback):
 
 
 class MemorySnapshot(StepCallback):
-    """Records whole optimizer steps of the first rank and hands each to `receive`.
+    """Records whole optimizer steps of the first rank, of the module's `model`, and hands each to `receive`.
 
     Args:
         receive: called after a recorded step.
@@ -62,6 +62,10 @@ class MemorySnapshot(StepCallback):
 
     def due(self, step: int) -> bool:
         return step in self.steps or bool(self.every and step % self.every == 0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        require(self, pl_module, "model")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.recording is None and trainer.is_global_zero and self.due(trainer.global_step + 1):

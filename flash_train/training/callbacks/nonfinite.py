@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from flash_train.training.callbacks.base import StepCallback
+from flash_train.training.callbacks.base import StepCallback, require
 
 
 class NonFiniteLossError(RuntimeError):
@@ -19,11 +19,16 @@ class NonFiniteLoss(StepCallback):
 
     A step's two numbers are copied to the host while the next step is being queued, and read when that one ends: the
     device always has work, the step named is the right one, and no checkpoint is written before its step was read.
-    Under a loss scaler (fp16-mixed) gradients overflow now and then by design, and only the loss is looked at.
+    Under a loss scaler (fp16-mixed) gradients overflow now and then by design, and only the loss is looked at. The
+    module is a `CausalLMModule`, or has its `last_step`.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        require(self, pl_module, "last_step")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._read()

@@ -1,5 +1,6 @@
 """A progress bar over optimizer steps, or a line per logged step where there is no terminal."""
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from flash_train.profiling import peak_memory
-from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
 from flash_train.training.callbacks.stop import StopAfter
 from flash_train.training.callbacks.throughput import Throughput
 
@@ -37,6 +38,8 @@ def short(value: float) -> str:
 
 class RichProgress(StepCallback, ProgressBar):
     """Shows loss, tokens/s, MFU, peak memory and time left, as `Throughput` (which must be there too) measures them.
+
+    The module is any that `Throughput` takes.
 
     Args:
         console: where to write; None: standard error.
@@ -109,10 +112,12 @@ class RichProgress(StepCallback, ProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._task, description="step")
-        if self.enabled and pl_module.validation and not trainer.sanity_checking:
-            words = {name.removeprefix("val/").replace("_", " "): x for name, x in pl_module.validation.items()}
+        validation = validation_of(trainer, pl_module)
+        if self.enabled and validation and not trainer.sanity_checking:
+            words = {re.sub("^val[/_]", "", name).replace("_", " "): x for name, x in validation.items()}
             values = ", ".join(f"{name} {value:.4f}" for name, value in words.items())
-            step = pl_module.loaded_step if trainer.state.fn == "validate" else trainer.global_step
+            loaded = getattr(pl_module, "loaded_step", None)
+            step = loaded if trainer.state.fn == "validate" else trainer.global_step
             self._line(f"validation at step {step}: {values}" if step is not None else f"validation: {values}")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -1,6 +1,7 @@
 """The run directory's own record: metrics.csv, summary.json, the plots; of a validation alone, validation.json."""
 
 import os
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from flash_train.profiling import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions, write_json
-from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
 from flash_train.training.callbacks.stop import SaveOnSignal
 from flash_train.training.callbacks.throughput import Throughput
 
@@ -23,6 +24,8 @@ class RunRecord(StepCallback):
     this one) and per validation; a resumed run goes on in it, rows past the checkpoint dropped. `summary.json` says
     `running`, then `finished`, `interrupted` (a signal) or `failed` (with the error); the plots are drawn at the end.
     `Trainer.validate` leaves all of these as they are, and writes `validation.json`.
+
+    The module is any that `Throughput` takes; what it does not say of itself is null in the summary.
 
     Args:
         run_dir: made if it doesn't exist.
@@ -58,8 +61,8 @@ class RunRecord(StepCallback):
             return
         if trainer.state.fn == "validate":
             self._validated(trainer, pl_module)
-        elif self.table is not None and pl_module.validation:
-            self.table.write(trainer.global_step, pl_module.validation)
+        elif self.table is not None and (validation := validation_of(trainer, pl_module)):
+            self.table.write(trainer.global_step, validation)
 
     # -- summary.json and plots
 
@@ -92,7 +95,7 @@ class RunRecord(StepCallback):
                 plot_run(self.table, self.run_dir, title=f"{model}, {seq_len:,} tokens" if seq_len else str(model))
 
     def _summarise(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
-        result = pl_module.last_step
+        result = getattr(pl_module, "last_step", None)
         self.summary = {
             "status": status,
             **entries,
@@ -100,7 +103,7 @@ class RunRecord(StepCallback):
             "steps": trainer.global_step,
             "max_steps": trainer.max_steps,
             "train_loss": result.loss.item() if result else None,
-            **_validation(pl_module),
+            **_validation(trainer, pl_module),
             **self._step_times(),
             "tokens_per_second": self._median("throughput/tokens_per_second"),
             "mfu": self._median("throughput/mfu"),
@@ -116,9 +119,9 @@ class RunRecord(StepCallback):
         """Write what a validation by itself has measured, and of which checkpoint."""
         found = {
             "checkpoint": str(Path(trainer.ckpt_path).resolve()) if trainer.ckpt_path else None,
-            "steps": pl_module.loaded_step,
+            "steps": getattr(pl_module, "loaded_step", None),
             **_what_ran(trainer, pl_module),
-            **_validation(pl_module),
+            **_validation(trainer, pl_module),
             **_peak_memory(pl_module),
             "versions": versions(),
             **self.extra,
@@ -145,21 +148,20 @@ class RunRecord(StepCallback):
 
 
 def _what_ran(trainer: Trainer, pl_module: Any) -> dict[str, Any]:
-    model = pl_module.model
     return {
-        "seq_len": pl_module.seq_len,
-        "model": pl_module.model_name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "attention": pl_module.attention,
+        "seq_len": getattr(pl_module, "seq_len", None),
+        "model": getattr(pl_module, "model_name", type(pl_module).__name__),
+        "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
+        "attention": getattr(pl_module, "attention", None),
         "device": device_name(pl_module.device),
         "precision": trainer.precision,
     }
 
 
-def _validation(pl_module: Any) -> dict[str, float | None]:
+def _validation(trainer: Trainer, pl_module: Any) -> dict[str, float | None]:
     """What the newest validation found; `val_loss` is None before any."""
-    others = {name.removeprefix("val/"): value for name, value in pl_module.validation.items() if name != "val/loss"}
-    return {"val_loss": pl_module.validation.get("val/loss"), **others}
+    found = {re.sub("^val[/_]", "", name): value for name, value in validation_of(trainer, pl_module).items()}
+    return {"val_loss": found.pop("loss", None), **found}
 
 
 def _peak_memory(pl_module: Any) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Speed and memory per logged step."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput as RollingThroughput
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from flash_train.profiling import device_name, memory_use, peak_flops, reset_peak_memory
-from flash_train.training.callbacks.base import StepCallback, find_callback
+from flash_train.training.callbacks.base import StepCallback, find_callback, require
 from flash_train.training.callbacks.step_times import StepTimes
+from flash_train.training.step_log import is_logged, log_at_step
 
 COMPUTE_DTYPE = {
     "32-true": torch.float32,
@@ -29,26 +31,36 @@ def known_peak(device: torch.device, precision: str) -> float | None:
     return peak_flops(device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
 
 
-class _FetchTimer(Profiler):
-    """Times how long training waits for its next batch; hands everything on to the profiler it stands before."""
+class _ActionTimer(Profiler):
+    """Times how long training waits for its next batch, and calls back around the saving of checkpoints.
 
-    ACTION = "[_TrainingEpochLoop].train_dataloader_next"
+    Passes every action to the profiler that it wraps.
+    """
+
+    FETCH = "[_TrainingEpochLoop].train_dataloader_next"
+    SAVE = "save_checkpoint"
 
     def __init__(self, inner: Profiler) -> None:
         super().__init__()
         self.inner = inner
         self.seconds = 0.0
+        self.before_save: Callable[[], None] | None = None
+        self.after_save: Callable[[], None] | None = None
         self._started: float | None = None
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
-        if action_name == self.ACTION:
+        if action_name == self.FETCH:
             self._started = time.perf_counter()
+        elif action_name == self.SAVE and self.before_save is not None:
+            self.before_save()
 
     def stop(self, action_name: str) -> None:
-        if action_name == self.ACTION and self._started is not None:
+        if action_name == self.FETCH and self._started is not None:
             self.seconds += time.perf_counter() - self._started
             self._started = None
+        elif action_name == self.SAVE and self.after_save is not None:
+            self.after_save()
         self.inner.stop(action_name)
 
     def summary(self) -> str:
@@ -76,7 +88,8 @@ class Throughput(StepCallback):
         throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
         memory/...                                             see `flash_train.profiling.memory_use`
 
-    The module is a `CausalLMModule`, or has its `flops` and `last_step`.
+    The module is a `CausalLMModule`, or has its `flops(batch)`, an int, and `last_step`, a `StepResult` as soon as an
+    optimizer step is done; its batches are dictionaries with `tokens` (batch, seq_len).
 
     Validation and the writing of checkpoints are not counted as training time. The device is waited for at these
     steps only. The module leaves its loss to be logged here, in one row (`logs_steps`). The arithmetic is that of
@@ -89,20 +102,20 @@ class Throughput(StepCallback):
     def __init__(self) -> None:
         self.row: dict[str, float | None] = {}
         self.row_step = 0
+        self._in_batch = False
+        self._fetches = _ActionTimer(PassThroughProfiler())
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        if missing := [name for name in ("flops", "last_step") if not hasattr(pl_module, name)]:
-            raise TypeError(
-                f"Throughput reads {' and '.join(missing)} of the module, as CausalLMModule has them, and "
-                f"{type(pl_module).__name__} has not: leave the callback out, or add them"
-            )
+        require(self, pl_module, "flops", "last_step")
         device = pl_module.device
         self.peak_flops = known_peak(device, trainer.precision)
         self._step_times = find_callback(trainer, StepTimes, before=self)
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-        self._fetches = profiler if isinstance(profiler, _FetchTimer) else _FetchTimer(profiler)
+        self._fetches = profiler if isinstance(profiler, _ActionTimer) else _ActionTimer(profiler)
         trainer.profiler = self._fetches  # type: ignore[attr-defined]
+        self._fetches.before_save = lambda: self.pause(trainer, pl_module)
+        self._fetches.after_save = self._saved
         reset_peak_memory(device)
 
         # A window of two makes a rate of what happened between one row and the next.
@@ -115,13 +128,11 @@ class Throughput(StepCallback):
         self._rolling.update(time=0.0, batches=0, samples=0, lengths=0, flops=0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._paused_since is not None:
-            # This batch was fetched during the pause: that counts.
-            fetching = self._fetches.seconds - self._fetched_before
-            self._paused_seconds += time.perf_counter() - self._paused_since - fetching
-            self._paused_since = None
+        self._resume()
+        self._in_batch = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._in_batch = False
         self._micro_batches += 1
         self._tokens += batch["tokens"].numel()
         self._flops += pl_module.flops(batch)
@@ -130,12 +141,12 @@ class Throughput(StepCallback):
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._steps += 1
         step = trainer.global_step
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (not every or step % every) and step != trainer.max_steps:
+        if not is_logged(trainer, step):
             return
         result = pl_module.last_step
         loss, norm = result.loss.item(), result.gradient_norm.item()  # waits for the device
-        now = time.perf_counter() - self._start - self._paused_seconds
+        clock = time.perf_counter() if self._paused_since is None else self._paused_since
+        now = clock - self._start - self._paused_seconds
         steps, then, waited = self._mark
         self._mark = (self._steps, now, self._fetches.seconds)
         self._rolling.update(
@@ -155,22 +166,16 @@ class Throughput(StepCallback):
             "throughput/mfu": rates.get("device/mfu"),
             **memory_use(pl_module.device),
         }
-        self._log(trainer, {name: value for name, value in self.row.items() if value is not None})
-
-    def _log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """To the loggers in one call each, as Lightning's `LearningRateMonitor` does it. `LightningModule.log` takes
-        several milliseconds for as many numbers, in which the device, just waited for, has nothing to do."""
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in trainer.loggers:
-            logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=step)
-            logger.save()
+        log_at_step(trainer, {name: value for name, value in self.row.items() if value is not None}, step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.pause(trainer, pl_module)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
-        self.pause(trainer, pl_module)
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._detach()
 
     def pause(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock until the next training batch."""
@@ -180,3 +185,20 @@ class Throughput(StepCallback):
             torch.cuda.synchronize(pl_module.device)
         self._paused_since = time.perf_counter()
         self._fetched_before = self._fetches.seconds
+
+    def _resume(self) -> None:
+        if self._paused_since is not None:
+            # A batch that was fetched during the pause counts.
+            fetching = self._fetches.seconds - self._fetched_before
+            self._paused_seconds += time.perf_counter() - self._paused_since - fetching
+            self._paused_since = None
+
+    def _saved(self) -> None:
+        """A checkpoint is written. Within a batch, which a signal or any hook may interrupt to save, work continues."""
+        if self._in_batch:
+            self._resume()
+
+    def _detach(self) -> None:
+        """Stop watching checkpoints: those saved after training, or by another `fit`, are none of this clock's."""
+        self._in_batch = False
+        self._fetches.before_save = self._fetches.after_save = None

@@ -1,0 +1,90 @@
+"""SLURM's signal before a job's time is over: a checkpoint at the next step, and the job queued once more."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, Trainer
+
+from flash_train.training.callbacks.base import find_callback
+from flash_train.training.callbacks.stop import SaveOnSignal
+
+
+class SlurmRequeue(Callback):
+    """Under SLURM, ends `fit` at the signal that announces the end of the job's time, then calls `scontrol requeue`.
+
+    `SaveOnSignal`, which must be before this one, finishes the optimizer step, and `StepCheckpoint` saves. Lightning's
+    own handler saves in the middle of whatever runs, which may be an update of half of the weights.
+
+    SLURM sends the signal to a job that asks for it: `#SBATCH --signal=SIGUSR1@90`, 90 seconds before the end. Another
+    signal, or none, is set as in any Lightning `Trainer`, by `plugins=[SLURMEnvironment(...)]`. Outside of SLURM, and
+    where the signal has a handler already, this callback does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._number: signal.Signals | None = None
+        self._previous: Any = None
+        self._requeue = False
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        signals = find_callback(trainer, SaveOnSignal, before=self)
+        if signals is None:
+            raise ValueError(
+                "SlurmRequeue needs SaveOnSignal before it: Trainer(callbacks=[SaveOnSignal(), SlurmRequeue(), ...])"
+            )
+        self._signals, self._requeue = signals, False
+        # Lightning sets its handler after this hook: what is there now is somebody else's.
+        number = _requeue_signal(trainer) if stage == "fit" else None
+        free = number is not None and signal.getsignal(number) in (None, signal.SIG_DFL)
+        self._number = number if free and threading.current_thread() is threading.main_thread() else None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._number is not None:
+            self._previous = signal.signal(self._number, self._signals._handle)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._requeue = self._number is not None and self._signals.received == self._number.name
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._restore()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        # Last of all: SLURM ends the job as soon as it is queued.
+        if self._requeue and trainer.is_global_zero:
+            requeue()
+        self._requeue = False
+
+    def _restore(self) -> None:
+        if self._number is not None and self._previous is not None:
+            signal.signal(self._number, self._previous)
+        self._previous = None
+
+
+def requeue() -> None:
+    """Queue this SLURM job once more, and say on standard error how that went."""
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        trouble = done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else None
+    except OSError as error:
+        trouble = str(error)
+    text = f"SLURM job {job}: queued once more" if trouble is None else f"{' '.join(command)} failed: {trouble}"
+    with suppress(OSError, ValueError):  # a terminal or a pipe that is gone
+        print(text, file=sys.stderr, flush=True)
+
+
+def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
+    """The signal that announces the end of a job's time; None where none does."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return environment.requeue_signal

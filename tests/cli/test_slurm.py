@@ -1,0 +1,111 @@
+"""Under SLURM: tasks that do not fit the run's devices, a job queued once more, and the checkpoint of its signal."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from flash_train.cli import train as command
+from flash_train.cli.overrides import read
+from flash_train.cli.paths import run_dir_of, slurm_checkpoints
+from flash_train.cli.slurm import requeued
+
+JOB = {
+    **{"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"},
+    **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+}
+
+
+@pytest.fixture
+def flash_train(in_this_process):
+    return in_this_process(command.main)
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    def set_variables(**changes: str) -> None:
+        for name, value in {**JOB, **changes}.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices", "parts"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "1"}, 2, ["trainer.devices=2", "1 task(s) on each of 1 node(s)", "=1 trainer.num"]),
+        ({"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, 1, ["trainer.devices=1", "allowed: trainer.devices=2 "]),
+        ({"SLURM_NTASKS": "4"}, 4, ["trainer.devices=4", "--ntasks=4", "allowed: --ntasks-per-node=N"]),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"},
+            2,
+            ["trainer.num_nodes=1", "on each of 2 node(s)", "trainer.num_nodes=2"],
+        ),
+    ],
+)
+def test_tasks_that_are_not_the_devices_are_one_line(flash_train, tiny, slurm, tmp_path, variables, devices, parts):
+    slurm(**variables)
+    strategy = ["trainer.strategy=ddp"] if devices > 1 else []
+    code, (line,) = flash_train(*tiny, f"trainer.devices={devices}", *strategy)
+    assert code == 1 and all(part in line for part in parts), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interactive_job_and_torchrun_have_no_tasks_of_slurm(flash_train, tiny, slurm):
+    slurm(SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_JOB_NAME="interactive")
+    assert flash_train(*tiny, "max_steps=1")[0] == 0
+
+
+def test_a_job_queued_once_more_resumes_by_the_same_command(flash_train, tiny, slurm, tmp_path, capsys):
+    slurm()
+    assert flash_train(*tiny, "max_steps=4", "stop_after=2")[0] == 0
+    code, (line,) = flash_train(*tiny, "max_steps=4")
+    assert code == 1 and "holds a run" in line
+    slurm(SLURM_RESTART_COUNT="1")
+    assert flash_train(*tiny, "max_steps=4")[0] == 0
+    assert steps_of(tmp_path / "run")[-1] == 4
+
+
+def test_only_a_command_that_would_begin_in_a_run_with_a_checkpoint_is_changed(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000002.ckpt").touch()
+    again = {"SLURM_RESTART_COUNT": "1"}
+    run = f"run_dir={tmp_path / 'run'}"
+    assert requeued(read([run]), again).given("resume") == "last"
+    assert requeued(read([run]), {}).given("resume") is None
+    assert requeued(read([f"run_dir={tmp_path / 'new'}"]), again).given("resume") is None
+    assert requeued(read([]), again).given("resume") is None
+    assert requeued(read([run, "validate_only=true"]), again).given("resume") is None
+    named = read([run, "resume=a.ckpt"])
+    assert requeued(named, again) == named
+
+
+@pytest.mark.parametrize("own", [None, 1, 3])
+def test_resume_last_finds_the_checkpoint_of_slurms_signal(flash_train, tiny, tmp_path, own):
+    """As Lightning's own handler saves it: `hpc_ckpt_2.ckpt` in the run's folder, here of step 2."""
+    run = tmp_path / "run"
+    options = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=null"]
+    assert flash_train(*tiny, "max_steps=5", "stop_after=3", *options)[0] == 0
+    checkpoints = {step: run / "checkpoints" / f"step-00000{step}.ckpt" for step in (1, 2, 3)}
+    checkpoints.pop(2).rename(run / "hpc_ckpt_10.ckpt")
+    (run / "hpc_ckpt_2.ckpt").write_bytes((run / "hpc_ckpt_10.ckpt").read_bytes())
+    for step, path in checkpoints.items():
+        if own is None or step > own:
+            path.unlink()
+    assert slurm_checkpoints(run)[-1] == run / "hpc_ckpt_10.ckpt" and run_dir_of(run / "hpc_ckpt_10.ckpt") == run
+    assert flash_train(*tiny, "max_steps=5", "stop_after=1", "resume=last")[0] == 0
+    assert json.loads((run / "summary.json").read_text())["steps"] == (4 if own == 3 else 3)
+    assert steps_of(run)[-1] == (4 if own == 3 else 3)
+
+
+def test_a_folder_with_the_checkpoint_of_slurms_signal_alone_holds_a_run(flash_train, tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hpc_ckpt_1.ckpt").touch()
+    code, (line,) = flash_train(*tiny)
+    assert code == 1 and "holds a run; allowed: resume=last" in line
