@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforming  # called for every launch, without a wrapper
+from torch._C._functorch import is_legacy_batchedtensor
 
 from flash_train.attention import flops
+from flash_train.attention.transforms import first_order, refuse_jvp, refuse_vmap
 
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 
@@ -128,15 +131,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """Gradients of ``attention_forward``'s arguments, as ``torch.library`` wants them: a list for a list."""
-    q, k, v, out, lse, *optional = ctx.saved_tensors
+def _backward(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any] | None = None
+) -> tuple[Any, ...]:
+    """Gradients of ``attention_forward``'s arguments, as ``torch.library`` wants them: a list for a list.
+
+    ``saved``, if the context's tensors were read before: the operator then runs, since they may be wrapped.
+    """
+    q, k, v, out, lse, *optional = ctx.saved_tensors if saved is None else saved
     optional, term_tensors = optional[:6], optional[6:]
     needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
+    if is_legacy_batchedtensor(dout):  # PyTorch asks no rule of the operator then
+        refuse_vmap()
     # With a graph of itself wanted, by the operator, too: it has no gradient of its own, and says so.
-    run: Any = attention_backward if _is_watched(dout) or torch.is_grad_enabled() else _gradients
+    watched = saved is not None or _is_watched(dout) or torch.is_grad_enabled() or transforming()
+    run: Any = attention_backward if watched else _gradients
     dq, dk, dv, dslopes, dsinks = run(
         dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
     )
@@ -145,6 +156,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
+attention_forward.register_vmap(refuse_vmap)
+attention_backward.register_vmap(refuse_vmap)
 flops.register()
 
 
@@ -167,9 +180,38 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        grads = _backward(ctx, *grads)
-        return (*grads[:9], None, *grads[9])
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        return _in_order_of_apply(_backward(ctx, dout, dlse))
+
+
+class _TransformedAttention(torch.autograd.Function):
+    """``_Attention`` for ``torch.func``, which needs the context set up apart. PyTorch then looks up the arguments'
+    names at every call, which takes longer than a launch: plain calls do without."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        *operands, settings = inputs[:10]
+        return attention_forward(*operands, inputs[10:], *settings)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *operands, settings = inputs[:10]
+        _setup_context(ctx, (*operands, inputs[10:], *settings), output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # still wrapped when the transform has ended
+        with torch.no_grad():
+            gradients = _in_order_of_apply(_backward(ctx, dout, dlse, saved))
+        return first_order(gradients, dout, dlse, *saved)
+
+    jvp = staticmethod(refuse_jvp)
+    vmap = staticmethod(refuse_vmap)
+
+
+def _in_order_of_apply(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients of ``_backward`` as those of a Function's arguments: settings tenth, the mask's tensors last."""
+    return (*gradients[:9], None, *gradients[9])
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -177,4 +219,5 @@ def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     longer than all else that a call does on the host."""
     if torch.compiler.is_compiling():
         return attention_forward(*inputs)
-    return _Attention.apply(*inputs[:9], inputs[10:], *inputs[9])
+    function = _TransformedAttention if transforming() else _Attention
+    return function.apply(*inputs[:9], inputs[10:], *inputs[9])

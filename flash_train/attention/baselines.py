@@ -6,8 +6,8 @@ import inspect
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _nn
 
 from flash_train.attention.masks import Band, Causal
 from flash_train.attention.sequences import (
@@ -15,8 +15,10 @@ from flash_train.attention.sequences import (
     attend_nothing,
     distance,
     join_out,
+    only_seen,
     opened,
     repeat_heads,
+    seen_keys,
     split,
     statistics_dtype,
     visible,
@@ -81,19 +83,22 @@ def sdpa_attention(
 def _attend(part: Part, spec: AttentionSpec) -> Tensor:
     if part.empty:
         return attend_nothing(part)[0]
-    q, k, v = part.q, part.k, part.v
+    # PyTorch's is_causal aligns sequences at their beginnings
+    native = isinstance(spec.mask, Causal) and part.q.shape[1] == part.k.shape[1] and part.slopes is None
+    rule = None if native else visible(spec.mask, part)
+    mask, seeing = opened(rule)
+    seen = seen_keys(spec.mask, part, rule)
+    q, k, v = part.q, only_seen(part.k, seen), only_seen(part.v, seen)
     grouped = q.shape[2] != k.shape[2]
     if grouped and q.device.type == "cpu":  # PyTorch's grouped backward there is eight times slower than copied heads
         k, v = repeat_heads(k, v, q.shape[2])
         grouped = False
-    # PyTorch's is_causal aligns sequences at their beginnings
-    native = isinstance(spec.mask, Causal) and q.shape[1] == k.shape[1] and part.slopes is None
-    mask, seeing = opened(None if native else visible(spec.mask, part))
     if part.slopes is not None:
         slopes = part.slopes.to(statistics_dtype(q))
         bias = -slopes[:, :, None, None] * distance(part.entries[0], q.device)
         mask = (bias if mask is None else bias.masked_fill(~mask, float("-inf"))).to(q.dtype)
-    out = F.scaled_dot_product_attention(
+    # PyTorch's own, by the name that nobody replaces: a program may put this package in its place in nn.functional
+    out = _nn.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),

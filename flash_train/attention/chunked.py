@@ -7,7 +7,8 @@ step over a chunk of keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from flash_train.attention.sequences import (
     join_lse,
     join_out,
     kept,
+    seen_keys,
     split,
     statistics_dtype,
     visible,
 )
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.transforms import transforming
 from flash_train.attention.varlen import Entry, Packing
 
 QUERY_CHUNK, KEY_CHUNK = 1024, 4096
@@ -95,29 +98,38 @@ class _Walk(NamedTuple):
         return self.spec.dropout > 0 and self.rng is None
 
     def attend(self, sinks: Tensor | None, query_chunk: int) -> tuple[Tensor, Tensor]:
-        k, v = (x.transpose(1, 2).split(self.key_chunk, 2) for x in (self.part.k, self.part.v))
+        k, v = (_cut(x.transpose(1, 2), self.key_chunk) for x in (self.part.k, self.part.v))
+        # the checkpoint watches tensors that are its own arguments: a change before the backward raises PyTorch's error
+        tensors = (*k, *v, *self.spec.mask.tensors, *(() if self.rng is None else (self.rng,)))
         outs, lses, start = [], [], 0
-        for q in self.part.q.transpose(1, 2).split(query_chunk, 2):
+        for q in _cut(self.part.q.transpose(1, 2), query_chunk):
             queries = range(start, start + q.shape[2])
-            out, lse = checkpoint(
-                self.queries, q, k, v, self.part.slopes, sinks, queries,
-                use_reentrant=False, preserve_rng_state=self.draws,
-            )  # fmt: skip
+            out, lse = self.recomputed(self.queries, q, self.part.slopes, sinks, queries, len(k), *tensors)
             outs.append(out)
             lses.append(lse)
             start = queries.stop
         return torch.cat(outs, 2).transpose(1, 2), torch.cat(lses, 2)
 
+    def recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's result; the backward computes it again. ``torch.func`` has no such hook: it keeps all."""
+        if transforming():
+            return function(*arguments)
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.draws)
+
     def queries(
         self,
         q: Tensor,
-        k: tuple[Tensor, ...],
-        v: tuple[Tensor, ...],
         slopes: Tensor | None,
         sinks: Tensor | None,
         queries: range,
+        n_chunks: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one chunk of queries, (batch, heads, queries, ...)."""
+        """Output and log-sum-exp of one chunk of queries, (batch, heads, queries, ...).
+
+        ``tensors`` begin with the chunks of keys and those of values, ``n_chunks`` each.
+        """
+        k, v = tensors[:n_chunks], tensors[n_chunks : 2 * n_chunks]
         rows, dtype = q.shape[:3], statistics_dtype(q)
         top = q.new_full(rows, float("-inf"), dtype=dtype)
         total = q.new_zeros(rows, dtype=dtype)
@@ -125,10 +137,7 @@ class _Walk(NamedTuple):
         for chunk in _chunks_in_band(self.spec, self.part.entries[0], queries, self.key_chunk):
             keys = range(chunk * self.key_chunk, chunk * self.key_chunk + k[chunk].shape[2])
             # tensors as arguments of their own: what a structure holds would stay alive until the backward
-            top, total, out = checkpoint(
-                self.step, top, total, out, q, k[chunk], v[chunk], slopes, queries, keys,
-                use_reentrant=False, preserve_rng_state=self.draws,
-            )  # fmt: skip
+            top, total, out = self.recomputed(self.step, top, total, out, q, k[chunk], v[chunk], slopes, queries, keys)
         if sinks is not None:
             sink = sinks.to(dtype)[:, None]
             before, top = top, torch.maximum(top, sink.detach())
@@ -156,18 +165,24 @@ class _Walk(NamedTuple):
 
         The maximum is a constant to the gradient: the result does not depend on it.
         """
+        mask = visible(self.spec.mask, self.part, queries, keys)
+        seen = seen_keys(self.spec.mask, self.part, mask)
+        if seen is not None:
+            k, v = (torch.where(seen[..., None], x, 0.0) for x in (k, v))
         batch, n_heads, len_q, _ = q.shape
         kv_heads, dtype = k.shape[1], statistics_dtype(q)
-        grouped = (batch, kv_heads, n_heads // kv_heads * len_q, -1)  # heads that share keys are rows of one product
-        scores = (q.reshape(grouped) @ k.mT).view(batch, n_heads, len_q, -1).to(dtype)
-        scores = scores * self.spec.scale_for(q.shape[-1])
+        # heads that share keys are rows of one product; the scale comes before rounding: fp16 ends at 65,504
+        grouped = (batch * kv_heads, n_heads // kv_heads * len_q, -1)
+        scores = torch.baddbmm(
+            q.new_empty(()), q.reshape(grouped), k.flatten(0, 1).mT, beta=0, alpha=self.spec.scale_for(q.shape[-1])
+        )
+        scores = scores.view(batch, n_heads, len_q, -1).to(dtype)
         if self.spec.softcap:
             scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
         if slopes is not None:
             scores = scores - slopes.to(dtype)[:, :, None, None] * distance(
                 self.part.entries[0], q.device, queries, keys
             )
-        mask = visible(self.spec.mask, self.part, queries, keys)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         before, top = top, torch.maximum(top, scores.detach().amax(-1))
@@ -178,8 +193,13 @@ class _Walk(NamedTuple):
         if self.spec.dropout > 0:
             keep = kept(self.part, self.spec, self.rng, self.origin, queries, keys)
             weights = weights * keep * (256 / self.spec.keep_threshold)
-        values = (weights.to(v.dtype).view(*grouped[:3], k.shape[2]) @ v).view(batch, n_heads, len_q, -1)
+        values = (weights.to(v.dtype).view(grouped) @ v.flatten(0, 1)).view(batch, n_heads, len_q, -1)
         return top, total, out * rescale[..., None] + values.to(dtype)
+
+
+def _cut(x: Tensor, chunk: int) -> list[Tensor]:
+    """Pieces of (batch, heads, seqlen, head_dim), as views that autograd follows one by one."""
+    return [x[:, :, start : start + chunk] for start in range(0, x.shape[2], chunk)]
 
 
 def _finite(top: Tensor) -> Tensor:

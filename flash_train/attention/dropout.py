@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flash_train.attention.checks import integer
+
 PHILOX_ROUNDS = 7
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -55,12 +57,22 @@ class RngState:
     def __post_init__(self) -> None:
         for name in ("seed", "offset"):
             value = getattr(self, name)
-            if isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            given: int | torch.Tensor | None = value
+            if not isinstance(value, torch.Tensor):
+                given = integer(value)
+            elif value.numel() != 1 or value.is_floating_point() or value.is_complex():  # all without reading a GPU
+                given = None
+            if given is None:
                 raise ValueError(f"RngState({name}={value!r}): must be an integer, or an int64 scalar on the device")
+            if given is not value:
+                object.__setattr__(self, name, given)
         for name in ("entry", "head", "query", "key"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < 2**31:
+            number = integer(value)
+            if number is None or not 0 <= number < 2**31:
                 raise ValueError(f"RngState({name}={value!r}): must be an integer in [0, 2**31)")
+            if number is not value:
+                object.__setattr__(self, name, number)
 
     @property
     def origin(self) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ Args:
     causal: a query sees the keys up to its own position. Queries and keys are aligned at their ends: query ``i`` stands
         at key ``i + seqlen_k - seqlen_q``.
     window_size: (left, right): how many keys before and after its position a query sees; -1 leaves a side unbounded.
-        With ``causal``, right is 0.
+        With ``causal``, right is 0. Two integers of any kind: a tuple, a list, a NumPy array or an integer tensor.
     softcap: where positive, scores become ``softcap * tanh(scores / softcap)``.
     alibi_slopes: (heads,) or (batch, heads), floating-point: the bias ``-slope * abs(i + seqlen_k - seqlen_q - j)``.
         They get a gradient where they require one, which flash-attn does not give.
@@ -18,6 +18,7 @@ Args:
     return_attn_probs: return ``(out, softmax_lse, None)``. flash-attn's third value is for its own tests: the weights
         with the dropout in their signs, and an empty tensor where ``dropout_p`` is 0. Here it is always None;
         ``keep_mask`` says what was dropped.
+    cu_seqlens_q, block_table and other indices: int32 tensors on the device of q, or lists of integers.
     backend: as in ``attention``.
     rng: the state of dropout; without it, one is drawn from PyTorch's generator.
 
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.backends import resolve_backend
+from flash_train.attention.checks import index_tensor, integer, integers
 from flash_train.attention.dropout import RngState
 from flash_train.attention.functional import attention
 from flash_train.attention.kvcache import (
@@ -53,6 +55,7 @@ from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Packing
 
 Result = Tensor | tuple[Tensor, Tensor, None]
+Index = Tensor | Sequence[int]
 
 
 def flash_attn_func(
@@ -127,8 +130,8 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Index,
+    cu_seqlens_k: Index,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     dropout_p: float = 0.0,
@@ -139,7 +142,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
+    block_table: Index | None = None,
     *,
     backend: str = "auto",
     rng: RngState | None = None,
@@ -153,16 +156,17 @@ def flash_attn_varlen_func(
             any size. They are copied to packed tensors of ``batch * max_seqlen_k`` rows first, and get gradients; for
             decoding, ``flash_attn_with_kvcache`` reads the pages where they lie.
     """
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if block_table is not None:
-        k, v = _read_pages(q, k, v, packing, block_table)
+    packing = _packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    pages = index_tensor("block_table", block_table, q.device)
+    if pages is not None:
+        k, v = _read_pages(q, k, v, packing, pages)
     spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, spec, packing, alibi_slopes, deterministic, return_attn_probs, backend, rng)
 
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Index,
     max_seqlen: int | None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -188,8 +192,8 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Index,
+    cu_seqlens_k: Index,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     dropout_p: float = 0.0,
@@ -221,10 +225,10 @@ def flash_attn_with_kvcache(
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
-    cache_seqlens: Tensor | int | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
+    cache_seqlens: Index | int | None = None,
+    cache_batch_idx: Index | None = None,
+    cache_leftpad: Index | None = None,
+    block_table: Index | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -262,15 +266,24 @@ def flash_attn_with_kvcache(
         ValueError, TypeError: before anything is written.
     """
     spec = _spec(0.0, softmax_scale, causal, window_size, softcap)
+    n_splits = integer(num_splits)
+    length = None if isinstance(cache_seqlens, Tensor) else integer(cache_seqlens)
+    lengths = index_tensor("cache_seqlens", cache_seqlens, q.device) if length is None else length
+    rows, left_pads, pages = (
+        index_tensor(name, index, q.device)
+        for name, index in (
+            ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad), ("block_table", block_table)
+        )
+    )  # fmt: skip
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("one of rotary_cos and rotary_sin was given: must be both, or neither")
     if rotary_cos is not None and rotary_sin is not None:
-        if k is None or cache_seqlens is None:
+        if k is None or lengths is None:
             raise ValueError(
                 "rotary_cos was given without k, v and cache_seqlens: only new keys, and queries with them, are turned"
             )
-        validate_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
-        first = cache_lengths(cache_seqlens, q.shape[0], k_cache, block_table)[:, None]
+        validate_cache(q, k_cache, v_cache, rows, left_pads, pages)
+        first = cache_lengths(lengths, q.shape[0], k_cache, pages)[:, None]
         steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
         q_steps = torch.zeros_like(steps) if isinstance(spec.mask, Full) else steps
         q = rotate(q, rotary_cos, rotary_sin, first + q_steps[: q.shape[1]], rotary_interleaved)
@@ -279,15 +292,15 @@ def flash_attn_with_kvcache(
         q,
         k_cache,
         v_cache,
-        cache_seqlens,
+        lengths,
         spec,
         k=k,
         v=v,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
+        cache_batch_idx=rows,
+        cache_leftpad=left_pads,
+        block_table=pages,
         alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
+        num_splits=num_splits if n_splits is None else n_splits,
         backend=backend,
         rng=rng,
     )
@@ -326,9 +339,10 @@ def _attend(
 def _spec(
     dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float
 ) -> AttentionSpec:
-    if not isinstance(window_size, Sequence) or [type(bound) for bound in window_size] != [int, int]:
+    bounds = integers(window_size)
+    if bounds is None or len(bounds) != 2:
         raise ValueError(f"window_size={window_size!r}: must be two integers (left, right), -1 for no bound")
-    left, right = (None if bound < 0 else bound for bound in window_size)
+    left, right = (None if bound < 0 else bound for bound in bounds)
     if causal:
         right = 0
     if left is None and right in (None, 0):
@@ -336,9 +350,13 @@ def _spec(
     return AttentionSpec(Window(left, right), softmax_scale, softcap, dropout_p)
 
 
-def _packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Packing:
-    longest_q, longest_k = (x if isinstance(x, int) else None for x in (max_seqlen_q, max_seqlen_k))
-    return Packing(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+def _packing(
+    q: Tensor, cu_seqlens_q: Index, cu_seqlens_k: Index, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> Packing:
+    longest_q, longest_k = (None if isinstance(x, Tensor) else integer(x) for x in (max_seqlen_q, max_seqlen_k))
+    cu_q = index_tensor("cu_seqlens_q", cu_seqlens_q, q.device)
+    cu_k = cu_q if cu_seqlens_k is cu_seqlens_q else index_tensor("cu_seqlens_k", cu_seqlens_k, q.device)
+    return Packing(cu_q, cu_k, longest_q, longest_k)
 
 
 def _unpack(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:

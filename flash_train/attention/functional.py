@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+import warnings
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -11,6 +12,7 @@ from flash_train.attention.backends import OWN, resolve_backend
 from flash_train.attention.baselines import sdpa_attention
 from flash_train.attention.chunked import chunked_attention
 from flash_train.attention.dropout import RngState, draw_state
+from flash_train.attention.jagged import unpack
 from flash_train.attention.masks import Mask
 from flash_train.attention.reference import reference_attention
 from flash_train.attention.spec import AttentionSpec
@@ -18,6 +20,7 @@ from flash_train.attention.standard import standard_attention
 from flash_train.attention.varlen import Packing
 
 FULL = AttentionSpec()
+MOST_HEADS = 256  #: no model has more: where there are more heads than rows, they may have changed places
 
 
 @overload
@@ -64,7 +67,10 @@ def attention(
     """Exact attention, ``dropout(softmax(softcap(scale * q @ k.T) + bias + mask)) @ v``, differentiable.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``packing``; bf16, fp16 or fp32.
+        q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``packing``; bf16, fp16 or fp32. This
+            is not the layout of PyTorch's ``scaled_dot_product_attention``, (batch, heads, seqlen, head_dim), which
+            needs ``transpose(1, 2)``. Jagged nested tensors are packed ones: (batch, j, heads, head_dim), or
+            (batch, heads, j, head_dim), which the ragged dimension tells apart.
         k: (batch, seqlen_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim); kv_heads divides heads.
         v: as k; its head_dim may differ, and is the output's.
         spec: mask, scale, softcap and dropout probability.
@@ -81,7 +87,8 @@ def attention(
             All but ``sdpa``.
 
     Returns:
-        out like q with v's head_dim, and the log-sum-exp where asked for. Queries that see no key give exactly 0.
+        out like q with v's head_dim, and the log-sum-exp where asked for. Queries that see no key give exactly 0. Of
+        jagged tensors, out is jagged in their layout, and the log-sum-exp (batch, heads, j).
 
     Raises:
         ValueError, TypeError: inputs that do not fit together, or a named backend that cannot run; before any launch.
@@ -92,6 +99,13 @@ def attention(
     arXiv:2108.12409); sinks as in "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453) and the
     learnable form of gpt-oss.
     """
+    if q.is_nested or k.is_nested or v.is_nested:
+        jagged = unpack(q, k, v, packing)
+        results = cast(Any, attention)(
+            jagged.q, jagged.k, jagged.v, spec, packing=jagged.packing, rng=rng, alibi_slopes=alibi_slopes,
+            sinks=sinks, backend=backend, return_lse=return_lse,
+        )  # fmt: skip
+        return (jagged.out(results[0]), jagged.lse(results[1])) if return_lse else jagged.out(results)
     (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name == "sdpa":
         return _connected(sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes), q, k, v)
@@ -136,6 +150,8 @@ def explain(
     Raises:
         ValueError, TypeError: as ``attention``.
     """
+    if q.is_nested or k.is_nested or v.is_nested:
+        q, k, v, packing, *_ = unpack(q, k, v, packing)
     (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name not in OWN:
         return f"{name}: {why}"
@@ -237,7 +253,16 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
         raise ValueError(f"q has batch {shape_q[0]} and k {shape_k[0]}: must be equal")
     n_heads, n_kv_heads = shape_q[-2], shape_k[-2]
     if n_kv_heads == 0 or n_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"q has {n_heads} heads and k {n_kv_heads}: q's must be a multiple of k's, and neither 0")
+        raise ValueError(
+            f"q has {n_heads} heads and k {n_kv_heads}: q's must be a multiple of k's, and neither 0"
+            + _layout_hint(packing, shape_q, shape_k)
+        )
+    if packing is None and n_heads > MOST_HEADS and n_heads > shape_q[1] and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"q has {n_heads} heads and {shape_q[1]} rows: the layout is (batch, seqlen, heads, head_dim), and tensors "
+            "of scaled_dot_product_attention need transpose(1, 2)",
+            stacklevel=4,
+        )
     if shape_q[-1] == 0 or shape_v[-1] == 0:
         raise ValueError(f"q has head_dim {shape_q[-1]} and v {shape_v[-1]}: must be 1 or more")
     if packing is not None:
@@ -274,6 +299,13 @@ def validate_settings(
             raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}: must be floating-point {shapes}")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}: must be the same device")
+
+
+def _layout_hint(packing: Packing | None, shape_q: torch.Size, shape_k: torch.Size) -> str:
+    """For heads that do not fit, where dimension 1 would as heads."""
+    if packing is not None or shape_k[1] == 0 or shape_q[1] % shape_k[1]:
+        return ""
+    return "; (batch, heads, seqlen, head_dim), as for scaled_dot_product_attention, needs transpose(1, 2)"
 
 
 def _packing_hint(packing: Packing | None) -> str:

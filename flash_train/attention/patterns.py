@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_train.attention.checks import integer
+
 
 def local_global(n_q: int, n_k: int, window: int, n_global: int, device: torch.device | str | None = None) -> Tensor:
     """A band, and global blocks that see and are seen by all: Longformer (Beltagy et al., 2020, arXiv:2004.05150).
@@ -102,5 +104,6 @@ def _positions(n_q: int, n_k: int, device: torch.device | str | None) -> tuple[T
 
 def _at_least(smallest: int, **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or value < smallest:
+        number = integer(value)
+        if number is None or number < smallest:
             raise ValueError(f"{name}={value!r}: must be an integer of at least {smallest}")

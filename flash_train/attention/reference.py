@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.dropout import keep_mask
+from flash_train.attention.sequences import statistics_dtype
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Entry, Packing, entries
 
@@ -25,7 +26,10 @@ def reference_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp, differentiable, computed in the dtype of the inputs.
+    """Output and natural log-sum-exp, differentiable; computed in fp32, for fp64 inputs in fp64.
+
+    Each row subtracts its maximum and divides by its own sum, so weights add up to 1 however large the logits are. A
+    16-bit call rounds once, at the output, and holds fp32 copies of q, k and v.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), packed (total_q, heads, head_dim).
@@ -37,27 +41,30 @@ def reference_attention(
         sinks: (heads,).
 
     Returns:
-        out like q with v's head_dim; lse (batch, heads, seqlen_q), packed (heads, total_q). Queries that see no key
-        have output 0 and log-sum-exp -inf (with sinks: the sink), as have the rows of a packed tensor that belong to no
-        entry (-inf with sinks, too).
+        out like q with v's head_dim; lse (batch, heads, seqlen_q), packed (heads, total_q), fp32 (fp64 for fp64).
+        Queries that see no key have output 0 and log-sum-exp -inf (with sinks: the sink), as have the rows of a packed
+        tensor that belong to no entry (-inf with sinks, too).
     """
+    dtype, stats = q.dtype, statistics_dtype(q)
+    q, k, v = q.to(stats), k.to(stats), v.to(stats)
     outs, lses, end = [], [], 0
     for entry in entries(q, k, packing):
         rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
         tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
-        out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
+        with torch.autocast(q.device.type, enabled=False):  # it would make the products 16-bit again
+            out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
         outs.append(out)
         lses.append(lse)
         end = rows.stop
     if packing is None:
         if not outs:
-            return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(0, q.shape[2], q.shape[1])
-        return torch.stack(outs), torch.stack(lses)
+            return q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype), q.new_zeros(0, q.shape[2], q.shape[1])
+        return torch.stack(outs).to(dtype), torch.stack(lses)
     tail = q.shape[0] - end
     outs.append(q.new_zeros(tail, q.shape[1], v.shape[2]))
     lses.append(q.new_full((q.shape[1], tail), float("-inf")))
-    return torch.cat(outs), torch.cat(lses, 1)
+    return torch.cat(outs).to(dtype), torch.cat(lses, 1)
 
 
 def scores(q: Tensor, k: Tensor, spec: AttentionSpec, entry: Entry, slopes: Tensor | None = None) -> Tensor:
@@ -92,20 +99,30 @@ def _sequence(
     group = n_heads // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     visible = spec.mask.dense(entry, n_heads, q.device)
+    seen = visible.any(1)[..., None].transpose(0, 1)  # a key or value that no query sees may be anything
+    k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
     logits = scores(q, k, spec, entry, slopes).masked_fill(~visible, float("-inf"))
-    seeing = visible.any(-1).expand(n_heads, -1)  # a row of -inf has no gradient to give: it is set, not computed
-    lse = torch.where(seeing, torch.where(seeing[..., None], logits, 0.0).logsumexp(-1), float("-inf"))
-    if sinks is not None:
-        sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
-        neither = torch.isneginf(lse) & torch.isneginf(sink)  # logaddexp of two infinities has no gradient
-        both = torch.logaddexp(torch.where(neither, 0.0, lse), torch.where(neither, 0.0, sink))
-        lse = torch.where(neither, float("-inf"), both)
-    weights = torch.where(seeing[..., None], torch.exp(logits - torch.where(seeing, lse, 0.0)[..., None]), 0.0)
+    sink = None if sinks is None else sinks.to(logits.dtype)[:, None]
+    shift = _row_maximum(logits.detach(), None if sink is None else sink.detach())
+    weights = torch.exp(logits - shift[..., None])
+    total = weights.sum(-1) if sink is None else weights.sum(-1) + torch.exp(sink - shift)
+    counted = total != 0  # a row with neither key nor sink has sum 0; a sum that is not a number counts, too
+    total = torch.where(counted, total, 1.0)
+    lse = torch.where(counted, shift + total.log(), float("-inf"))
+    weights = weights / total[..., None]
     if spec.dropout > 0:
         assert rng is not None
         keep = dropout_mask(rng, entry, n_heads, spec, origin)
         weights = torch.where(keep, weights * (256 / spec.keep_threshold), 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def _row_maximum(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """What each row subtracts, (heads, len_q): its largest logit or the sink; 0 where that is infinite."""
+    top = logits.new_full(logits.shape[:-1], float("-inf")) if sink is None else sink.expand(logits.shape[:-1])
+    if logits.shape[-1]:
+        top = torch.maximum(top, logits.amax(-1))
+    return torch.where(top.isinf(), 0.0, top)
 
 
 def dropout_mask(

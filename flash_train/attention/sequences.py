@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.dropout import keep_mask
-from flash_train.attention.masks import Full, Mask
+from flash_train.attention.masks import Band, Full, Mask
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Entry, Packing, entries
 
@@ -109,6 +109,26 @@ def opened(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     seeing = mask.any(-1, keepdim=True)
     return mask | ~seeing, seeing
+
+
+def seen_keys(mask: Mask, part: Part, rule: Tensor | None) -> Tensor | None:
+    """Which keys some query sees, bool (batch or 1, kv_heads or 1, keys); None where a band alone says that all are.
+
+    ``rule`` is ``visible``'s of the part or of a piece of it.
+
+    Keys and values that no query sees count as zeros: a weight of 0 times a number that is none would be none, in every
+    row. It costs one pass over the rule, the keys and the values.
+    """
+    extra = part.k.shape[1] - part.q.shape[1]
+    if rule is None or (isinstance(mask, Band) and (mask.left is None or extra <= mask.left)):
+        return None
+    seen = rule.any(-2)
+    return seen if seen.shape[1] == 1 else seen.unflatten(1, (part.k.shape[2], -1)).any(2)
+
+
+def only_seen(x: Tensor, seen: Tensor | None) -> Tensor:
+    """Keys or values (batch, keys, kv_heads, head_dim) with zeros where ``seen_keys`` says that no query sees them."""
+    return x if seen is None else torch.where(seen.transpose(1, 2)[..., None], x, 0.0)
 
 
 def distance(entry: Entry, device: torch.device, queries: range | None = None, keys: range | None = None) -> Tensor:

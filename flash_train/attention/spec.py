@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
+import torch
+
 from flash_train.attention.masks import Full, Mask
 
 
@@ -39,8 +41,13 @@ class AttentionSpec:
             raise TypeError(f"mask={self.mask!r}: must be a mask such as Full() or Causal()")
         for name in ("scale", "softcap", "dropout"):
             value = getattr(self, name)
-            if not isinstance(value, (float, int, Real)) and not (value is None and name == "scale"):
+            if type(value) in (float, int) or (value is None and name == "scale"):
+                continue
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+                value = value.item()
+            if not isinstance(value, Real):
                 raise TypeError(f"{name}={value!r}: must be a number")
+            object.__setattr__(self, name, float(value))
         if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
             raise ValueError(f"scale={self.scale}: must be a positive number, or None for 1/sqrt(head_dim)")
         if not (self.softcap >= 0 and math.isfinite(self.softcap)):

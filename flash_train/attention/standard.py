@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_train.attention.sequences import (
     Part,
@@ -19,12 +18,15 @@ from flash_train.attention.sequences import (
     join_lse,
     join_out,
     kept,
+    only_seen,
     opened,
+    seen_keys,
     split,
     statistics_dtype,
     visible,
 )
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.transforms import first_order, refuse_jvp, refuse_vmap, transforming
 from flash_train.attention.varlen import Packing
 
 
@@ -71,21 +73,29 @@ def standard_attention(
 def _attend(
     part: Part, spec: AttentionSpec, rng: Tensor | None, origin: tuple[int, int, int, int], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    mask, seeing = opened(visible(spec.mask, part))
+    rule = visible(spec.mask, part)
+    mask, seeing = opened(rule)
+    seen = seen_keys(spec.mask, part, rule)
     keep = kept(part, spec, rng, origin) if spec.dropout > 0 else None
     away = None if part.slopes is None else distance(part.entries[0], part.q.device)
     scale, rate = spec.scale_for(part.q.shape[-1]), spec.keep_threshold / 256
-    return _Standard.apply(
-        part.q, part.k, part.v, part.slopes, sinks, mask, seeing, keep, away, scale, spec.softcap, rate
-    )
+    function = _TransformedStandard if transforming() else _Standard
+    out, lse, *_ = function.apply(
+        part.q, only_seen(part.k, seen), only_seen(part.v, seen), part.slopes, sinks, mask, seeing, keep, away,
+        scale, spec.softcap, rate,
+    )  # fmt: skip
+    return out, lse
 
 
 class _Standard(torch.autograd.Function):
-    """Algorithm 0 and algorithm 3. The heads that share keys are rows of one product, (batch * kv_heads, rows, ...)."""
+    """Algorithm 0 and algorithm 3. The heads that share keys are rows of one product, (batch * kv_heads, rows, ...).
+
+    Beside output and log-sum-exp the forward returns what the backward needs, since ``torch.func`` sets the context up
+    from the outputs.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -98,7 +108,7 @@ class _Standard(torch.autograd.Function):
         scale: float,
         softcap: float,
         rate: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         batch, len_q, n_heads, _ = q.shape
         kv_heads = k.shape[2]
         scores = _product(_stack(q, kv_heads), _stack(k, kv_heads).mT, scale).view(batch, n_heads, len_q, -1)
@@ -127,15 +137,31 @@ class _Standard(torch.autograd.Function):
         out = out.view(batch, n_heads, len_q, -1)
         if share is not None:
             out = (out * share).to(q.dtype)
-        out, lse = out.transpose(1, 2), lse[..., 0]
-        ctx.save_for_backward(q, k, v, sinks, weights, keep, capped, away, seeing, share, out, lse)
-        ctx.constants = (scale, rate, None if slopes is None else (slopes.shape[0], slopes.dtype))
-        return out, lse
+        return out.transpose(1, 2), lse[..., 0], weights, capped, share
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, weights, keep, capped, away, seeing, share, out, lse = ctx.saved_tensors
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        q, k, v, slopes, sinks, _, seeing, keep, away, scale, _, rate = inputs
+        out, lse, weights, capped, share = output
+        ctx.save_for_backward(q, k, v, sinks, weights, keep, capped, away, seeing, share, out, lse)
+        ctx.constants = (scale, rate, None if slopes is None else (slopes.shape[0], slopes.dtype))
+        ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
+        ctx.set_materialize_grads(False)  # zeros for the weights would be one more tensor of all pairs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        with torch.no_grad():
+            gradients = _Standard.gradients(ctx, saved, *grads)
+        return first_order(gradients, *grads[:2], *saved[:4])
+
+    @staticmethod
+    def gradients(
+        ctx: Any, saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, weights, keep, capped, away, seeing, share, out, lse = saved
+        dout = torch.zeros_like(out) if dout is None else dout
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
         scale, rate, slopes_like = ctx.constants
         batch, len_q, n_heads, _ = q.shape
         kv_heads, len_k = k.shape[2:0:-1]
@@ -173,6 +199,13 @@ class _Standard(torch.autograd.Function):
         return dq, dk, dv, dslopes, dsinks, None, None, None, None, None, None, None
 
 
+class _TransformedStandard(_Standard):
+    """``_Standard`` for ``torch.func``: ``torch.compile`` traces no Function that has these rules."""
+
+    jvp = staticmethod(refuse_jvp)
+    vmap = staticmethod(refuse_vmap)
+
+
 def _stack(x: Tensor, kv_heads: int) -> Tensor:
     """(batch, seqlen, heads, head_dim) to (batch * kv_heads, heads / kv_heads * seqlen, head_dim)."""
     batch, length, heads, head_dim = x.shape
@@ -186,5 +219,4 @@ def _unstack(x: Tensor, batch: int, heads: int) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """factor * a @ b, the factor before rounding and without a pass over memory of its own."""
-    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    return torch.baddbmm(out, a, b, beta=0, alpha=factor, out=out)
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=factor)  # beta = 0: what is added is not read

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_train.attention.checks import index_tensor
+
 
 class Entry(NamedTuple):
     """One sequence of a call: a row of a padded batch, or an entry of a packed one. The same here and in the kernels.
@@ -38,7 +40,8 @@ class Packing:
     belong to no entry: their output and gradients are exactly 0.
 
     Attributes:
-        cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing.
+        cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing. A list of integers becomes a
+            tensor on the CPU.
         cu_seqlens_k: the same for the keys; the same tensor for self-attention.
         max_seqlen_q, max_seqlen_k: length of the longest entry where known; no backend of this package needs it.
         lengths: lengths of the non-empty entries as Python ints where the host knows them, queries and keys share them
@@ -52,9 +55,13 @@ class Packing:
     lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            given = getattr(self, name)
+            cu = index_tensor(name, given)
             if not isinstance(cu, torch.Tensor):
                 raise TypeError(f"Packing({name}={cu!r}): must be an int32 tensor")
+            if cu is not given:
+                object.__setattr__(self, name, cu)
 
     def validate(self, device: torch.device, rows_q: int | None = None, rows_k: int | None = None) -> None:
         """Check what can be checked without reading device memory: on a CPU, the values too."""

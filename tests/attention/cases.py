@@ -32,6 +32,9 @@ CASES = (
     Case("gqa", _same(70), heads=4, kv_heads=2),
     Case("mqa-dropout", _same(70), heads=3, kv_heads=1, dropout=0.3),
     Case("large-scores", _same(50), spread=6.0),
+    Case("far-from-0", _same(50), offset=300.0),
+    Case("far-below-0", _same(50), offset=-300.0, band=Full(), heads=4, kv_heads=2),
+    Case("far-from-0-alibi-dropout", _same(50), offset=200.0, slopes="heads", dropout=0.2),
     # memory
     Case("strided", _same(50, 50), strided="wide", dout="wide"),
     Case("strided-packed", _same(40, 30), packed=True, strided="wide", dout="wide", heads=4, kv_heads=2),

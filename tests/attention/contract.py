@@ -24,6 +24,7 @@ from flash_train.attention.masks import Band
 from flash_train.attention.reference import reference_attention
 from flash_train.attention.varlen import entries
 from tests.attention.recipes import Layout, Recipe, compose
+from tests.attention.same_dtype import same_dtype_attention
 
 #: part of a tensor with more heads and columns; every other row; heads before rows; columns before rows
 STRIDED = ("wide", "rows", "heads", "columns")
@@ -39,7 +40,7 @@ class Case:
     of ``STRIDED``. ``dout`` says it of the output's gradient: ``dense``, ``row`` (one row for all, of stride 0),
     ``scalar`` (one number), or one of ``STRIDED``. ``far`` names one of q, k, v and dout whose rows lie so far apart
     that the offset of a tile's last row passes 2**31. ``uses`` says what the loss depends on. ``spread`` is the
-    standard deviation of q and k.
+    standard deviation of q and k; ``offset`` is what all logits have in common.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     far: str = ""
     uses: str = "both"  # "both", "out", "lse", or "plain": no log-sum-exp is asked for
     spread: float = 1.0
+    offset: float = 0.0
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -174,6 +176,9 @@ def build(case: Case, device: str, again: int = 0) -> Problem:
         "k": normal(*rows_k, case.kv_heads, case.head_dim) * case.spread,
         "v": normal(*rows_k, case.kv_heads, v_head_dim),
     }
+    if case.offset:  # a coordinate that is the same in all rows
+        inputs["q"][..., 0] = 8.0
+        inputs["k"][..., 0] = case.offset / spec.scale_for(case.head_dim) / 8.0
     inputs = {name: x.to(case.dtype) for name, x in inputs.items()}
     dout = _output_gradient(case, normal, (*rows_q, case.heads, v_head_dim))
     for x, tail in zip((*inputs.values(), dout), (*case.tail, case.tail[1], case.tail[0]), strict=True):
@@ -263,7 +268,7 @@ def _expected(problem: Problem, case: Case) -> tuple[dict[str, Tensor], dict[str
     if lse.requires_grad:
         for name, x in _rounding_of_rows(problem, case, leaves, out, lse).items():
             rounding[f"d{name}"] = rounding[f"d{name}"] + x
-    same = _results(problem, case, *_reference(problem, case, case.dtype))
+    same = _results(problem, case, *_reference(problem, case, case.dtype, same_dtype_attention))
     return exact, _distances(same, exact), rounding
 
 
@@ -299,11 +304,13 @@ def _rounding_of_rows(
     return costs
 
 
-def _reference(problem: Problem, case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _reference(
+    problem: Problem, case: Case, dtype: torch.dtype, function: Callable[..., Any] = reference_attention
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     leaves = {
         name: x.detach().to(dtype, copy=True).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()
     }
-    out, lse = reference_attention(
+    out, lse = function(
         leaves["q"], leaves["k"], leaves["v"], problem.spec, problem.packing, problem.rng.as_tensor(problem.device),
         origin=problem.rng.origin, alibi_slopes=leaves.get("slopes"), sinks=leaves.get("sinks"),
     )  # fmt: skip

@@ -9,9 +9,11 @@ from flash_train.attention import functional
 from flash_train.attention.baselines import sdpa_unavailable
 from tests.attention import contract
 from tests.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
-from tests.attention.contract import build, run
+from tests.attention.contract import Case, build, run
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# every logit lies where tanh is flat
+SATURATED = Case("far-from-0-softcap", ((50, 50),), offset=200.0, softcap=50.0)
 
 
 def needs_triton(case):
@@ -20,7 +22,9 @@ def needs_triton(case):
 
 
 @pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
-@pytest.mark.parametrize("case", [*in_dtypes(DTYPES), *KEPT], ids=str)
+@pytest.mark.parametrize(
+    "case", [*in_dtypes(DTYPES), *KEPT, *(replace(SATURATED, dtype=dtype) for dtype in DTYPES)], ids=str
+)
 def test_contract(case, backend):
     needs_triton(case)
     errors = run(case, backend, "cpu")

@@ -3,10 +3,26 @@
 import pytest
 import torch
 
-from flash_train.attention import AttentionSpec, Causal, Full, attention, cached_attention
+from flash_train.attention import (
+    AttentionSpec,
+    BlockSparse,
+    Causal,
+    Document,
+    Full,
+    Packing,
+    Window,
+    attention,
+    cached_attention,
+)
 from flash_train.attention.reference import reference_attention
 from tests.attention.devices import INTERPRETING, on_devices
 
+#: keys that no query sees, of 20 keys and 12 queries at their end
+HIDING = {
+    "window": (slice(0, 5), Window(3, 0)),
+    "document": (slice(3, 9), Document(torch.full((12,), 7).int(), torch.tensor([7] * 3 + [1] * 6 + [7] * 11).int())),
+    "blocks": (slice(8, 16), BlockSparse(torch.tensor([[1, 0, 1], [1, 0, 0]]).bool(), 8)),
+}
 SPECS = {"full": AttentionSpec(Full()), "causal": AttentionSpec(Causal())}
 
 
@@ -63,3 +79,25 @@ if not INTERPRETING:
         with hopper_on_cpu():
             for spec in SPECS.values():
                 same_places("hopper", "cpu", spec, True, 150, head_dim, torch.bfloat16)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("name", HIDING)
+    @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
+    def test_keys_that_no_query_sees_may_hold_anything(backend, name, packed):
+        hidden, mask = HIDING[name]
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 20, heads, 8) for heads in (4, 2, 2))
+        q = q[:, -12:]
+        dout = torch.randn(1, 12, 4, 8)
+        grads = []
+        for value in (0.0, float("nan"), float("inf")):
+            k[:, hidden], v[:, hidden] = value, value
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            packing = Packing([0, 12], [0, 20]) if packed else None
+            inputs = [x[0] for x in leaves] if packed else leaves
+            out = attention(*inputs, AttentionSpec(mask), packing=packing, backend=backend)
+            grads.append((out, *torch.autograd.grad(out, leaves, dout[0] if packed else dout)))
+        for got in grads[1:]:
+            for a, b in zip(got, grads[0], strict=True):
+                assert torch.equal(a, b)
+        assert (grads[0][2][:, hidden] == 0).all() and (grads[0][3][:, hidden] == 0).all()

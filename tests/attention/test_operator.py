@@ -251,5 +251,7 @@ def test_boundaries_without_values_are_not_read():
 
 
 def test_boundaries_are_tensors():
-    with pytest.raises(TypeError, match=r"Packing\(cu_seqlens_k=\[0, 8\]\): must be an int32 tensor"):
-        Packing(cu(8), [0, 8])
+    with pytest.raises(TypeError, match=r"Packing\(cu_seqlens_k=8\): must be an int32 tensor"):
+        Packing(cu(8), 8)
+    with pytest.raises(TypeError, match=r"cu_seqlens_k=\[0, 8.5\]: must be integers, or an int32 tensor"):
+        Packing(cu(8), [0, 8.5])

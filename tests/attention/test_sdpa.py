@@ -77,7 +77,9 @@ def test_entries_of_one_length_are_a_batch(monkeypatch, rows, lengths):
     """As a user without packing would call it: PyTorch then chooses among all its kernels."""
     batches, own = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        baselines.F, "scaled_dot_product_attention", lambda q, *a, **k: (batches.append(q.shape[0]), own(q, *a, **k))[1]
+        baselines._nn,
+        "scaled_dot_product_attention",
+        lambda q, *a, **k: (batches.append(q.shape[0]), own(q, *a, **k))[1],
     )
     cu = torch.tensor([0, *(lengths or (4, 4, 4)), 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packing, spec = Packing(cu, cu, lengths=lengths), AttentionSpec(Causal())

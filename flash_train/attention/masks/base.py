@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_train.attention.checks import integer
 from flash_train.attention.varlen import Entry
 
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
@@ -46,6 +47,9 @@ class Mask:
 
     #: where the mask's tensors lie; None where it has none
     device: torch.device | None = None
+
+    #: every tensor that the rule reads
+    tensors: tuple[Tensor, ...] = ()
 
     #: (queries, keys) per block, where the rule is made of blocks
     sizes: tuple[int, int] | None = None
@@ -190,10 +194,13 @@ class Window(Band):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and (not isinstance(value, int) or value < 0):
+            if value is None:
+                continue
+            bound = integer(value)
+            if bound is None or bound < 0:
                 raise ValueError(f"Window({name}={value!r}): must be an integer >= 0, or None for no bound")
-            if value is not None and value >= FARTHEST:
-                object.__setattr__(self, name, None)
+            if bound is not value or bound >= FARTHEST:
+                object.__setattr__(self, name, bound if bound < FARTHEST else None)
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,10 @@ class And(Mask):
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
         return next((term.device for term in self.terms if term.device is not None), None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(tensor for term in self.terms for tensor in term.tensors)
 
     @property
     def per_entry(self) -> bool:

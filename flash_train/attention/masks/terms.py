@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_train.attention.checks import integer, integers
 from flash_train.attention.masks.base import MAP_BLOCK, WHOLE, BlockMap, Lowered, Mask, mask_end
 from flash_train.attention.varlen import Entry
 
@@ -34,8 +39,12 @@ class BlockSparse(Mask):
                 f"BlockSparse pattern is {self.pattern.dtype} of shape {tuple(self.pattern.shape)}: must be bool "
                 "(query blocks, key blocks) or (heads, query blocks, key blocks)"
             )
-        if len(self.sizes) != 2 or not all(isinstance(size, int) and size >= 1 for size in self.sizes):
+        one = integer(self.block)
+        sizes = integers(self.block) if one is None else [one, one]
+        if sizes is None or len(sizes) != 2 or min(sizes) < 1:
             raise ValueError(f"BlockSparse(block={self.block!r}): must be a positive integer or two")
+        if one is not self.block:
+            object.__setattr__(self, "block", (sizes[0], sizes[1]) if one is None else one)
 
     @property
     def sizes(self) -> tuple[int, int]:  # type: ignore[override]
@@ -44,6 +53,10 @@ class BlockSparse(Mask):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.pattern.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (self.pattern,)
 
     def attends(self, entry: Entry, q: Tensor, k: Tensor, n_heads: int) -> Tensor:
         pattern = F.pad(self.pattern if self.pattern.dim() == 3 else self.pattern[None], (0, 1, 0, 1))  # past its end
@@ -98,6 +111,10 @@ class Document(Mask):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.q_ids.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (self.q_ids, self._k)
 
     @property
     def per_entry(self) -> bool:
@@ -167,6 +184,10 @@ class Tree(Mask):
         return self.bits.device
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (self.bits,)
+
+    @property
     def per_entry(self) -> bool:
         return self.bits.shape[0] > 1
 
@@ -201,6 +222,9 @@ class MaskFunction(Mask):
             Positions are always inside the sequence, so that loads need no mask.
         twin: the same in PyTorch, ``(entry, head, q, k, *tensors) -> bool tensor``.
         tensors: what both read, contiguous, on the device of q.
+
+    A copy shares both functions and has tensors of its own. Pickling stores the functions' names, as for any function:
+    both must lie at the top level of a module that the reader can import.
     """
 
     kernel: Any
@@ -212,6 +236,17 @@ class MaskFunction(Mask):
         if not callable(self.twin):
             raise TypeError(f"MaskFunction(twin={self.twin!r}): must be the kernel's rule as a function in PyTorch")
         object.__setattr__(self, "name", _name_of(self))
+
+    def __copy__(self) -> MaskFunction:
+        return MaskFunction(self.kernel, self.twin, self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MaskFunction:
+        return MaskFunction(self.kernel, self.twin, copy.deepcopy(self.tensors, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self.twin, types.FunctionType):
+            _importable_name("twin", self.twin)
+        return _restored, (*_importable_name("kernel", self.kernel), self.twin, self.tensors)
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
@@ -276,6 +311,34 @@ def _name_of(function: MaskFunction) -> str:
         name = f"{base}.{len(FUNCTIONS)}"
     FUNCTIONS[name] = found
     return name
+
+
+def _importable_name(role: str, function: Any) -> tuple[str, str]:
+    """Module and qualified name of a kernel or twin. Raises PicklingError where they do not lead back to it."""
+    python = getattr(function, "fn", function)  # Triton's kernels hold their function
+    module, name = getattr(python, "__module__", None), getattr(python, "__qualname__", None)
+    try:
+        found = _imported(module, name)
+    except (AttributeError, ImportError, TypeError):
+        found = None
+    if found is not function:
+        raise pickle.PicklingError(
+            f"MaskFunction({role}={module}.{name}): must be a function at the top level of a module to be pickled, no "
+            "lambda nor closure; pass what it closes over as tensors=(...)"
+        )
+    return module, name
+
+
+def _imported(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _restored(module: str, name: str, twin: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> MaskFunction:
+    """The mask that was pickled."""
+    return MaskFunction(_imported(module, name), twin, tensors)
 
 
 def _pool(dense: Tensor, block_q: int, block_k: int) -> Tensor:
