@@ -38,12 +38,13 @@ def _run_forward(
     """Output and natural log-sum-exp; the backward recomputes the rest from them. ``arguments.Call`` names the rest;
     ``kernels`` are those of ``kernels.choice``."""
     from flash_train.attention.kernels import choice
-    from flash_train.attention.kernels.arguments import Call
+    from flash_train.attention.kernels.arguments import Call, readable_call
 
     call = Call(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
+    call = readable_call(call)
     return choice.forward_of(kernels, q, k, v, call)(q, k, v, call)
 
 
@@ -85,10 +86,10 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The same, and None in place of empty ones: an allocation takes a while, too."""
     from flash_train.attention.kernels import choice
-    from flash_train.attention.kernels.arguments import Call
+    from flash_train.attention.kernels.arguments import Call, readable_call
 
     *plain, kernels, needs_slopes = rest
-    call = Call(*plain)
+    call = readable_call(Call(*plain))
     return choice.backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
 
 

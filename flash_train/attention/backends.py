@@ -19,13 +19,22 @@ OWN = ("flash", "triton", "hopper")
 MAX_HEAD_DIM = 256
 
 
-@assume_constant_result
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's."""
-    if not _has_triton():
-        return "Triton is not installed (it exists for Linux only)"
+    """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's.
+
+    A compiler may trace it with a symbolic ``head_dim``, on which the result depends by comparisons alone.
+    """
+    missing = _triton_unavailable()
+    if missing is not None:
+        return missing
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim={head_dim} is outside 1..{MAX_HEAD_DIM}"
+    return _inputs_unavailable(device, dtype)
+
+
+@assume_constant_result
+def _inputs_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels take no tensors of this dtype on this device."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {dtype} is none of float32, float16, bfloat16"
     if device.type == "cuda":
@@ -35,6 +44,11 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -
             return "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there"
         return None
     return f"there is no NVIDIA GPU: the tensors are on {device.type}"
+
+
+@assume_constant_result
+def _triton_unavailable() -> str | None:
+    return None if _has_triton() else "Triton is not installed (it exists for Linux only)"
 
 
 @functools.cache  # asked by every call, and slow to ask

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import _nn
 
+from flash_train.attention.index_tensors import readable
 from flash_train.attention.masks import Band, Causal
 from flash_train.attention.sequences import (
     Part,
@@ -25,7 +26,7 @@ from flash_train.attention.sequences import (
 )
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.tracing import assume_constant_result
-from flash_train.attention.varlen import Packing
+from flash_train.attention.varlen import Packing, unreadable
 
 
 def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool, exact: bool = False) -> str | None:
@@ -84,7 +85,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
     if part.empty:
         return attend_nothing(part)[0]
     # PyTorch's is_causal aligns sequences at their beginnings
-    native = isinstance(spec.mask, Causal) and part.q.shape[1] == part.k.shape[1] and part.slopes is None
+    native = isinstance(spec.mask, Causal) and _is_square(part.q, part.k) and part.slopes is None
     rule = None if native else visible(spec.mask, part)
     mask, seeing = opened(rule)
     seen = seen_keys(spec.mask, part, rule)
@@ -109,6 +110,15 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
         enable_gqa=grouped,
     )
     return (out if seeing is None else torch.where(seeing, out, 0.0)).transpose(1, 2)
+
+
+def _is_square(q: Tensor, k: Tensor) -> bool:
+    """Whether there are as many queries as keys; for symbolic lengths, whether that is sure."""
+    if not unreadable(q):
+        return q.shape[1] == k.shape[1]
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(q.shape[1] == k.shape[1])
 
 
 def _is_batch(q: Tensor, k: Tensor, packing: Packing) -> bool:
@@ -137,7 +147,7 @@ def _has_packed_kernel(device: torch.device) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_q, cu_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+    cu_q, cu_k = readable(packing.cu_seqlens_q), readable(packing.cu_seqlens_k)
     longest_q, longest_k = packing.max_seqlen_q, packing.max_seqlen_k
     if packing.lengths is not None:  # the entries that hold something come first: leave the empty ones out
         cu_q, cu_k = cu_q[: len(packing.lengths) + 1], cu_k[: len(packing.lengths) + 1]

@@ -32,7 +32,7 @@ def integers(values: Any) -> list[int] | None:
     return None if None in found else found
 
 
-def index_tensor(name: str, values: Any, device: torch.device | None = None) -> Any:
+def integer_tensor(name: str, values: Any, device: torch.device | None = None) -> Any:
     """An index as int32 on the device, where it is a list, a tuple or a NumPy array of integers; a tensor as it is.
 
     Raises:

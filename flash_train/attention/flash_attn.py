@@ -40,15 +40,12 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.backends import resolve_backend
-from flash_train.attention.checks import index_tensor, integer, integers
+from flash_train.attention.cache_rows import CacheRows, gather_packed
+from flash_train.attention.checks import integer, integer_tensor, integers
 from flash_train.attention.dropout import RngState
 from flash_train.attention.functional import attention
-from flash_train.attention.kvcache import (
-    cache_lengths,
-    cached_attention,
-    gather_packed,
-    validate_cache,
-)
+from flash_train.attention.index_tensors import IntegerData
+from flash_train.attention.kvcache import cached_attention
 from flash_train.attention.masks import Causal, Full, Window
 from flash_train.attention.rotary import rotate
 from flash_train.attention.spec import AttentionSpec
@@ -157,7 +154,7 @@ def flash_attn_varlen_func(
             decoding, ``flash_attn_with_kvcache`` reads the pages where they lie.
     """
     packing = _packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    pages = index_tensor("block_table", block_table, q.device)
+    pages = integer_tensor("block_table", block_table, q.device)
     if pages is not None:
         k, v = _read_pages(q, k, v, packing, pages)
     spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
@@ -225,10 +222,10 @@ def flash_attn_with_kvcache(
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
-    cache_seqlens: Index | int | None = None,
-    cache_batch_idx: Index | None = None,
-    cache_leftpad: Index | None = None,
-    block_table: Index | None = None,
+    cache_seqlens: IntegerData | int | None = None,
+    cache_batch_idx: IntegerData | None = None,
+    cache_leftpad: IntegerData | None = None,
+    block_table: IntegerData | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -253,7 +250,8 @@ def flash_attn_with_kvcache(
             New key ``i`` turns by row ``cache_seqlens + i``; so does query ``i`` where ``causal`` or a window is given,
             else all queries turn by row ``cache_seqlens``.
         cache_seqlens: int32 (batch,) or an int, how much of the cache each row has filled, its ``cache_leftpad``
-            included; needed with k and v. None is the capacity.
+            included; needed with k and v. None is the capacity. Rows of padding have a negative length, or a negative
+            page where their last key would lie: output 0, and nothing is written for them.
         cache_batch_idx, cache_leftpad, block_table, num_splits: as in ``cached_attention``. Pages may be of any size,
             and may go with ``cache_leftpad``.
         causal, window_size: aligned at the end of the keys, the new ones included.
@@ -268,13 +266,7 @@ def flash_attn_with_kvcache(
     spec = _spec(0.0, softmax_scale, causal, window_size, softcap)
     n_splits = integer(num_splits)
     length = None if isinstance(cache_seqlens, Tensor) else integer(cache_seqlens)
-    lengths = index_tensor("cache_seqlens", cache_seqlens, q.device) if length is None else length
-    rows, left_pads, pages = (
-        index_tensor(name, index, q.device)
-        for name, index in (
-            ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad), ("block_table", block_table)
-        )
-    )  # fmt: skip
+    lengths = cache_seqlens if length is None else length
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("one of rotary_cos and rotary_sin was given: must be both, or neither")
     if rotary_cos is not None and rotary_sin is not None:
@@ -282,8 +274,8 @@ def flash_attn_with_kvcache(
             raise ValueError(
                 "rotary_cos was given without k, v and cache_seqlens: only new keys, and queries with them, are turned"
             )
-        validate_cache(q, k_cache, v_cache, rows, left_pads, pages)
-        first = cache_lengths(lengths, q.shape[0], k_cache, pages)[:, None]
+        rows = CacheRows.of_call(q, k_cache, v_cache, lengths, cache_batch_idx, cache_leftpad, block_table)
+        first = rows.lengths.masked_fill(rows.padding(k_cache, k.shape[1]), 0)[:, None]  # padding has no position
         steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
         q_steps = torch.zeros_like(steps) if isinstance(spec.mask, Full) else steps
         q = rotate(q, rotary_cos, rotary_sin, first + q_steps[: q.shape[1]], rotary_interleaved)
@@ -296,9 +288,9 @@ def flash_attn_with_kvcache(
         spec,
         k=k,
         v=v,
-        cache_batch_idx=rows,
-        cache_leftpad=left_pads,
-        block_table=pages,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits if n_splits is None else n_splits,
         backend=backend,
@@ -354,8 +346,8 @@ def _packing(
     q: Tensor, cu_seqlens_q: Index, cu_seqlens_k: Index, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> Packing:
     longest_q, longest_k = (None if isinstance(x, Tensor) else integer(x) for x in (max_seqlen_q, max_seqlen_k))
-    cu_q = index_tensor("cu_seqlens_q", cu_seqlens_q, q.device)
-    cu_k = cu_q if cu_seqlens_k is cu_seqlens_q else index_tensor("cu_seqlens_k", cu_seqlens_k, q.device)
+    cu_q = integer_tensor("cu_seqlens_q", cu_seqlens_q, q.device)
+    cu_k = cu_q if cu_seqlens_k is cu_seqlens_q else integer_tensor("cu_seqlens_k", cu_seqlens_k, q.device)
     return Packing(cu_q, cu_k, longest_q, longest_k)
 
 

@@ -10,13 +10,11 @@ import torch
 from flash_train.attention.autograd import attend
 from flash_train.attention.backends import OWN, resolve_backend
 from flash_train.attention.baselines import sdpa_attention
-from flash_train.attention.chunked import chunked_attention
+from flash_train.attention.dense_operator import DENSE, attend_by_operator, needs_operator
 from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.jagged import unpack
 from flash_train.attention.masks import Mask
-from flash_train.attention.reference import reference_attention
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.standard import standard_attention
 from flash_train.attention.varlen import Packing
 
 FULL = AttentionSpec()
@@ -114,9 +112,13 @@ def attention(
     if spec.dropout > 0 and rng is not None:
         state, origin = rng.as_tensor(q.device), rng.origin
     if name in DENSE:
-        if name == "reference" and spec.dropout > 0 and state is None:
+        by_operator = needs_operator(name, q, packing)
+        if spec.dropout > 0 and state is None and (name == "reference" or by_operator):
             state = draw_state(q.device)
-        out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
+        if by_operator:
+            out, lse = attend_by_operator(name, q, k, v, spec, packing, state, origin, alibi_slopes, sinks)
+        else:
+            out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
         out, lse = _connected(out, q, k, v), lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
@@ -199,10 +201,6 @@ def _prepare(
     return (q, k, v), resolved
 
 
-#: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given
-DENSE = {"standard": standard_attention, "chunked": chunked_attention, "reference": reference_attention}
-
-
 def operands_of(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -220,9 +218,8 @@ def operands_of(
     states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
     bounds = [lowered.left, lowered.right, lowered.tail, *sizes]
     return (
-        cu_q, cu_k, state, alibi_slopes, None if sinks is None else sinks.contiguous(), states, lowered.tensors,
-        lowered.terms, bounds, list(origin), float(spec.scale_for(q.shape[-1])), float(spec.softcap),
-        spec.keep_threshold,
+        cu_q, cu_k, state, alibi_slopes, sinks, states, lowered.tensors, lowered.terms, bounds, list(origin),
+        float(spec.scale_for(q.shape[-1])), float(spec.softcap), spec.keep_threshold,
     )  # fmt: skip
 
 

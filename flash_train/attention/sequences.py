@@ -14,7 +14,7 @@ from torch import Tensor
 from flash_train.attention.dropout import keep_mask
 from flash_train.attention.masks import Band, Full, Mask
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.varlen import Entry, Packing, entries
+from flash_train.attention.varlen import Entry, Packing, Span, entries
 
 
 class Part(NamedTuple):
@@ -89,7 +89,9 @@ def repeat_heads(k: Tensor, v: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
     return (k, v) if group == 1 else (k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
 
 
-def visible(mask: Mask, part: Part, queries: range | None = None, keys: range | None = None) -> Tensor | None:
+def visible(
+    mask: Mask, part: Part, queries: range | Span | None = None, keys: range | Span | None = None
+) -> Tensor | None:
     """The rule of a part or a piece of it, bool (batch or 1, heads or 1, queries, keys); None where all is visible."""
     if isinstance(mask, Full):
         return None
@@ -131,10 +133,12 @@ def only_seen(x: Tensor, seen: Tensor | None) -> Tensor:
     return x if seen is None else torch.where(seen.transpose(1, 2)[..., None], x, 0.0)
 
 
-def distance(entry: Entry, device: torch.device, queries: range | None = None, keys: range | None = None) -> Tensor:
+def distance(
+    entry: Entry, device: torch.device, queries: range | Span | None = None, keys: range | Span | None = None
+) -> Tensor:
     """How far each key is from its query, fp32 (queries, keys): what ALiBi's slopes multiply."""
-    queries = range(entry.len_q) if queries is None else queries
-    keys = range(entry.len_k) if keys is None else keys
+    queries = Span(0, entry.len_q) if queries is None else queries
+    keys = Span(0, entry.len_k) if keys is None else keys
     shift = entry.len_k - entry.len_q
     q = torch.arange(queries.start + shift, queries.stop + shift, device=device, dtype=torch.float32)
     k = torch.arange(keys.start, keys.stop, device=device, dtype=torch.float32)
@@ -146,19 +150,19 @@ def kept(
     spec: AttentionSpec,
     rng: Tensor | None,
     origin: tuple[int, int, int, int],
-    queries: range | None = None,
-    keys: range | None = None,
+    queries: range | Span | None = None,
+    keys: range | Span | None = None,
 ) -> Tensor:
     """Which weights dropout keeps, bool (batch, heads, queries, keys).
 
     With ``rng``, int64 (2,), the exact mask of ``flash_train.attention.dropout``; without it one drawn from PyTorch's
     generator of the device, with the same probability of keeping.
     """
-    queries = range(part.q.shape[1]) if queries is None else queries
-    keys = range(part.k.shape[1]) if keys is None else keys
+    queries = Span(0, part.q.shape[1]) if queries is None else queries
+    keys = Span(0, part.k.shape[1]) if keys is None else keys
     n_heads = part.q.shape[2]
     if rng is None:
-        shape = (len(part.entries), n_heads, len(queries), len(keys))
+        shape = (len(part.entries), n_heads, queries.stop - queries.start, keys.stop - keys.start)
         return torch.empty(shape, dtype=torch.bool, device=part.q.device).bernoulli_(spec.keep_threshold / 256)
     first_entry, first_head, first_query, first_key = origin
     q = torch.arange(queries.start + first_query, queries.stop + first_query, device=rng.device)

@@ -48,9 +48,10 @@ class AttentionSpec:
             if not isinstance(value, Real):
                 raise TypeError(f"{name}={value!r}: must be a number")
             object.__setattr__(self, name, float(value))
-        if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
+        # comparisons, which a compiler traces with symbolic numbers, too
+        if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale={self.scale}: must be a positive number, or None for 1/sqrt(head_dim)")
-        if not (self.softcap >= 0 and math.isfinite(self.softcap)):
+        if not 0 <= self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap}: must be a positive number, or 0 for none")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: must be in [0, 1)")

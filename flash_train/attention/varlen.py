@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_train.attention.checks import index_tensor
+from flash_train.attention.checks import integer_tensor
 
 
 class Entry(NamedTuple):
@@ -31,6 +31,13 @@ class Entry(NamedTuple):
         return cls(0, 0, 0, 0, len_q, len_k)
 
 
+class Span(NamedTuple):
+    """The positions from ``start`` to before ``stop``: a range whose bounds a compiler may hold as symbols."""
+
+    start: Any
+    stop: Any
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the entries of a packed tensor begin and end.
@@ -40,8 +47,8 @@ class Packing:
     belong to no entry: their output and gradients are exactly 0.
 
     Attributes:
-        cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing. A list of integers becomes a
-            tensor on the CPU.
+        cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing; may be a strided view. A list
+            of integers becomes a tensor on the CPU.
         cu_seqlens_k: the same for the keys; the same tensor for self-attention.
         max_seqlen_q, max_seqlen_k: length of the longest entry where known; no backend of this package needs it.
         lengths: lengths of the non-empty entries as Python ints where the host knows them, queries and keys share them
@@ -57,7 +64,7 @@ class Packing:
     def __post_init__(self) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             given = getattr(self, name)
-            cu = index_tensor(name, given)
+            cu = integer_tensor(name, given)
             if not isinstance(cu, torch.Tensor):
                 raise TypeError(f"Packing({name}={cu!r}): must be an int32 tensor")
             if cu is not given:
@@ -71,8 +78,6 @@ class Packing:
                     f"{name} is {cu.dtype} of shape {tuple(cu.shape)}: must be a one-dimensional int32 tensor "
                     "of at least two boundaries"
                 )
-            if not cu.is_contiguous():
-                raise ValueError(f"{name} has stride {cu.stride(0)}: must be contiguous")
             if cu.device != device:
                 raise ValueError(f"{name} is on {cu.device} and q on {device}: must be the same device")
         if self.cu_seqlens_q.numel() != self.cu_seqlens_k.numel():

@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
+from flash_train.attention.cache_rows import CacheRows
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import arguments, launch, launch_decode
 from flash_train.attention.kernels.hopper import launch as hopper
@@ -191,7 +192,8 @@ def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
     caches = torch.empty(4, LENGTH, 2, variant.head_dim, dtype=variant.dtype)
     pages = torch.zeros(2, 2, dtype=torch.int32) if variant.mask == "full" else None
     index = torch.zeros(2, dtype=torch.int32)
-    cache_of = launch_decode._cache(caches, None if variant.mask == "full" else index, None, pages)
+    rows = CacheRows(index, None if variant.mask == "full" else index, None, pages)
+    cache_of = launch_decode.cache_argument(caches, rows)
     part, part_lse = torch.empty(4, 2, 1, 2 * group, variant.head_dim), torch.empty(4, 2, 1, 2 * group)
     tile = decode_tile(torch.device("cuda"), variant.dtype, variant.head_dim, group)
     call = variant.call(q, caches)

@@ -11,6 +11,15 @@ import pytest
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 #: modules of which only the tests for the interpreter are run there
-MODULES = ("test_layouts.py", "test_library.py", "test_not_a_number.py", "test_shards.py")
+MODULES = (
+    "test_decode_compiled.py",
+    "test_index_tensors.py",
+    "test_layouts.py",
+    "test_library.py",
+    "test_not_a_number.py",
+    "test_padding_rows.py",
+    "test_shards.py",
+    "test_traced.py",
+)
 
 on_devices = pytest.mark.parametrize("device", [GPU, "cpu"] if INTERPRETING else [GPU])

@@ -17,8 +17,9 @@ from flash_train.attention import (
     Window,
     attention,
 )
+from flash_train.attention.cache_rows import append, gather, gather_packed
 from flash_train.attention.flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flash_train.attention.kvcache import append, cached_attention, gather, gather_packed
+from flash_train.attention.kvcache import cached_attention
 from flash_train.attention.reference import reference_attention
 from flash_train.attention.rotary import rotate
 

@@ -25,7 +25,7 @@ CALLS = [
     ((Q, S.k, S.v), {"cache_seqlens": 7}, ValueError, "cache_seqlens=7: must be between 0 and .* 6"),
     ((Q, S.k, S.v), {"cache_seqlens": -1}, ValueError, "cache_seqlens=-1"),
     ((Q, S.k, S.v), {"cache_seqlens": INT + 7}, ValueError, "cache_seqlens is 7: must be between 0 and 6"),
-    ((Q, S.k, S.v), {"cache_seqlens": INT.long()}, ValueError, "cache_seqlens is torch.int64"),
+    ((Q, S.k, S.v), {"cache_seqlens": INT.float()}, ValueError, "cache_seqlens is torch.float32"),
     ((Q, S.k, S.v), {"cache_seqlens": INT[:1]}, ValueError, r"must be int32 \(2,\)"),
     ((Q, S.k, S.v), {"cache_batch_idx": INT - 1}, ValueError, "cache_batch_idx is -1"),
     ((Q, S.k, S.v), {"cache_batch_idx": INT + 4}, ValueError, "cache_batch_idx is 4: must be between 0 and 3"),

@@ -141,17 +141,11 @@ def test_what_leaves_no_plan(absent_gpu):
         assert planned._plan_all(made, (*given, None, None, None, slopes, None)) is None
 
 
-def test_operands_lie_as_the_kernels_take_them():
-    """Sinks side by side, with their gradient; numbers of one kind, for a form must not depend on how 1 is written."""
-    q, sinks = torch.randn(1, 16, 4, 64), torch.randn(4, 2, requires_grad=True)
-    operands = operands_of(q, q, AttentionSpec(scale=1, softcap=2), None, None, (0, 0, 0, 0), None, sinks[:, 0])
-    call = Call(*operands)
-    assert call.sinks.is_contiguous() and torch.equal(call.sinks, sinks[:, 0])
-    assert torch.autograd.grad(call.sinks.sum(), sinks)[0].tolist() == 4 * [[1, 0]]
+def test_numbers_of_a_call_have_one_kind():
+    """A form must not depend on how 1 is written."""
+    q = torch.randn(1, 16, 4, 64)
+    call = Call(*operands_of(q, q, AttentionSpec(scale=1, softcap=2), None, None, (0, 0, 0, 0), None, None))
     assert type(call.scale) is type(call.softcap) is float
-    cu = torch.tensor([[0, 9], [5, 9], [16, 9]], dtype=torch.int32)[:, 0]
-    with pytest.raises(ValueError, match="cu_seqlens_q has stride 2: must be contiguous"):
-        attention(q[0], q[0], q[0], packing=Packing(cu, cu), backend="reference")
 
 
 class OnCuda:

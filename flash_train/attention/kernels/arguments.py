@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_train.attention.index_tensors import readable
 from flash_train.attention.kernels.device import mask as device_mask
 from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.kernels.device.philox import Dropout
@@ -91,6 +92,24 @@ class Launch:
         return self.kernel[self.grid](*self.arguments, **self.constants)
 
 
+def readable_call(call: Call) -> Call:
+    """The call with tensors that kernels can read element after element, copied where they are strided views.
+
+    A block map keeps its strides, which its readers are given.
+    """
+    others = (call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks, *call.term_tensors)
+    if all(x is None or x.is_contiguous() for x in others):
+        return call
+    return call._replace(
+        cu_seqlens_q=readable(call.cu_seqlens_q),
+        cu_seqlens_k=readable(call.cu_seqlens_k),
+        rng=readable(call.rng),
+        alibi_slopes=readable(call.alibi_slopes),
+        sinks=readable(call.sinks),
+        term_tensors=[readable(x) for x in call.term_tensors],
+    )
+
+
 def contiguous_columns(x: Tensor) -> Tensor:
     """The kernels take any strides but the last, which must be 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -159,7 +178,7 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
 
 
 def score_arguments(call: Call) -> Score:
-    slopes = None if call.alibi_slopes is None else call.alibi_slopes.contiguous()
+    slopes = readable(call.alibi_slopes)
     stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
     plain = not call.softcap and slopes is None
     return Score(call.scale, LOG2_E * (call.scale if plain else 1), call.softcap or None, slopes, stride)

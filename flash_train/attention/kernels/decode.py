@@ -53,7 +53,7 @@ def attention_decode(
     query = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
     left = tl.load(k.leftpad + index) if k.leftpad is not None else index * 0
-    len_k = tl.maximum(tl.load(seqlens + index) - left, 0)
+    len_k = _count_keys(k, seqlens, index, left)
     seq = Entry(index, index.to(tl.int64), (index * 0).to(tl.int64), left.to(tl.int64), len_q, len_k)
 
     # Blocks of keys that any row of the tile sees, in equal parts for the splits
@@ -105,11 +105,23 @@ def attention_decode(
 
 
 @triton.jit
+def _count_keys(x, seqlens, index, left):
+    """Keys of a sequence; 0 for padding, as in ``CacheRows``: a negative length, or a last key in a negative page."""
+    length = tl.load(seqlens + index)
+    if x.pages is not None:
+        column = tl.maximum(length - 1, 0) // x.page_size
+        page = tl.load(x.pages + index.to(tl.int64) * x.stride_pages + column, mask=length > 0, other=-1)
+        length = tl.where(page < 0, 0, length)
+    return tl.where(length > 0, tl.maximum(length - left, 0), 0)
+
+
+@triton.jit
 def _load_keys(x, index, kv_head, left, keys, len_k, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
     """[BLOCK_N, BLOCK_D] of a cache at these positions of the sequence, 0 past its end."""
     positions = left + keys
     if x.pages is not None:
-        page = tl.load(x.pages + index * x.stride_pages + positions // x.page_size, mask=keys < len_k, other=0)
+        pages = x.pages + index.to(tl.int64) * x.stride_pages
+        page = tl.load(pages + positions // x.page_size, mask=keys < len_k, other=0)
         base = page.to(tl.int64) * x.stride_batch + (positions % x.page_size).to(tl.int64) * x.stride_row
     else:
         row = tl.load(x.batch_idx + index) if x.batch_idx is not None else index

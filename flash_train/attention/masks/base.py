@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer
-from flash_train.attention.varlen import Entry
+from flash_train.attention.varlen import Entry, Span
 
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
 FARTHEST = 2**30  #: a bound that no sequence reaches
@@ -64,17 +64,17 @@ class Mask:
         entry: Entry,
         n_heads: int = 1,
         device: torch.device | str | None = None,
-        queries: range | None = None,
-        keys: range | None = None,
+        queries: range | Span | None = None,
+        keys: range | Span | None = None,
     ) -> Tensor:
         """The rule as bool (1 or n_heads, queries, keys), True where the query attends to the key.
 
         ``queries`` and ``keys`` choose a part of the sequence; all of it without them.
         """
-        queries = range(entry.len_q) if queries is None else queries
-        keys = range(entry.len_k) if keys is None else keys
+        queries = Span(0, entry.len_q) if queries is None else queries
+        keys = Span(0, entry.len_k) if keys is None else keys
         q, k = (torch.arange(r.start, r.stop, device=self.device or device) for r in (queries, keys))
-        shape = (len(queries), len(keys))
+        shape = (queries.stop - queries.start, keys.stop - keys.start)
         return self.attends(entry, q[:, None], k[None, :], n_heads).expand(-1, *shape).to(device)
 
     def attends(self, entry: Entry, q: Tensor, k: Tensor, n_heads: int) -> Tensor:

@@ -1,0 +1,60 @@
+"""Index tensors: lengths, offsets, rows and page tables, as a caller gives them and as the kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.checks import integer_tensor
+from flash_train.attention.varlen import unreadable
+
+IntegerData = Tensor | Sequence[int] | Sequence[Sequence[int]]
+MaybeTensor = TypeVar("MaybeTensor", Tensor, None, Tensor | None)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def readable(x: MaybeTensor) -> MaybeTensor:
+    """The tensor as kernels read it, element after element: contiguous, copied where it is a strided view."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
+def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The values as a contiguous int32 tensor on the device.
+
+    Args:
+        name: of the argument, for messages.
+        x: an int32 or int64 tensor of any strides on ``device``, or integers in lists or a NumPy array.
+        shape: what it must have.
+
+    Raises:
+        ValueError: another dtype, shape or device.
+        TypeError: a sequence of anything but integers.
+    """
+    given = integer_tensor(name, x, device)
+    if given.dtype not in INTEGERS or tuple(given.shape) != shape or given.device != device:
+        found = f"{given.dtype} of shape {tuple(given.shape)} on {given.device}"
+        raise ValueError(f"{name} is {found}: must be int32 {shape} on {device}")
+    if given.dtype == torch.int64:
+        check_range(name, given, 2**31, low=-(2**31))
+    return readable(given.to(torch.int32))
+
+
+def check_range(name: str, x: Tensor, limit: int, where: Tensor | None = None, low: int = 0) -> None:
+    """Raise ValueError where a CPU tensor holds a number outside [low, limit).
+
+    Nothing is read on another device, nor while a program is traced.
+
+    Args:
+        where: bool, broadcastable to x: the elements that are used; all without it.
+    """
+    if x.device.type != "cpu" or unreadable(x):
+        return
+    if where is not None:
+        x = x[where.expand(x.shape)]
+    if x.numel():
+        least, most = int(x.min()), int(x.max())
+        if least < low or most >= limit:
+            raise ValueError(f"{name} is {least if least < low else most}: must be between {low} and {limit - 1}")
