@@ -130,7 +130,7 @@ def _able(
         "sdpa": sdpa_unavailable(spec, sinks=sinks, exact=exact),
     }
     able = [name for name, reason in reasons.items() if reason is None]
-    return f"{', '.join([*able, 'standard', 'chunked'])} and reference"
+    return f"{', '.join([*able, 'standard'])} and chunked"  # `reference` can, too, but is no choice for training
 
 
 def interpreting() -> bool:

@@ -119,3 +119,7 @@ def _tell(cell: Cell, results: dict[Cell, Result], total: int, seconds_left: flo
     if seconds_left:
         parts.append(f"about {timedelta(seconds=round(seconds_left))} left")
     print("  ".join(parts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from flash_train.cli.cells import RECORD, Cell, Result, count
+from flash_train.cli.errors import blame
 from flash_train.cli.sweep import CELLS, Planned, Sweep
 from flash_train.profiling import read_column, write_text
 from flash_train.profiling.ablation import (
@@ -48,7 +49,8 @@ def _with_result(sweep: Sweep, results: dict[Cell, Result]) -> list[Planned]:
 
 def row_of(planned: Planned, result: Result) -> Row:
     table = planned.cell.folder / "metrics.csv"
-    losses = read_column(table, "train/loss") if result.status == "ok" else ([], [])
+    with blame(f"run_dir={planned.cell.folder}"):
+        losses = read_column(table, "train/loss") if result.status == "ok" else ([], [])
     by_step = dict(zip(*losses, strict=True))
     measured = measured_of(result)
     if result.status == "ok":

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.profiling.attention_cases import Case, cases
 from flash_train.profiling.attention_peers import OWN, SDPA, add_ratios, implementations, measure
 
@@ -44,8 +45,9 @@ def _shown(rows: Records) -> str:
     return "; ".join(map(one, rows))
 
 
+@one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of repetitions per figure and turn")
     parser.add_argument(
@@ -59,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     every = list(cases())
     wanted = chosen(parser, options, every)
     if not torch.cuda.is_available():
-        print("bench_attention needs an NVIDIA GPU: none was found", file=sys.stderr)
-        return 1
+        raise UnavailableError("bench_attention: needs an NVIDIA GPU, and there is none")
     from triton.testing import do_bench
 
     torch.manual_seed(0)
@@ -74,3 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     measure_cases(options, every, wanted, environment, measure_case, _shown)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

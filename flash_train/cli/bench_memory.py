@@ -17,7 +17,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from flash_train.attention.traffic import flash_traffic, standard_traffic
 from flash_train.cli import hardware
 from flash_train.cli.benchmark import SAME, Records, add_options, environment_of, measure_cases
 from flash_train.cli.build import build
+from flash_train.cli.choices import choices_of
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments
-from flash_train.cli.errors import UnavailableError, is_out_of_memory, one_line_errors
+from flash_train.cli.errors import ArgumentParser, UnavailableError, is_out_of_memory, one_line_errors
 from flash_train.cli.memory_cases import (
     KINDS,
     LENGTHS,
@@ -204,30 +205,47 @@ def listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
+def listed_of(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """A list of these alone."""
+
+    def checked(text: str) -> list[str]:
+        for part in listed(text):
+            if part not in choices:
+                raise argparse.ArgumentTypeError(f"{part!r}: allowed: {', '.join(choices)}")
+        return listed(text)
+
+    return checked
+
+
+def listed_lengths(text: str) -> list[int]:
+    return [int(part) for part in listed(text)]
+
+
+@one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--kinds", type=listed, default=list(KINDS), help=",".join(KINDS))
-    parser.add_argument("--models", type=listed, default=listed("125m,350m,1b3,other"), help="other: further shapes")
-    parser.add_argument("--lengths", type=listed, default=list(map(str, LENGTHS)), help="tokens in a row")
-    parser.add_argument("--memory", type=listed, default=list(MEMORY_MODES), help=",".join(MEMORY_MODES))
-    parser.add_argument("--attention", type=listed, default=listed("flash,standard"), help="backends of steps")
+    parser.add_argument("--kinds", type=listed_of(KINDS), default=list(KINDS), help=",".join(KINDS))
+    models, attentions = listed_of((*choices_of("model"), "other")), listed_of(choices_of("attention"))
+    parser.add_argument("--models", type=models, default=listed("125m,350m,1b3,other"), help="other: further shapes")
+    parser.add_argument("--lengths", type=listed_lengths, default=list(LENGTHS), help="tokens in a row")
+    parser.add_argument(
+        "--memory", type=listed_of(MEMORY_MODES), default=list(MEMORY_MODES), help=",".join(MEMORY_MODES)
+    )
+    parser.add_argument("--attention", type=attentions, default=listed("flash,standard"), help="backends of steps")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of flash-train, for every step")
     options = parser.parse_intermixed_args(arguments)
     every = cases_of(options)
     wanted = [case for case in every if options.only in case.name]
     if not wanted:
-        parser.error("these options leave no case")
-    with one_line_errors():
-        return _main(options, every, wanted)
+        parser.error(f"--only {options.only!r} and the other options leave no case")
+    return _main(options, every, wanted)
 
 
 def cases_of(options: argparse.Namespace) -> list[MemoryCase]:
     """What the options ask for, in the order of running: steps take longest, and matter most."""
     models = [name for name in options.models if name != "other"]
-    steps = step_cases(
-        models, list(map(int, options.lengths)), options.memory, options.attention, "other" in options.models
-    )
+    steps = step_cases(models, options.lengths, options.memory, options.attention, "other" in options.models)
     found: dict[str, Iterable[MemoryCase]] = {"step": steps, "attention": attention_cases(), "traffic": traffic_cases()}
     return [case for kind in KINDS if kind in options.kinds for case in found[kind]]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
-from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.cli.errors import ArgumentParser, UsageError, one_line_errors
 
 COMMAND = (sys.executable, "-c", "from flash_train.cli.train import main; main()")
 SETTINGS = ("max_steps=1", "logger=none", "trainer.checkpoints=false")
@@ -91,8 +91,9 @@ def shown(records: Records) -> str:
     return ", ".join(f"{record['cache']} {record['seconds']:.1f} s" for record in records)
 
 
+@one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts (default: 3)")
     options = parser.parse_args(arguments)
@@ -100,10 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: must be 1 or more")
     environment = environment_of(options.commit)
-    with one_line_errors():
-        measure_cases(
-            options, CASES, wanted, environment, lambda case: measure(case, options.rounds, environment), shown
-        )
+    measure_cases(options, CASES, wanted, environment, lambda case: measure(case, options.rounds, environment), shown)
     return 0
 
 

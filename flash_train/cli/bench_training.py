@@ -32,6 +32,7 @@ from flash_train.attention import attended_pairs
 from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments
+from flash_train.cli.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.cli.shape import build_model_config
 from flash_train.cli.train import quieten
 from flash_train.model import ModelConfig, Transformer
@@ -221,19 +222,19 @@ def shown(records: Records) -> str:
 def unavailable() -> str | None:
     """Why nothing can be measured here."""
     if not torch.cuda.is_available():
-        return "bench_training needs an NVIDIA GPU: none was found"
+        return "bench_training: needs an NVIDIA GPU, and there is none"
     missing = [name for name in ("transformers", "liger_kernel") if importlib.util.find_spec(name) is None]
-    return f"bench_training needs {' and '.join(missing)}: pip install -e '.[test]'" if missing else None
+    return f"bench_training: needs {' and '.join(missing)}: pip install -e '.[test]'" if missing else None
 
 
+@one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     options = parser.parse_args(arguments)
     wanted = chosen(parser, options, CASES)
     if reason := unavailable():
-        print(reason, file=sys.stderr)
-        return 1
+        raise UnavailableError(reason)
     grow_segments()
     quieten()
     environment = environment_of(options.commit)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from flash_train.cli.errors import OUT_OF_MEMORY, OutOfMemoryError, UnavailableError, UsageError
 from flash_train.cli.overrides import quote
 
-Status = Literal["ok", "oom", "failed", "unavailable"]
+Status = Literal["ok", "oom", "failed", "unavailable", "interrupted"]
 
 RECORD, LOG = "cell.json", "log.txt"
 STATUSES: dict[int, Status] = {OutOfMemoryError.status: "oom", UnavailableError.status: "unavailable"}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli.ablation_tables import shared_settings
-from flash_train.cli.errors import UsageError, one_line_errors
+from flash_train.cli.errors import ArgumentParser, UsageError, blame, one_line_errors
 from flash_train.profiling import read_column, write_json
 from flash_train.profiling.ablation import from_csv
 from flash_train.profiling.repeats import SEED
@@ -123,16 +124,23 @@ def collect_all(run_dirs: list[Path], commit: str | None, known: Records) -> Rec
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
 
 
+@one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--add", action="store_true", help="keep what FILE has and these runs do not measure again")
     parser.add_argument("--commit", help="commit that ran, where the runs did not see a git checkout")
     options = parser.parse_args(arguments)
-    with one_line_errors():
+    with blame(f"--out {options.out}"):
         known = json.loads(options.out.read_text(encoding="utf-8")) if options.add and options.out.is_file() else {}
+    with blame("RUN_DIR"):
         records = collect_all(options.runs, options.commit, known.get("records", []))
-    write_json(options.out, {"records": records})
+    with blame(f"--out {options.out}"):
+        write_json(options.out, {"records": records})
     print(f"wrote {len(records)} records to {options.out}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,18 +1,17 @@
 """Overrides → the composed, typed configuration. What Hydra has to say about a mistake becomes one line."""
 
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flash_train.cli.choices import check_overrides, dotted_names, groups, is_choice
 from flash_train.cli.errors import UsageError, did_you_mean
-from flash_train.cli.overrides import CommandLine, parse
 from flash_train.cli.paths import conf_dir
 from flash_train.cli.schema import DATA_SCHEMAS, register_schema
 
@@ -31,6 +30,9 @@ def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None,
         UsageError: a key, a value or a choice that doesn't exist, or a value that is missing.
     """
     register_schema()
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise UsageError(f"--config-dir (-cd) {config_dir}: no such folder; allowed: one with choices, as conf/ has")
+    check_overrides(overrides, config_dir)
     extra = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         try:
@@ -44,26 +46,6 @@ def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None,
     return config
 
 
-def jobs(command_line: CommandLine) -> Iterator[tuple[str, ...]]:
-    """The overrides of each run: one, or with `-m` every combination of the swept values."""
-    parsed = [parse(text) for text in command_line.overrides]
-    if not command_line.multirun:
-        yield command_line.overrides
-        return
-    (batches,) = BasicSweeper.split_arguments([o for o in parsed if not o.is_hydra_override()], None)
-    yield from map(tuple, batches)
-
-
-def groups() -> list[str]:
-    """Names of the configuration groups."""
-    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir())
-
-
-def is_choice(text: str) -> bool:
-    """Whether `model=350m` (a choice of a group) rather than `seq_len=512` (a value)."""
-    return text.partition("=")[0] in groups()
-
-
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line: the key, what was given, what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
@@ -71,14 +53,16 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         guess, allowed = did_you_mean(choice, error.options), ", ".join(error.options)
         return f"{group}={choice}: no such choice{guess}; allowed: {allowed}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    override = re.search(r"Could not override '([^']+)'|Error merging override (.+)", str(error))
+    override = re.search(r"Could not override '([^']+)'|Error merging override (.+)", str(error), re.DOTALL)
     if override and override[1]:
         return _unknown_key(override[1], overrides)
     wanted = re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(cause))
     if override and wanted:
         return f"{override[2]}: needs {TYPES[wanted[1] or wanted[2]]}"
-    where = f"{override[2]}: " if override else ""
-    return where + str(cause).splitlines()[0]
+    key = override[2] if override else getattr(cause, "full_key", None)
+    if not key:  # an interpolation of another type: OmegaConf names neither side
+        key = ", ".join(text.replace("\\", "") for text in overrides if "$" in text)
+    return (f"{key}: " if key else "") + str(cause).splitlines()[0]
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
@@ -91,11 +75,16 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
         return f"{key}: belongs to another corpus; choose it with data={'|'.join(owners)}"
     siblings = [name.rpartition(".")[2] for name in known if parent and name.rpartition(".")[0] == parent]
     listed = f"; {parent} has: {', '.join(siblings)}" if siblings else "; flash-train --help lists all"
-    return f"{key}: no such key{did_you_mean(key, known)}{listed}"
+    return f"{key}: no such key{_similar_key(key, known)}{listed}"
 
 
-def dotted_names(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    for name, child in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(child, dict):
-            yield from dotted_names(child, f"{prefix}{name}.")
+def _similar_key(key: str, known: Sequence[str]) -> str:
+    """` (did you mean …?)`: the keys that end in the given name, such as optimizer.lr for lr; else one spelt alike."""
+    ends = [name for name in dict.fromkeys(known) if name.rpartition(".")[2] == key and name != key]
+    if ends:
+        return f" (did you mean {' or '.join(ends)}?)"
+    if guess := did_you_mean(key, known):
+        return guess
+    by_end = {name.rpartition(".")[2]: name for name in reversed(known)}  # of several, the first
+    close = difflib.get_close_matches(key, by_end, n=1, cutoff=0.75)
+    return f" (did you mean {by_end[close[0]]}?)" if close else ""

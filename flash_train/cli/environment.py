@@ -1,5 +1,6 @@
-"""What PyTorch reads from the environment: to be set before it is imported."""
+"""What PyTorch and matplotlib read: to be set before they are imported."""
 
+import logging
 import os
 import platform
 import sys
@@ -18,6 +19,11 @@ def grow_segments(environ: MutableMapping[str, str] = os.environ) -> None:
     windows = "microsoft" in platform.release().lower()
     if sys.platform == "linux" and not windows and not any(name in environ for name in VARIABLES):
         environ[VARIABLES[0]] = "expandable_segments:True"
+
+
+def quieten_matplotlib() -> None:
+    """Have matplotlib not say where it keeps its cache when the home folder is missing or read-only: it needs none."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 
 def quieten_profiler(environ: MutableMapping[str, str] = os.environ) -> None:

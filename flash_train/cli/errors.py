@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import flash_train
 
 #: in the words of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
 OUT_OF_MEMORY = re.compile(
@@ -87,7 +89,11 @@ def tell(text: str) -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """One whose mistakes are a `UsageError`, in place of its usage and an exit status of their own."""
+    """One whose mistakes are a `UsageError`, in place of its usage and an exit status of their own; has `--version`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_argument("--version", action="version", version=f"flash-train {flash_train.__version__}")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; --help says what there is")

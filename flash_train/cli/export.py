@@ -1,5 +1,6 @@
 """Checkpoint → a folder that `transformers` loads: config.json, model.safetensors and tokenizer.json, as of a Llama."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--force", action="store_true", help="replace the model that the folder holds")
     with one_line_errors():
         args = parser.parse_args(arguments)
-        source, folder = args.checkpoint.expanduser(), args.folder.expanduser()
+        source, folder = Path(os.path.expanduser(args.checkpoint)), Path(os.path.expanduser(args.folder))
         if not source.exists():
             raise UsageError(
                 f"checkpoint={source}: no such file or folder; allowed: a checkpoint, or a run's directory"
@@ -75,3 +76,7 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     if files.left_out:
         print(f"{folder}: {files.left_out}; copy it there by hand", file=sys.stderr)
     return folder
+
+
+if __name__ == "__main__":
+    main()

@@ -51,6 +51,8 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
     group = settings.group or environ.get("WANDB_RUN_GROUP") or (name if offline or part > 1 else None)
     quiet: dict[str, Any] = {"silent": True, "console": "off"}
     with blame("logger=wandb"), files.undone_on_error(run_id):
+        if os.path.expanduser("~") == "~":
+            raise ValueError("W&B looks for its settings in the home folder, and none is known; set HOME")
         try:
             run = wandb.init(
                 project=settings.project or environ.get("WANDB_PROJECT") or PROJECT,
@@ -125,7 +127,8 @@ def has_login(host: str, environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     given = environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    home = Path(os.path.expanduser("~"))  # the name itself, where none is known
+    for path in [Path(given)] if given else [home / ".netrc", home / "_netrc"]:
         try:
             if netrc.netrc(path).authenticators(host):
                 return True

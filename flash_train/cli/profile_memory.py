@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from flash_train.cli.compose import compose_config
-from flash_train.cli.environment import grow_segments, quieten_profiler
+from flash_train.cli.environment import grow_segments, quieten_matplotlib, quieten_profiler
 from flash_train.cli.errors import UsageError, one_line_errors
 from flash_train.cli.find_max_options import split
 from flash_train.cli.interrupt import going_on_later
@@ -50,6 +50,7 @@ def main() -> None:
         return
     grow_segments()
     quieten_profiler()
+    quieten_matplotlib()
     with one_line_errors():
         line = read(arguments)
         refuse(line)
@@ -145,3 +146,7 @@ def only_measure(trainer: "Trainer", callback: "Callback") -> None:
     trainer.limit_val_batches = 0
     kept = [c for c in trainer.callbacks if not isinstance(c, (RunRecord, ClosingSample))]  # type: ignore[attr-defined]
     trainer.callbacks = [*kept, callback]  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -63,6 +63,6 @@ def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
         print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
     elif holds_checkpoint(run_dir):
         more = " and a larger max_steps" if trainer.global_step >= trainer.max_steps else ""
-        print(f"go on with the same options{more}, run_dir={run_dir} resume=last")
+        print(f"to continue: run_dir={run_dir} resume=last{more}")
     if hint := sync_hint(logger, run_dir):
         print(hint)

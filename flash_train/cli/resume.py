@@ -7,7 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli.errors import UsageError, blame
 from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of
+from flash_train.cli.saved_options import read_config
 from flash_train.cli.slurm import furthest
+from flash_train.profiling import read_column
 from flash_train.training import CausalLMModule, newest_checkpoint
 from flash_train.training.callbacks.checkpoint import checkpoints_by_age, read_checkpoint, step_of
 from flash_train.training.module import PLANNED_STEPS
@@ -24,7 +26,10 @@ RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch keeps them in the o
 def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
     """What `resume` points at; a directory whose run would be overwritten is refused."""
     checkpoint = resumed(config.resume, run_dir) if config.resume is not None else None
-    if not config.validate_only and not goes_on(checkpoint, run_dir):
+    if not config.validate_only and goes_on(checkpoint, run_dir):
+        with blame(f"run_dir={run_dir}"):
+            read_column(run_dir / "metrics.csv", "step")  # which the run continues: seconds later it would be too late
+    elif not config.validate_only:
         ways = "resume=last to go on with it, or another folder"
         if not holds_checkpoint(run_dir):
             ways = "another folder, or this one emptied, as it has no checkpoint to go on from"
@@ -105,8 +110,7 @@ def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
     file = folder / "config.yaml" if folder else None
     if file is None or not file.is_file():
         return None
-    with blame(f"resume={checkpoint}: {file}"):
-        before = OmegaConf.load(file)
+    before = read_config(file)
     pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in TOLD}
     differing = [f"{key} was {_word(old)} and is {_word(new)}" for key, (old, new) in pairs.items() if old != new]
     return ", ".join(differing) or None

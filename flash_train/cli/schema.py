@@ -5,6 +5,7 @@ the run is built, as the key's comment says.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -233,6 +234,7 @@ class AblateSchema:
 DATA_SCHEMAS = (StdlibSchema, TextSchema, HubSchema, RecallSchema)
 
 
+@cache
 def register_schema() -> None:
     """Make the schema known to Hydra; `conf/*.yaml` and `conf/data/*.yaml` name it in their defaults."""
     store = ConfigStore.instance()

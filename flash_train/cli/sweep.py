@@ -12,14 +12,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
 from flash_train.cli.cells import Cell
-from flash_train.cli.compose import compose_config, dotted_names
+from flash_train.cli.choices import keys_of
+from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.overrides import CommandLine, parse, quote
-from flash_train.cli.paths import conf_dir, require_no_run, require_usable
+from flash_train.cli.paths import require_no_run, require_usable
 from flash_train.cli.train import with_pretrained_shape
 from flash_train.cli.validate import require_files, validate
 
 PREFIX = "sweep."
+MOST_JOBS = 1024
 CELLS = "cells"  # the folder of their directories
 REFUSED = ("resume", "validate_only", "stop_after")
 
@@ -132,8 +134,8 @@ def _axes_in_words(names: Iterable[str]) -> str:
 
 def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None:
     if name == "jobs":
-        if not isinstance(values, int) or isinstance(values, bool) or values < 1:
-            raise UsageError(f"{text}: allowed: an integer, 1 or more")
+        if not isinstance(values, int) or isinstance(values, bool) or not 1 <= values <= MOST_JOBS:
+            raise UsageError(f"{text}: allowed: an integer from 1 to {MOST_JOBS}")
         return
     if name not in AXES:
         known = [*AXES, "jobs"]
@@ -158,7 +160,7 @@ def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None
 def _chosen_axes(sweep: DictConfig, line: CommandLine) -> dict[Axis, list[Any]]:
     """The axes with values. A training key that is given, or the experiment gives, replaces its axis' default."""
     chosen: dict[Axis, list[Any]] = {}
-    by_experiment = _keys_of_experiment(line)
+    by_experiment = keys_of("experiment", line.given("experiment") or "", line.config_dir)
     for name, axis in AXES.items():
         asked, fixed = line.given(PREFIX + name), line.given(axis.key) or line.given(axis.place)
         if asked and fixed:
@@ -166,18 +168,6 @@ def _chosen_axes(sweep: DictConfig, line: CommandLine) -> dict[Axis, list[Any]]:
         if sweep[name] is not None and not fixed and (asked or not {axis.key, axis.place} & by_experiment):
             chosen[axis] = list(sweep[name])
     return chosen
-
-
-def _keys_of_experiment(line: CommandLine) -> set[str]:
-    """The keys and groups that the experiment on the command line gives; none for one that is not there."""
-    places = [conf_dir(), *([Path(line.config_dir)] if line.config_dir else [])]
-    files = [folder / "experiment" / f"{line.given('experiment')}.yaml" for folder in places]
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
-        return set()
-    tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    choices = [choice for choice in tree.pop("defaults", []) if isinstance(choice, dict)]
-    return {*dotted_names(tree), *(key.removeprefix("override ").strip("/") for choice in choices for key in choice)}
 
 
 def _check_values(line: CommandLine, axes: Mapping[Axis, Sequence[Any]]) -> None:

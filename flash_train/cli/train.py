@@ -8,7 +8,7 @@ import sys
 import warnings
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,13 +16,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
-from flash_train.cli.compose import CONFIG_NAME, compose_config, jobs
-from flash_train.cli.environment import grow_segments, quieten_profiler
+from flash_train.cli.choices import dotted_names, jobs
+from flash_train.cli.compose import CONFIG_NAME, compose_config
+from flash_train.cli.environment import grow_segments, quieten_matplotlib, quieten_profiler
 from flash_train.cli.errors import UnavailableError, UsageError, one_line_errors
 from flash_train.cli.interrupt import Interrupted
 from flash_train.cli.multirun import Multirun, swept
 from flash_train.cli.overrides import CommandLine, read
 from flash_train.cli.paths import conf_dir, require_no_run, require_usable, run_dir_of
+from flash_train.cli.saved_options import with_saved_options
 from flash_train.cli.schema import register_schema
 from flash_train.cli.slurm import check_tasks, requeued
 from flash_train.cli.validate import require_files, validate
@@ -35,6 +37,7 @@ def main() -> None:
     """The console script. Mistakes end here, in one line, before anything is imported that takes long."""
     grow_segments()
     quieten_profiler()
+    quieten_matplotlib()
     register_schema()
     with one_line_errors():
         sys.argv[1:] = prepare(sys.argv[1:])
@@ -53,9 +56,14 @@ def prepare(arguments: list[str]) -> list[str]:
     """The arguments for Hydra: checked, paths quoted, `hardware=auto` and the directory of a resumed run filled in."""
     line = read(arguments)
     if not line.composes:
+        if line.helps:
+            compose_config(line.overrides, line.config_dir)
         return line.arguments()
-    line = with_run_dir(with_pretrained_shape(requeued(line, os.environ)))
+    line, file = with_saved_options(with_run_dir(requeued(line, os.environ)))
+    line = with_pretrained_shape(line)
     configs = check(line)
+    if file is not None and not line.shows:
+        print(f"options: those of {file}, where the command line gives no other", flush=True)
     if line.given("hardware") in (None, "auto"):
         choice, reason = hardware.choose(hardware.detect())
         line = line.with_override("hardware", choice)
@@ -74,6 +82,7 @@ def check(line: CommandLine) -> list[DictConfig]:
     for number, config in enumerate(configs):
         with suppress(UnavailableError) if line.multirun else nullcontext():  # the run itself tells, in its turn
             validate(config)
+        require_part(config, line.package)
         if line.shows:
             continue
         require_files(config)
@@ -82,6 +91,12 @@ def check(line: CommandLine) -> list[DictConfig]:
         if line.multirun and config.resume is None and not config.validate_only:
             require_no_run(Path(config.run_dir) / str(number), "another run_dir, as every run of a sweep begins anew")
     return configs
+
+
+def require_part(config: DictConfig, package: str | None) -> None:
+    """Refuse to show a part of the configuration that does not exist."""
+    if package not in (None, "_global_", *dotted_names(cast(dict[Any, Any], OmegaConf.to_container(config)))):
+        raise UsageError(f"--package (-p) {package}: no such part; allowed: _global_, {', '.join(map(str, config))}")
 
 
 def with_pretrained_shape(line: CommandLine) -> CommandLine:
@@ -105,7 +120,7 @@ def with_run_dir(line: CommandLine) -> CommandLine:
 def run(config: DictConfig, multirun: Multirun | None = None) -> None:
     """One run, in a process that Hydra has prepared."""
     run_dir = run_dir_of_job(config)
-    with one_line_errors(), multirun.next() if multirun else nullcontext() as name:
+    with one_line_errors(), multirun.next(run_dir) if multirun else nullcontext() as name:
         if name:
             print(name, flush=True)
         try:
@@ -212,3 +227,7 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Of Lightning's own code under newer versions of PyTorch.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+
+
+if __name__ == "__main__":
+    main()

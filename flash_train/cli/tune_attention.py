@@ -32,6 +32,7 @@ from flash_train.attention.kernels.tiles import (
     shared_memory,
     tiles_for,
 )
+from flash_train.cli.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.profiling import write_text
 from flash_train.profiling.attention_tuning import (
     Problem,
@@ -177,8 +178,9 @@ def row_of(setting: Setting, shared: int, major: int, tiles: Tiles) -> dict[str,
     return row | {"variant": setting.variant} | chosen
 
 
+@one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head_dims", nargs="+", type=int, choices=HEAD_DIMS, help="rows to tune")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="rows to tune")
     parser.add_argument("--kernel", nargs="+", choices=CHOICES, default=list(CHOICES), help="kernels to tune")
@@ -191,8 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, default=TABLE, help="the table to write to")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("tune_attention needs an NVIDIA GPU: none was found", file=sys.stderr)
-        return 1
+        raise UnavailableError("tune_attention: needs an NVIDIA GPU, and there is none")
     with get_context("spawn").Pool(options.workers) as pool:
         for head_dim, variant in product(options.head_dims, options.variant):
             setting = Setting(head_dim, DTYPES[options.dtype], variant, options.seq_len, WIDTH // head_dim)
@@ -204,3 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
                 load_table.cache_clear()
                 tiles_for.cache_clear()
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

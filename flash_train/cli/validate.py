@@ -1,17 +1,19 @@
 """Ranges and choices that types can't express: one table, and the few rules that tie two keys together."""
 
 import glob
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from flash_train.cli.errors import UnavailableError, UsageError, did_you_mean
-from flash_train.cli.schema import TrainSchema
+from flash_train.cli.overrides import PATH_KEYS, require_home
+from flash_train.cli.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Rule:
     allows: Callable[[Any], bool]
     words: str
     choices: tuple[str, ...] = ()
+
+
+LARGEST = 2**31 - 1  #: no count is larger; what is, overflows in PyTorch or takes memory that no machine has
 
 
 def at_least(low: float) -> Rule:
@@ -56,7 +61,7 @@ RULES = {
     "val_every": at_least(1),
     "attention.backend": one_of("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked"),
     "attention.dropout": below(0, 1),
-    "model.n_layers": at_least(1),
+    "model.n_layers": within(1, 1000),  # each is walked through in Python before anything is refused for memory
     "model.width": at_least(1),
     "model.n_heads": at_least(1),
     "model.n_kv_heads": at_least(1),
@@ -72,7 +77,7 @@ RULES = {
     "data.val_fraction": Rule(lambda value: 0 < value < 1, "between 0 and 1, both excluded"),
     "data.val_batches": at_least(1),
     "data.val_tokens": at_least(2),
-    "data.num_workers": at_least(0),
+    "data.num_workers": within(0, 1024),
     "optimizer.lr": above(0),
     "optimizer.min_lr_ratio": within(0, 1),
     "optimizer.eps": above(0),
@@ -80,7 +85,7 @@ RULES = {
     "optimizer.warmup_steps": at_least(0),
     "optimizer.gradient_clip": at_least(0),
     "trainer.accelerator": one_of("auto", "cpu", "cuda", "mps"),
-    "trainer.devices": at_least(1),
+    "trainer.devices": within(1, 1024),  # processes of this machine
     "trainer.num_nodes": at_least(1),
     "trainer.strategy": one_of("auto", "ddp"),
     "trainer.checkpoint_every": at_least(1),
@@ -100,14 +105,40 @@ def validate(config: DictConfig) -> None:
     Raises:
         UsageError: one line with the key, what was given and what is allowed.
     """
-    for key in map(str, config):
-        if key not in TrainSchema.__dataclass_fields__:
-            raise UsageError(f"{key}: no such key{did_you_mean(key, TrainSchema.__dataclass_fields__)}")
+    _check_keys(config)
     for key, rule in RULES.items():
         value = OmegaConf.select(config, key)
         if value is not None and not rule.allows(value):
             raise UsageError(f"{key}={value}: allowed: {rule.words}{did_you_mean(str(value), rule.choices)}")
+    for key, value in _numbers(OmegaConf.to_container(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{key}={value}: allowed: a finite number")
+        if isinstance(value, int) and abs(value) > LARGEST and key != "seed":
+            raise UsageError(f"{key}={value}: too large; allowed: at most {LARGEST}")
     _together(config)
+
+
+def _check_keys(node: DictConfig, prefix: str = "") -> None:
+    """Refuse a key that + or ++ has added to what the schema has."""
+    schema = OmegaConf.get_type(node)
+    known = getattr(schema if prefix else TrainSchema, "__dataclass_fields__", node)
+    for key, value in ((str(key), value) for key, value in node.items()):
+        if key not in known:
+            raise UsageError(f"{prefix}{key}: no such key{did_you_mean(key, map(str, known))}")
+        if isinstance(value, DictConfig):
+            _check_keys(value, f"{prefix}{key}.")
+
+
+def _numbers(tree: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number of a configuration, with its key."""
+    if isinstance(tree, dict):
+        for name, child in tree.items():
+            yield from _numbers(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for child in tree:
+            yield from _numbers(child, key)
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield key, tree
 
 
 def require_files(config: DictConfig) -> None:
@@ -117,6 +148,10 @@ def require_files(config: DictConfig) -> None:
         UsageError: one line with the key that names what is not there.
     """
     paths = OmegaConf.select(config, "data.path") or []
+    for key in PATH_KEYS:
+        given = OmegaConf.select(config, key)
+        for path in [given] if isinstance(given, str) else given or []:
+            require_home(key, path)
     for path in [paths] if isinstance(paths, str) else paths:
         # What ** matches is for the corpus to find: `glob` may follow links in circles.
         parts = takewhile(lambda part: part != "**", Path(path).expanduser().parts)
@@ -131,9 +166,24 @@ def require_files(config: DictConfig) -> None:
         raise UsageError(f"init_from={path}: no such folder; allowed: one with config.json and *.safetensors")
 
 
+def _of_choice(node: DictConfig, group: str, field: str, schemas: Mapping[str, type]) -> None:
+    """Refuse a name that another choice of the group has: the keys of that choice are missing."""
+    name, schema = node[field], OmegaConf.get_type(node)
+    if name not in schemas:
+        raise UsageError(f"{group}.{field}={name}: allowed: {', '.join(schemas)}{did_you_mean(name, schemas)}")
+    if schemas[name] is not schema and schema in schemas.values():
+        raise UsageError(f"{group}.{field}={name}: its keys belong to another choice; allowed: {group}={name}")
+
+
 def _together(config: DictConfig) -> None:
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise UsageError(f"optimizer.betas={config.optimizer.betas}: allowed: two numbers from 0 up to 1 (excluded)")
+    _of_choice(config.data, "data", "corpus", {schema.corpus: schema for schema in DATA_SCHEMAS})
+    _of_choice(config.logger, "logger", "name", {"none": LoggerSchema, "wandb": WandbSchema})
+    path = OmegaConf.select(config, "data.path")
+    paths = list(path) if isinstance(path, ListConfig) else [path]
+    if path is not None and (not paths or not all(isinstance(one, str) and one for one in paths)):
+        raise UsageError(f"data.path={path}: allowed: a file, a folder, a glob, or a list of these in brackets")
     if config.data.corpus == "text" and not config.data.path:
         raise UsageError("data.path: data=text needs one: data.path=FOLDER (or a file, a glob, a list of these)")
     if config.data.corpus == "hub" and not config.data.name:

@@ -23,7 +23,7 @@ import secrets
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +42,14 @@ BATCH_DOCUMENTS, BATCH_BYTES = 256, 4 << 20  # encoded at once: enough for the t
 
 
 def default_cache_dir() -> Path:
-    """``~/.cache/flash_train``."""
-    return Path.home() / ".cache" / "flash_train"
+    """``~/.cache/flash_train``. Raises OSError where no home folder is known."""
+    try:
+        return Path.home() / ".cache" / "flash_train"
+    except RuntimeError as error:
+        raise OSError(
+            "data.cache_dir=null: tokens are kept in the home folder, and none is known (HOME is not set); "
+            "allowed: data.cache_dir=FOLDER"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -124,19 +130,40 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
 def build_if_missing(cache: TokenCache, write: Callable[[Path], None]) -> None:
     """Builds a cache that is missing or damaged by `write`, which fills a folder; waits for a process that builds it.
 
-    Raises what `write` raises; OSError where the disk is full.
+    Raises what `write` raises; OSError where the folder is full or cannot be written.
     """
     folder = cache.folder
-    if cache.is_whole():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    waiting = f"waiting for another process that tokenises into {folder}"
-    with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_alone:
-        if not cache.is_whole():  # by now another process may have built it
-            if is_alone:
-                _make_room(folder)
-            with say_if_slow(f"tokenising into {folder}"):
-                _build(cache, write)
+    with _naming_the_place(folder):
+        if cache.is_whole():
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        waiting = f"waiting for another process that tokenises into {folder}"
+        with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_alone:
+            if not cache.is_whole():  # by now another process may have built it
+                if is_alone:
+                    _make_room(folder)
+                with say_if_slow(f"tokenising into {folder}"):
+                    _build(cache, write)
+
+
+@contextmanager
+def _naming_the_place(folder: Path) -> Iterator[None]:
+    """An OSError about a cache, its scratch folder, its lock or a folder above names `data.cache_dir`.
+
+    Others pass unchanged: those about the corpus, which is read meanwhile.
+    """
+    try:
+        yield
+    except OSError as error:
+        about = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        place = folder.parent
+        own = about is not None and any(name.lstrip(".").startswith(folder.name) for name in about.parts)
+        if about is None or not (own or place.is_relative_to(about)):
+            raise
+        raise type(error)(
+            f"data.cache_dir={place}: tokens can't be kept there ({error.strerror}: {about}); "
+            "allowed: a folder to write in"
+        ) from error
 
 
 def _build(cache: TokenCache, write: Callable[[Path], None]) -> None:

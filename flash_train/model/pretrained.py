@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flash_train.model.config import ModelConfig, RopeScaling
 from flash_train.model.rope import ntk_theta
+from flash_train.model.weight_files import read_json, read_weights
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 LLAMA_LENGTH = 2048  # max_position_embeddings of a config.json that does not say
@@ -49,7 +50,7 @@ def pretrained_values(path: str | Path) -> dict[str, Any]:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"init_from={path}: no such folder; give one with config.json and *.safetensors")
-    return _read_json(folder / CONFIG)
+    return read_json(folder / CONFIG)
 
 
 def pretrained_length(path: str | Path) -> int | None:
@@ -77,7 +78,7 @@ def load_pretrained(path: str | Path, *, rope_scaling: bool = True) -> tuple[Mod
     config, folder = pretrained_config(path, rope_scaling=rope_scaling), Path(path).expanduser()
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
-        for name, tensor in load_file(file).items():
+        for name, tensor in read_weights(file).items():
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
                 continue  # computed here; a second copy of the embedding
             state[_to_ours(name, file)] = tensor
@@ -258,7 +259,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():  # the order in which transformers looks
         files = [folder / WEIGHTS]
     else:
-        files = [folder / name for name in sorted(set(_read_json(folder / INDEX)["weight_map"].values()))]
+        names = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+            raise ValueError(f"init_from={folder}: {INDEX} has no weight_map, which names the files of the weights")
+        files = [folder / name for name in sorted(set(names.values()))]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"init_from={folder}: {file.name} is missing (only .safetensors weights are read)")
@@ -279,15 +283,6 @@ def _shards(tensors: dict[str, Tensor], limit: int | None) -> list[dict[str, Ten
 
 def _shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"init_from={file.parent}: {file.name} is missing")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"init_from={file.parent}: {file.name} is not JSON ({error})") from None
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

@@ -62,14 +62,31 @@ def _column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def _read(path: Path) -> tuple[list[str], Rows]:
-    """Columns and rows of a table; no rows where there is no file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # the last line may have been cut by a crash, or is being written
-    reader = csv.DictReader(io.StringIO(whole))
-    columns = list(reader.fieldnames or ["step"])
-    if columns[0] != "step":
-        raise ValueError(f"{path} is not a table of metrics: its first column is not 'step'")
-    rows = {int(line.pop("step")): {name: float(x) if x else None for name, x in line.items()} for line in reader}
+    """Columns and rows of a table; no rows where there is no file.
+
+    Raises:
+        ValueError: the file is damaged, or something else; names the line.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]  # the last line may have been cut by a crash, or is being written
+    ways = "restore it, or move it away to begin a new one"
+    try:
+        lines = list(csv.reader(io.StringIO(whole.decode("utf-8"))))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is damaged ({error}); {ways}") from error
+    columns, *rest = lines or [["step"]]
+    if not columns or columns[0] != "step":
+        raise ValueError(f"{path} is not a table of metrics: its first column is not 'step'; {ways}")
+    rows: Rows = {}
+    for number, line in enumerate(rest, start=2):
+        if not line:
+            continue
+        try:
+            step, *values = line
+            pairs = zip(columns[1:], values, strict=True)
+            rows[int(step)] = {name: float(value) if value else None for name, value in pairs}
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged in line {number} ({error}); {ways}") from error
     return columns, rows
 
 

@@ -53,7 +53,7 @@ MISTAKES = [
     (["sweep.packing=[best]"], ["data.packing=best", "best_fit, concat"]),
     (["sweep.memory=[all]"], ["memory=all", "checkpoint, none, selective"]),
     (["sweep.model=[nano,huge]"], ["model=huge", "125m"]),
-    (["sweep.jobs=0"], ["sweep.jobs=0", "1 or more"]),
+    (["sweep.jobs=0"], ["sweep.jobs=0", "from 1 to 1024"]),
     (["sweep.seq_len=[64]", "seq_len=128"], ["seq_len=128", "sweep.seq_len", "one of the two"]),
     (["sweep.seq_len=[64]", "max_step=5"], ["max_step", "did you mean max_steps?"]),
     (["seq_len=64,128"], ["seq_len=64,128: several values", "'sweep.seq_len=[64,128]'"]),

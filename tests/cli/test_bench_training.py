@@ -78,13 +78,15 @@ def test_one_that_does_not_train_is_recorded(small, tmp_path, capsys):
 
 
 def test_mistakes_are_told_at_once(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="1"):
         main(["--only", "n17"])
     assert "--only 'n17' is part of no case's name; names are like 1b3-n16384-none" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([]) == 1
-    assert capsys.readouterr().err == "bench_training needs an NVIDIA GPU: none was found\n"
+    with pytest.raises(SystemExit, match="3"):
+        main([])
+    assert capsys.readouterr().err == "flash-train: bench_training: needs an NVIDIA GPU, and there is none\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench_training.importlib.util, "find_spec", lambda name: None)
-    assert main([]) == 1
+    with pytest.raises(SystemExit, match="3"):
+        main([])
     assert "needs transformers and liger_kernel: pip install" in capsys.readouterr().err

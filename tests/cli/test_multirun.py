@@ -11,6 +11,7 @@ from flash_train.cli.errors import OutOfMemoryError, UsageError
 from flash_train.cli.interrupt import Interrupted
 from flash_train.cli.multirun import Multirun, swept
 from flash_train.cli.overrides import read
+from flash_train.cli.run_table import EndedRun, run_table
 from flash_train.training import CausalLMModule
 from flash_train.training.callbacks import StopAfter
 
@@ -108,7 +109,7 @@ def test_statuses(capsys):
         raise OutOfMemoryError("out of memory")
     assert runs.statuses == ["ok", "oom"] and capsys.readouterr().err == "flash-train: run 1 (a=2): out of memory\n"
     runs.end()
-    runs.statuses = ["oom", "oom"]
+    runs.ended = [EndedRun("a=1", "oom"), EndedRun("a=2", "oom")]
     with pytest.raises(OutOfMemoryError, match="no run ended ok"):
         runs.end()
 
@@ -127,3 +128,37 @@ def test_what_is_left_is_said():
 def test_swept():
     line = read(["-m", "seed=0,1", "seq_len=64", "model=nano,125m"])
     assert swept(line, ("seed=1", "seq_len=64", "model=nano")) == "seed=1, model=nano"
+
+
+def test_a_sweep_ends_with_a_table_of_its_runs(flash_train, tiny, capsys, monkeypatch):
+    printed = []
+    monkeypatch.setattr(
+        "flash_train.cli.multirun.run_table", lambda runs: printed.append(run_table(runs)) or printed[-1]
+    )
+    code, _ = flash_train("-m", *tiny, "max_steps=1", "seed=0,1", "trainer.progress_bar=false")
+    assert code == 0
+    head, *rows = printed[0].splitlines()
+    assert head.split() == [
+        "run",
+        "swept",
+        "status",
+        "steps",
+        "train",
+        "loss",
+        "val",
+        "loss",
+        "tokens/s",
+        "peak",
+        "GiB",
+    ]
+    assert [row.split()[:4] for row in rows] == [["0", "seed=0", "ok", "1"], ["1", "seed=1", "ok", "1"]]
+
+
+def test_a_table_of_runs_that_lack_values(tmp_path):
+    (tmp_path / "summary.json").write_text('{"steps": 3, "train_loss": 1.25, "mfu": null}')
+    table = run_table([EndedRun("seq_len=64", "ok", tmp_path), EndedRun("seq_len=128", "oom", tmp_path / "nowhere")])
+    assert table.splitlines() == [
+        "run  swept        status  steps  train loss",
+        "0    seq_len=64   ok          3      1.2500",
+        "1    seq_len=128  oom         -           -",
+    ]

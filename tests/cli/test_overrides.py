@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
-from flash_train.cli.overrides import parse, quote, read
+from flash_train.cli.overrides import override_text, parse, quote, read
 from flash_train.cli.train import prepare
 
 PATHS = [
@@ -42,6 +42,13 @@ def test_a_path_is_taken_as_it_is(key, path):
 @given(st.text(st.characters(blacklist_characters="\n\r\0$", blacklist_categories=["Cs"]), min_size=1))
 def test_any_text_survives_quoting(text):
     assert parse(quote("resume", text)).value() == text
+
+
+@pytest.mark.parametrize("key", ["resume", "run_dir", "data.cache_dir", "data.path"])
+def test_an_unknown_home_folder_is_named(key, monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME, under a user id that has no entry
+    with pytest.raises(UsageError, match=rf"^{key}=~/x: no home folder is known for ~"):
+        read([f"{key}=~/x"])
 
 
 def test_home_is_expanded():
@@ -81,10 +88,68 @@ def test_hydras_flags_are_passed_on(arguments, flags):
     assert "seq_len=1" in line.arguments()
 
 
-@pytest.mark.parametrize("flag", [["--help"], ["--hydra-help"], ["--info", "plugins"], ["-sc"], ["-cn", "other"]])
+@pytest.mark.parametrize("flag", [["--help"], ["--hydra-help"], ["-sc", "install=bash"]])
 def test_help_is_not_kept_waiting(flag, monkeypatch):
     monkeypatch.setattr("flash_train.cli.hardware.detect", None)
     assert prepare(flag) == flag
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-cn", "other"], ["--config-name (-cn) other", "--config-dir"]),
+        (["-cp", "other"], ["--config-path (-cp) other", "--config-dir"]),
+        (["--experimental-rerun", "x"], ["--experimental-rerun x", "resume=last"]),
+        (["-m", "--cfg", "job", "seed=0,1"], ["--multirun (-m) and --cfg (-c)", "one of them"]),
+        (["-m", "--info", "all"], ["--multirun (-m) and --info (-i)"]),
+        (["--help", "-m"], ["--multirun (-m) and --help (-h)"]),
+        (["--resolve"], ["--resolve", "--cfg job"]),
+        (["-p", "model"], ["--package (-p) model", "--cfg job"]),
+        (["--cfg", "job", "-p", "nope"], ["--package (-p) nope", "no such part", "model"]),
+        (["-cd", "nowhere"], ["--config-dir (-cd) nowhere", "no such folder"]),
+        (["-sc"], ["--shell-completion (-sc)", "install=SHELL"]),
+        (["-sc", "install=bsh"], ["install=bsh", "did you mean bash?"]),
+        (["hydra.sweeper.params=x"], ["hydra.sweeper.params", "run_dir=FOLDER", "-m"]),
+        (["hydra/launcher=joblib"], ["hydra/launcher", "-m"]),
+        (["~model"], ["~model", "model=VALUE"]),
+        (["model@x=nano"], ["model@x", "model=VALUE"]),
+        (["=3"], ["=3", "no key"]),
+        ([""], ["''", "key=value"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_a_wrong_flag_or_key_says_what_to_do(arguments, says):
+    with pytest.raises(UsageError) as caught:
+        prepare(arguments)
+    for words in says:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sweep", "says"),
+    [
+        ("seed=range(0)", "has no values"),
+        ("seed=range(3,1)", "has no values"),
+        ("seed=range(1,2,0)", "a step of 0"),
+        ("optimizer.lr=interval(0,1)", "not listed"),
+        ("model=glob(*)", "not listed"),
+        ("seed=shuffle(1,2)", "fixed order"),
+        ("seed=range(0,10000000000)", "more than 1000 runs"),
+    ],
+)
+def test_a_sweep_without_a_list_of_values_is_refused(sweep, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        prepare(["hardware=cpu", "-m", sweep])
+    assert str(caught.value).startswith(sweep)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("ab'\\,[]{} =1é"), st.lists
+    )
+)
+def test_any_value_survives_as_an_override(value):
+    assert parse(override_text("x", value)).value() == value
 
 
 @pytest.mark.parametrize(("text", "says"), [("seq_len", "key=value"), ("seq_len=~/x", "quote"), ("x=[1", "quote")])

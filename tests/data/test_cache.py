@@ -197,6 +197,39 @@ def test_a_full_disk_is_said_with_the_folder_and_the_key(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_written_is_said_with_the_key(tmp_path, monkeypatch):
+    """A file is in the folder's place, or a read-only folder refuses the folder itself or the lock in it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=f"data.cache_dir={tmp_path}/file/k: .*; allowed: a folder to write in"):
+        tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path / "file" / "k")
+
+    def refuse(path, *arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for place in ("pathlib.Path.mkdir", "flash_train.data.lock.open"):
+        with monkeypatch.context() as patch, pytest.raises(PermissionError, match=f"data.cache_dir={tmp_path}/c: "):
+            patch.setattr(place, refuse, raising=False)
+            tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path / "c")
+
+
+def test_an_error_of_the_corpus_does_not_name_the_cache(tmp_path):
+    def refuse() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "texts" / "a.txt"))
+
+    with pytest.raises(PermissionError) as caught:
+        tokenize(GatedCorpus(refuse), ByteTokenizer(), tmp_path)
+    assert "data.cache_dir" not in str(caught.value) and "a.txt" in str(caught.value)
+
+
+def test_without_a_home_folder_the_key_is_named(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(OSError, match="data.cache_dir=null: .*HOME is not set.*; allowed: data.cache_dir=FOLDER"):
+        tokenize(ListCorpus(TEXTS), ByteTokenizer())
+
+
 def test_a_failed_build_leaves_nothing(tmp_path):
     tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]))
     with pytest.raises(ValueError, match="text 1 is not UTF-8"):

@@ -95,6 +95,27 @@ def test_a_foreign_file_is_not_taken_for_a_table(tmp_path):
     assert path.read_text() == "name,value\nx,1\n"
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"step,a\n1,0.5\ntwo,0.5\n", "damaged in line 3"),
+        (b"step,a\n1,0.5\n2,x\n", "damaged in line 3"),
+        (b"step,a\n1,0.5,7\n", "damaged in line 2"),
+        (b"step,a\n1\n", "damaged in line 2"),
+        (b"step,a\n1,\xff\n", "is damaged"),
+        (b"step,a\n\0\0\0\n", "is damaged"),
+        (b"\n", "first column is not 'step'"),
+    ],
+)
+def test_a_damaged_table_names_the_file_and_the_line(tmp_path, content, says):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=says) as caught:
+        MetricsTable(path)
+    assert str(caught.value).startswith(f"{path} is ") and "restore it, or move it away" in str(caught.value)
+    assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize("rows", [1, 40, 1000])
 @pytest.mark.parametrize("cuda", [True, False])
 def test_plots(rows, cuda, tmp_path):

@@ -128,3 +128,11 @@ def test_no_sample_after_an_interruption(tmp_path):
 def test_closing_table_needs_the_record(tmp_path):
     with pytest.raises(ValueError, match="ClosingSample needs RunRecord before it"):
         fit(tmp_path, Throughput(), ClosingSample(), RunRecord(tmp_path))
+
+
+def test_without_a_terminal_lines_go_to_standard_output(tmp_path, capsys):
+    """A pipe or a file has the steps next to what else the command says."""
+    fit(tmp_path, Throughput(), RichProgress())
+    out, err = capsys.readouterr()
+    assert "step 2/6" in out and "loss" in out
+    assert "step" not in err

@@ -42,12 +42,14 @@ class RichProgress(StepCallback, ProgressBar):
     The module is any that `Throughput` takes.
 
     Args:
-        console: where to write; None: standard error.
+        console: where to write; None: the bar on standard error, and where either standard error or standard output is
+            no terminal, lines on standard output, so that a pipe or a file has them.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__()
         self.console = console or Console(stderr=True)
+        self.lines = console or Console()
         self.enabled = True
         self._bar: Progress | None = None
 
@@ -77,7 +79,7 @@ class RichProgress(StepCallback, ProgressBar):
         if stop is not None and stop.steps is not None:
             limits.append(trainer.global_step + stop.steps)
         self._last_step = min(limits, default=None)
-        if self.enabled and self.console.is_terminal:
+        if self.enabled and self.console.is_terminal and self.lines.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 MofNCompleteColumn(),
@@ -127,7 +129,8 @@ class RichProgress(StepCallback, ProgressBar):
         self._stop()
 
     def _line(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console = self.lines if self._bar is None else self.console
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _stop(self) -> None:
         if self._bar is not None:
