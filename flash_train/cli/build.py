@@ -14,9 +14,10 @@ from flash_train.cli.loggers import build_logger
 from flash_train.cli.resume import (
     bent_schedule,
     check_going_on,
+    ends_only,
     find_checkpoint,
-    left_beside,
     other_settings,
+    passed_over,
     read_own,
 )
 from flash_train.cli.rotary import keeps_rule, rotary_note
@@ -91,7 +92,9 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         saved = read_own(checkpoint, module)
         if not config.validate_only:
             check_going_on(checkpoint, saved, module, config.max_steps, run_dir)
-            notes["checkpoint"] = left_beside(checkpoint) if config.resume == "last" else None
+            notes["checkpoint"] = passed_over(checkpoint) if config.resume == "last" else None
+            if ends_only(checkpoint, saved["global_step"], config.max_steps, run_dir):
+                notes["run"] = f"all {config.max_steps:,} steps are done; validation and record are completed"
             notes["resumed"] = other_settings(checkpoint, config)
             notes["schedule"] = bent_schedule(saved, module, config.max_steps)
     # Last, as it writes to run_dir: a run that cannot begin leaves nothing there.

@@ -228,6 +228,8 @@ class _Child:
     def _judge(self, code: int, run_status: str | None) -> tuple[Status, str | None]:
         if code == 0:
             return ("ok", None) if run_status == "finished" else ("failed", f"the run was {run_status}")
+        if run_status == "interrupted":  # by a signal, which the exit status names
+            return "failed", "the run was interrupted"
         log = (self.cell.folder / LOG).read_text(encoding="utf-8", errors="replace")
         reason = last_error(log)
         if code in STATUSES:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import flash_train
+from flash_train.output import lasting_output
 
 #: in the words of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
 OUT_OF_MEMORY = re.compile(
@@ -63,6 +64,13 @@ def blame(key: str, kind: type[UsageError] = UsageError) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
+    """A command: output that fails stops nothing (`lasting_output`), and a mistake is one line (`_in_one_line`)."""
+    with lasting_output(), _in_one_line():
+        yield
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
     """Print a `UsageError` as one line on stderr and exit with its status; HYDRA_FULL_ERROR=1 lets it through.
 
     Ctrl-C before anything runs that knows how to stop is a line, too, and 128 + SIGINT.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from flash_train.cli.claim import claimed
 from flash_train.cli.compose import compose_config
 from flash_train.cli.environment import grow_segments, quieten_matplotlib, quieten_profiler
 from flash_train.cli.errors import UsageError, one_line_errors
@@ -132,19 +133,21 @@ def profile_memory(config: DictConfig) -> None:
         announce(parts.attention, parts.data.info, parts.notes)
         only_measure(parts.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         under_way.begin(step, parts, run_dir)
-        parts.trainer.fit(parts.module, datamodule=parts.data)
-    if not recorded:
-        raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
-    write_memory(config, parts, recorded[-1], run_dir)
+        with claimed(run_dir):
+            parts.trainer.fit(parts.module, datamodule=parts.data)
+            if not recorded:
+                raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
+            write_memory(config, parts, recorded[-1], run_dir)
     finish(parts.logger)
 
 
 def only_measure(trainer: "Trainer", callback: "Callback") -> None:
     """Nothing is validated, and there is no record of the run but what `callback` makes of it."""
-    from flash_train.training.callbacks import ClosingSample, RunRecord
+    from flash_train.training.callbacks import ClosingSample, MissedValidation, RunRecord
 
     trainer.limit_val_batches = 0
-    kept = [c for c in trainer.callbacks if not isinstance(c, (RunRecord, ClosingSample))]  # type: ignore[attr-defined]
+    recording = (RunRecord, ClosingSample, MissedValidation)
+    kept = [c for c in trainer.callbacks if not isinstance(c, recording)]  # type: ignore[attr-defined]
     trainer.callbacks = [*kept, callback]  # type: ignore[attr-defined]
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from flash_train.cli.loggers import sync_hint
 from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint
+from flash_train.training.callbacks.record import is_unfinished
 
 FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.png", "throughput.png", "memory.png")
 
@@ -62,7 +63,9 @@ def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
     if trainer.state.fn == "validate":
         print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
     elif holds_checkpoint(run_dir):
-        more = " and a larger max_steps" if trainer.global_step >= trainer.max_steps else ""
+        saved = (run_dir / CHECKPOINTS / f"step-{trainer.global_step:06d}.ckpt").is_file()
+        ended = trainer.global_step >= trainer.max_steps and saved and not is_unfinished(run_dir)
+        more = " and a larger max_steps" if ended else ""
         print(f"to continue: run_dir={run_dir} resume=last{more}")
     if hint := sync_hint(logger, run_dir):
         print(hint)

@@ -11,7 +11,8 @@ from flash_train.cli.saved_options import read_config
 from flash_train.cli.slurm import furthest
 from flash_train.profiling import read_column
 from flash_train.training import CausalLMModule, newest_checkpoint
-from flash_train.training.callbacks.checkpoint import checkpoints_by_age, read_checkpoint, step_of
+from flash_train.training.callbacks.checkpoint import branch_of, checkpoints_by_step, read_checkpoint, step_of
+from flash_train.training.callbacks.record import is_unfinished
 from flash_train.training.module import PLANNED_STEPS
 
 # What losses follow from, and neither the data nor the schedule say, nor is it refused
@@ -49,7 +50,7 @@ def resumed(resume: str, run_dir: Path) -> Path:
     """The checkpoint that `resume` names."""
     if resume == "last":
         with blame(f"resume=last: run_dir={run_dir}"):
-            own = newest_checkpoint(run_dir / CHECKPOINTS) if checkpoints_by_age(run_dir / CHECKPOINTS) else None
+            own = newest_checkpoint(run_dir / CHECKPOINTS) if checkpoints_by_step(run_dir / CHECKPOINTS) else None
             return furthest(run_dir, own) or newest_checkpoint(run_dir / CHECKPOINTS)
     path = Path(resume)
     if path.is_dir():
@@ -72,23 +73,28 @@ def check_going_on(
 ) -> None:
     """Refuse a checkpoint with which training can't go on to `max_steps`, or not with the optimizer that is asked for.
 
-    So is one that goes back in its own directory: rows and checkpoints of later steps would be lost, or mixed up with
-    the new ones. Not so the one that `resume=last` takes: what lies beyond its step is of an older branch.
+    One at `max_steps` is allowed where its own run was stopped before it had ended: after its last step a run
+    validates and writes its record. A checkpoint that goes back in its own directory is refused: rows and checkpoints
+    of later steps would be lost, or mixed up with the new ones. The one that `resume=last` takes is not.
     """
     step = checkpoint["global_step"]
-    if step >= max_steps:
+    if step > max_steps or (step == max_steps and not ends_only(path, step, max_steps, run_dir)):
         raise UsageError(f"max_steps={max_steps}: {path} is at step {step}; allowed: more than that")
     saved, own = checkpoint["hyper_parameters"]["optimizer"], module.optimizer_config.to_dict()
     for name in RESTORED:
         if saved[name] != own[name]:
             raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
-    there = checkpoints_by_age(run_dir / CHECKPOINTS)
-    later = [other for other in there if step_of(other) > step]
-    if later and path.resolve() != there[-1].resolve():
+    later = [other for other in checkpoints_by_step(run_dir / CHECKPOINTS) if step_of(other) > step]
+    if later and path.resolve() != newest_checkpoint(run_dir / CHECKPOINTS).resolve():
         raise UsageError(
             f"resume={path}: {run_dir} has newer checkpoints, up to {later[-1].name}; "
             "allowed: resume=last, or another run_dir"
         )
+
+
+def ends_only(path: Path, step: int, max_steps: int, run_dir: Path) -> bool:
+    """Whether all steps of the run in `run_dir` are done, and what comes after the last of them is not."""
+    return step == max_steps and goes_on(path, run_dir) and is_unfinished(run_dir)
 
 
 def bent_schedule(checkpoint: dict[str, Any], module: CausalLMModule, max_steps: int) -> str | None:
@@ -116,12 +122,14 @@ def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
     return ", ".join(differing) or None
 
 
-def left_beside(newest: Path) -> str | None:
-    """Which checkpoint lies further on beside the one written last; None where that one is the furthest."""
-    furthest = max(checkpoints_by_age(newest.parent), key=step_of, default=newest)
+def passed_over(newest: Path) -> str | None:
+    """Which checkpoint of a later step `resume=last` does not take, and why; None where it takes the furthest."""
+    furthest = max(checkpoints_by_step(newest.parent), key=step_of)
     if furthest == newest:
         return None
-    return f"{newest.name} was written last; {furthest.name}, of an earlier branch, lies beside it"
+    if branch_of(furthest) is None:
+        return f"{furthest.name} cannot be read; {newest.name}, the newest one that is whole, is taken"
+    return f"{newest.name} was written last and is taken; {furthest.name} is of an earlier branch, and stays"
 
 
 def _word(value: Any) -> str:

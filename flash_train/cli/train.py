@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -17,9 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
 from flash_train.cli.choices import dotted_names, jobs
+from flash_train.cli.claim import claimed, is_first_process, new_folder
 from flash_train.cli.compose import CONFIG_NAME, compose_config
 from flash_train.cli.environment import grow_segments, quieten_matplotlib, quieten_profiler
-from flash_train.cli.errors import UnavailableError, UsageError, one_line_errors
+from flash_train.cli.errors import UnavailableError, UsageError, blame, one_line_errors
 from flash_train.cli.interrupt import Interrupted
 from flash_train.cli.multirun import Multirun, swept
 from flash_train.cli.overrides import CommandLine, read
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The console script. Mistakes end here, in one line, before anything is imported that takes long."""
-    grow_segments()
-    quieten_profiler()
-    quieten_matplotlib()
-    register_schema()
     with one_line_errors():
+        grow_segments()
+        quieten_profiler()
+        quieten_matplotlib()
+        register_schema()
         sys.argv[1:] = prepare(sys.argv[1:])
         line = read(sys.argv[1:])
         multirun = Multirun(tuple(swept(line, overrides) for overrides in jobs(line))) if line.multirun else None
@@ -71,7 +73,7 @@ def prepare(arguments: list[str]) -> list[str]:
         if not line.shows:
             chosen = "; ".join(dict.fromkeys(f"{c.model.name}, {c.precision}, {c.max_steps} steps" for c in configs))
             print(f"hardware: {choice} ({reason}): {chosen}", flush=True)
-    return line.arguments()
+    return with_new_run_dir(line, Path(configs[0].run_dir)).arguments()
 
 
 def check(line: CommandLine) -> list[DictConfig]:
@@ -117,21 +119,41 @@ def with_run_dir(line: CommandLine) -> CommandLine:
     return line.with_override("run_dir", str(run_dir)) if run_dir else line
 
 
+def with_new_run_dir(line: CommandLine, run_dir: Path) -> CommandLine:
+    """A folder that is named by the time is this run's alone, whatever else starts in the same second."""
+    named_by_time = re.search(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$", run_dir.name)
+    if line.shows or line.given("run_dir") or not named_by_time or not is_first_process():
+        return line
+    with blame(f"run_dir={run_dir}"):
+        return line.with_override("run_dir", str(new_folder(run_dir)))
+
+
 def run(config: DictConfig, multirun: Multirun | None = None) -> None:
     """One run, in a process that Hydra has prepared."""
     run_dir = run_dir_of_job(config)
+    stopped_by: signal.Signals | None = None
     with one_line_errors(), multirun.next(run_dir) if multirun else nullcontext() as name:
         if name:
             print(name, flush=True)
         try:
             if multirun:
                 validate(config)
-            stopped_by = train(config, run_dir)
+            with nullcontext() if config.validate_only else claimed(run_dir):
+                stopped_by = train(config, run_dir)
         finally:
             discard_if_empty(run_dir)
         if multirun and stopped_by:
             raise Interrupted(stopped_by)
     release()
+    if stopped_by and is_first_process() and is_unfinished(run_dir):
+        sys.exit(128 + stopped_by)
+
+
+def is_unfinished(run_dir: Path) -> bool:
+    """Whether the run's record says that steps, or its last validation, are still to be done."""
+    from flash_train.training.callbacks.record import is_unfinished
+
+    return is_unfinished(run_dir)
 
 
 def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
@@ -140,6 +162,8 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     from flash_train.cli.rehearsal import rehearsed
 
     with rehearsed(config):
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+
         from flash_train.cli.build import build
         from flash_train.cli.failures import known_failures
         from flash_train.cli.predict import check_memory, step_before_run
@@ -147,6 +171,7 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
         from flash_train.profiling import write_text
 
     quieten()
+    stopped_by: signal.Signals | None = None
     with known_failures(config) as under_way:
         if not config.validate_only:
             step, device = step_before_run(config)
@@ -158,18 +183,32 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
         else:
             under_way.begin(step, parts, run_dir)
             if parts.trainer.is_global_zero:
-                write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+                with blame(f"run_dir={run_dir}"):
+                    write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
             if every := config.callbacks.memory_snapshot.every:
                 record_memory(config, parts, run_dir, every)
             try:
                 parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=parts.checkpoint)
             except SystemExit as stop:
-                if signal_of(parts):  # Lightning's way to end on the second Ctrl-C, which interrupts at once
+                if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning's way to end on Ctrl-C at once
                     raise KeyboardInterrupt from stop
                 raise
+            except SIGTERMException:  # Lightning's, where none of our callbacks heard it
+                stopped_by = signal.SIGTERM
     say_where(parts.trainer, parts.logger, run_dir)
     finish(parts.logger)
-    return signal_of(parts)
+    if (unsaved := unsaved_by(parts)) is not None:
+        raise UsageError(unsaved)
+    return stopped_by or signal_of(parts)
+
+
+def unsaved_by(parts: "Run") -> str | None:
+    """Why the run's last checkpoint is not there; None where it is."""
+    from flash_train.training.callbacks import StepCheckpoint
+    from flash_train.training.callbacks.base import find_callback
+
+    checkpoints = find_callback(parts.trainer, StepCheckpoint)
+    return checkpoints.unsaved if checkpoints else None
 
 
 def signal_of(parts: "Run") -> signal.Signals | None:

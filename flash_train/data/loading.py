@@ -10,6 +10,7 @@ from flash_train.data.dataset import Batch, PackedRows, collate
 from flash_train.data.progress import EpochStart
 from flash_train.data.recall import RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler
+from flash_train.data.signals import leave_signals_to_main, started_without_signals
 from flash_train.data.stream import StreamedRows, StreamSampler
 
 
@@ -60,9 +61,12 @@ class BatchStream(IterableDataset):
             collate_fn=collate,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=leave_signals_to_main,
             generator=torch.Generator(),  # its own, or starting an iteration would move the global random state
         )
-        for batch in loader:
+        with started_without_signals():
+            batches = iter(loader)
+        for batch in batches:
             if self.on_batch is not None:
                 self.on_batch()
             # Pinning makes a list of a tuple in some versions of PyTorch.

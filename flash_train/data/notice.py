@@ -1,11 +1,12 @@
 """A line on the data: what takes long, for whoever waits for it, and what is not as it was."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank, and takes seconds to import
+
+from flash_train import output
 
 PATIENCE_SECONDS = 5.0
 
@@ -25,4 +26,4 @@ def say_if_slow(text: str) -> Iterator[None]:
 def say(text: str) -> None:
     """One line on stderr, of rank 0 alone."""
     if getattr(rank_zero_only, "rank", 0) == 0:
-        print(f"data: {text}", file=sys.stderr, flush=True)
+        output.say(f"data: {text}")

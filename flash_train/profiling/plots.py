@@ -1,6 +1,5 @@
 """The three plots of a run, from its table of metrics."""
 
-import io
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -12,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from flash_train.profiling.records import MetricsTable, write_bytes
+from flash_train.files import replacing
+from flash_train.profiling.records import MetricsTable
 
 # Okabe & Ito (2008): told apart under every common colour blindness.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -50,10 +50,10 @@ def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) -> Path:
     """Write a PNG, whole or not at all; `options` are those of `Figure.savefig`."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150, **options)
-    write_bytes(path, image.getvalue())
-    return Path(path)
+    path = Path(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png", **options)
+    return path
 
 
 def finite(values: Iterable[float | None]) -> list[float]:

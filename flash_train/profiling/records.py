@@ -9,20 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flash_train.files import replacing
+
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file that is either the old one or the new one, whenever it is read."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -94,7 +87,8 @@ class MetricsTable:
     """`metrics.csv`: one row per step, one column per metric, floats with all their digits, empty where not measured.
 
     A row reaches the file as soon as it is written. Metrics of a step that has a row already join it; a new metric
-    becomes a new column.
+    becomes a new column. Where writing fails (OSError), rows are kept in memory, and the next `write` or `flush` that
+    succeeds brings all of them to the file.
 
     Args:
         path: the file; read if it exists, and written anew.
@@ -105,19 +99,26 @@ class MetricsTable:
         self.path = Path(path)
         self.columns, rows = _read(self.path)
         self.rows = {step: row for step, row in rows.items() if up_to_step is None or step <= up_to_step}
-        self._rewrite()
+        self._is_behind = True  # the file lacks a row, or has one that it should not have
+        self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Add `metrics` to the row of `step`."""
-        appends = step not in self.rows and all(name in self.columns for name in metrics)
+        appends = not self._is_behind and step not in self.rows and all(name in self.columns for name in metrics)
         self.rows.setdefault(step, {}).update(metrics)
         self.columns += [name for name in metrics if name not in self.columns]
+        self._is_behind = True  # until it is written: a line may be cut
         if appends:
             with open(self.path, "a", encoding="utf-8", newline="") as file:
                 file.write(self._format([step]))
-                file.flush()
-        else:
+            self._is_behind = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Rewrite the file where it lacks rows."""
+        if self._is_behind:
             self._rewrite()
+            self._is_behind = False
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """Steps at which `name` was measured, and its values there."""

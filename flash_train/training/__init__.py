@@ -10,6 +10,7 @@ Any other `Trainer` does as well: `Trainer(max_steps=200, callbacks=[StepSeed(0)
 from flash_train.training.callbacks import (
     AtomicCheckpointIO,
     ClosingSample,
+    MissedValidation,
     NonFiniteLoss,
     NonFiniteLossError,
     RichProgress,
@@ -31,6 +32,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "CausalLMModule",
     "ClosingSample",
+    "MissedValidation",
     "NonFiniteLoss",
     "NonFiniteLossError",
     "OptimizerConfig",

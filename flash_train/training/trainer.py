@@ -11,7 +11,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from flash_train.training.callbacks import (
     AtomicCheckpointIO,
+    ClosingFitLoop,
     ClosingSample,
+    MissedValidation,
     NonFiniteLoss,
     RichProgress,
     RunRecord,
@@ -104,9 +106,10 @@ def build_trainer(
     if progress:
         standard.append(RichProgress())
     standard += [*callbacks, ClosingSample(generate)] if progress else [*callbacks]
+    standard.append(MissedValidation())
     if checkpoints:
         standard.append(StepCheckpoint(Path(run_dir) / "checkpoints", every=checkpoint_every, keep=keep_checkpoints))
-    return Trainer(
+    trainer = Trainer(
         default_root_dir=str(run_dir),
         accelerator=accelerator,
         devices=devices,
@@ -132,3 +135,7 @@ def build_trainer(
         enable_model_summary=False,
         **trainer_options,
     )
+    loop = ClosingFitLoop(trainer, max_epochs=-1)
+    loop.epoch_loop = trainer.fit_loop.epoch_loop
+    trainer.fit_loop = loop
+    return trainer

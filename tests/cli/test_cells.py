@@ -208,3 +208,10 @@ def test_the_last_error_of_a_log():
     )
     assert last_error("a\nb\n") == "b"
     assert last_error("\n") is None
+
+
+def test_a_run_that_a_signal_stopped_is_no_result(tmp_path):
+    """Its exit status is the signal's, its record says that it is not over."""
+    child = cells._Child.__new__(cells._Child)
+    child.cell = Cell(tmp_path, ())
+    assert child._judge(128 + signal.SIGTERM, "interrupted") == ("failed", "the run was interrupted")

@@ -1,6 +1,7 @@
 """Whole runs through the console script: their files, resuming, a signal, and the kernels under the interpreter."""
 
 import csv
+import errno
 import gc
 import json
 import os
@@ -172,14 +173,130 @@ def test_other_settings_than_before_are_said(in_process, tiny, tmp_path):
     )
 
 
+def change_checkpoint(path: Path, **entries) -> None:
+    torch.save({**torch.load(path, weights_only=True), **entries}, path)
+
+
 def test_a_checkpoint_further_on_than_the_last_written_is_said(in_process, tiny, tmp_path):
     in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
-    os.utime(tmp_path / "run" / "checkpoints" / "step-000001.ckpt")
+    change_checkpoint(tmp_path / "run" / "checkpoints" / "step-000001.ckpt", branch=1)
     out = in_process(*tiny, "max_steps=6", "stop_after=1", "resume=last")
     (line,) = [line for line in out.splitlines() if line.startswith("checkpoint: ")]
     assert line == (
-        "checkpoint: step-000001.ckpt was written last; step-000002.ckpt, of an earlier branch, lies beside it"
+        "checkpoint: step-000001.ckpt was written last and is taken; "
+        "step-000002.ckpt is of an earlier branch, and stays"
     )
+
+
+def test_resume_last_does_not_go_by_the_times_of_files(in_process, tiny, tmp_path):
+    """A copy of the folder gives the files other times, in another order."""
+    in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
+    before = losses_of(tmp_path / "run")
+    os.utime(tmp_path / "run" / "checkpoints" / "step-000002.ckpt", (1, 1))
+    out = in_process(*tiny, "max_steps=6", "stop_after=1", "resume=last")
+    assert "checkpoint: " not in out
+    assert list(losses_of(tmp_path / "run")) == ["1", "2", "3"]
+    assert before.items() <= losses_of(tmp_path / "run").items()
+
+
+@pytest.mark.parametrize("damage", [b"", b"half of a file"])
+def test_a_broken_checkpoint_does_not_block_the_whole_one_before_it(in_process, tiny, tmp_path, damage):
+    in_process(*tiny, "max_steps=4", f"run_dir={tmp_path / 'whole'}")
+    in_process(*tiny, "max_steps=4", "stop_after=3", "trainer.checkpoint_every=2")
+    (tmp_path / "run" / "checkpoints" / "step-000003.ckpt").write_bytes(damage)
+    out = in_process(*tiny, "max_steps=4", "resume=last")
+    (line,) = [line for line in out.splitlines() if line.startswith("checkpoint: ")]
+    assert line == (
+        "checkpoint: step-000003.ckpt cannot be read; step-000002.ckpt, the newest one that is whole, is taken"
+    )
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
+
+
+def test_a_run_that_was_killed_in_its_last_validation_is_closed(in_process, tiny, tmp_path, monkeypatch):
+    """Its record is the same as after an undisturbed run."""
+    in_process(*tiny, f"run_dir={tmp_path / 'whole'}")
+    with monkeypatch.context() as patch:
+        patch.setattr("flash_train.training.CausalLMModule.validation_step", killed)
+        with pytest.raises(SystemExit):
+            in_process(*tiny)
+    assert summary_of(tmp_path / "run")["status"] == "interrupted"
+    out = in_process(*tiny, "resume=last")
+    assert "run: all 3 steps are done; validation and record are completed" in out and "sample" in out
+    assert "go on with the same options and a larger max_steps" in out
+    whole, closed = (summary_of(tmp_path / name) for name in ("whole", "run"))
+    for name in ("status", "steps", "seq_len", "train_loss", "val_loss", "bits_per_byte"):
+        assert closed[name] == whole[name] is not None, name
+    with pytest.raises(SystemExit):  # once
+        in_process(*tiny, "resume=last")
+
+
+def killed(*arguments, **named):
+    raise KeyboardInterrupt
+
+
+def test_after_ctrl_c_in_the_last_validation_the_advice_works(tiny, tmp_path, in_process, monkeypatch, capsys):
+    def press(module, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flash_train.training.CausalLMModule.validation_step", press)
+        with pytest.raises(SystemExit) as stop:
+            in_process(*tiny)
+    assert stop.value.code == 128 + signal.SIGINT
+    assert f"go on with the same options, run_dir={tmp_path / 'run'} resume=last" in capsys.readouterr().out
+    in_process(*tiny, "resume=last")
+    assert summary_of(tmp_path / "run")["status"] == "finished"
+
+
+def test_output_that_cannot_be_shown_fails_no_run(tiny, tmp_path):
+    out = run(*tiny, cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert summary_of(tmp_path / "run")["status"] == "finished"
+    assert out.isascii() and "run finished" in out
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tiny, tmp_path):
+    tiny = [text for text in tiny if not text.startswith("run_dir")]
+    taken = {tmp_path / "runs" / time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(time.time() + i)) for i in range(90)}
+    for folder in taken:
+        (folder / "of another run").mkdir(parents=True)
+    run(*tiny, cwd=tmp_path)
+    (run_dir,) = set((tmp_path / "runs").iterdir()) - taken
+    assert run_dir.name.endswith("_2") and (run_dir / "summary.json").is_file()
+    assert all([path.name for path in folder.iterdir()] == ["of another run"] for folder in taken)
+
+
+def test_a_folder_in_which_another_run_writes_is_refused(tiny, tmp_path):
+    """Two that begin at once, and one that resumes what is not over yet."""
+    process = start(*tiny, "max_steps=1000000", "trainer.checkpoint_every=1", cwd=tmp_path)
+    folder = tmp_path / "run"
+    deadline = time.monotonic() + 120
+    while not any(folder.glob("checkpoints/step-00001*.ckpt")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    for resume in ([], ["resume=last"]):
+        second = start(*tiny, "max_steps=1000000", *resume, cwd=tmp_path)
+        _, err = second.communicate(timeout=120)
+        assert second.returncode == 1 and len(err.splitlines()) == 1, err
+        assert f"run_dir={folder}: another run is writing there (process {process.pid} on " in err
+    process.kill()  # its lock must not outlive it
+    process.communicate()
+    run(*tiny, "max_steps=1000000", "stop_after=1", "resume=last", cwd=tmp_path)
+    assert not (folder / ".lock").exists()
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_a_line_and_a_status(in_process, tiny, tmp_path, monkeypatch, capsys):
+    def full(checkpoint, file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(SystemExit) as stop:
+        in_process(*tiny)
+    assert stop.value.code == 1
+    path = tmp_path / "run" / "checkpoints" / "step-000003.ckpt"
+    lines = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
+    assert lines[-1] == f"flash-train: {path} not written (No space left on device)"
+    assert summary_of(tmp_path / "run")["status"] == "finished"
+    assert list(losses_of(tmp_path / "run")) == ["1", "2", "3"] and not list(path.parent.iterdir())
 
 
 def test_a_checkpoint_that_is_named_is_taken_without_a_word(in_process, tiny, tmp_path):
@@ -271,7 +388,7 @@ def test_recall_prints_chance(in_process, tiny, tmp_path):
     assert "chance level" in out and "answer accuracy" in out and "sample" not in out
 
 
-def test_sigterm_saves_and_exits_0(tiny, tmp_path):
+def test_sigterm_saves_and_exits_with_143(tiny, tmp_path):
     process = start(*tiny, "max_steps=1000000", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.csv"
     deadline = time.monotonic() + 120
@@ -280,7 +397,7 @@ def test_sigterm_saves_and_exits_0(tiny, tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    assert process.returncode == 128 + signal.SIGTERM, err
     summary = summary_of(tmp_path / "run")
     assert summary["status"] == "interrupted"
     assert (tmp_path / "run" / "checkpoints" / f"step-{summary['steps']:06}.ckpt").is_file()

@@ -1,20 +1,25 @@
 """Checkpoints: which are kept, how they are written and read, and what is refused."""
 
+import errno
+import io
 import os
+import random
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
+from flash_train.training.callbacks.checkpoint import _save
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_retention_goes_by_time_not_by_step(tmp_path):
-    """After going back to step 2, what is written last counts as newest, whatever steps lie ahead."""
+def test_after_going_back_the_new_branch_is_the_newest(tmp_path):
+    """Steps that lie further on stay, and do not count as newest, whatever the times of the files."""
     tiny_trainer(tmp_path, max_steps=8, checkpoint_every=2, keep_checkpoints=3).fit(
         tiny_module(), datamodule=TinyData()
     )
@@ -22,19 +27,127 @@ def test_retention_goes_by_time_not_by_step(tmp_path):
     assert names(folder) == [f"step-00000{i}.ckpt" for i in (4, 6, 8)]
     trainer = tiny_trainer(tmp_path, max_steps=8, checkpoint_every=1, keep_checkpoints=3, stop_after=1)
     trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=folder / "step-000004.ckpt")
-    assert names(folder) == [f"step-00000{i}.ckpt" for i in (5, 6, 8)]
+    assert names(folder) == [f"step-00000{i}.ckpt" for i in (4, 5, 6, 8)]
     assert newest_checkpoint(folder).name == "step-000005.ckpt"
+    for i, name in enumerate(names(folder)):  # as after a copy
+        os.utime(folder / name, (i, i))
+    assert newest_checkpoint(folder).name == "step-000005.ckpt"
+    # The next run continues that branch, and overwrites the old one as it reaches its steps.
+    trainer = tiny_trainer(tmp_path, max_steps=8, checkpoint_every=1, keep_checkpoints=2)
+    trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=newest_checkpoint(folder))
+    assert names(folder) == ["step-000007.ckpt", "step-000008.ckpt"]
+    assert newest_checkpoint(folder).name == "step-000008.ckpt"
 
 
-def test_a_clock_set_back_costs_no_checkpoint(tmp_path):
+def test_the_last_step_is_the_newest_whatever_the_clock_says(tmp_path):
+    """Times go backwards while a run writes: nothing newer is removed."""
+    folder = tmp_path / "checkpoints"
+    clock = iter(range(100, 0, -1))
+
+    class SetBack(pl.Callback):
+        def on_train_batch_start(self, *arguments):
+            for name in names(folder) if folder.is_dir() else []:
+                if (folder / name).stat().st_mtime > 1000:
+                    os.utime(folder / name, (now := next(clock), now))
+
+    options = {"max_steps": 4, "checkpoint_every": 1, "keep_checkpoints": 2, "callbacks": [SetBack()]}
+    tiny_trainer(tmp_path, **options).fit(tiny_module(), datamodule=TinyData())
+    assert names(folder) == ["step-000003.ckpt", "step-000004.ckpt"]
+    assert newest_checkpoint(folder).name == "step-000004.ckpt"
+
+
+def test_a_checkpoint_of_a_later_step_is_never_removed(tmp_path):
+    """Even one that cannot be read, and with a new run that starts in the folder."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (folder / ".step-000100.ckpt.tmp").touch()  # a run was killed as it wrote
+    (folder / ".step-000100.ckpt.1-ab.tmp").touch()  # a run was killed as it wrote
     for step in (100, 200):
         (folder / f"step-{step:06d}.ckpt").touch()
-        os.utime(folder / f"step-{step:06d}.ckpt", (2**32, 2**32))
-    tiny_trainer(tmp_path, max_steps=2, keep_checkpoints=2).fit(tiny_module(), datamodule=TinyData())
-    assert names(folder) == ["step-000002.ckpt", "step-000200.ckpt"]
+    tiny_trainer(tmp_path, max_steps=2, keep_checkpoints=1).fit(tiny_module(), datamodule=TinyData())
+    assert names(folder) == ["step-000002.ckpt", "step-000100.ckpt", "step-000200.ckpt"]
+    assert newest_checkpoint(folder).name == "step-000002.ckpt"
+
+
+def test_a_damaged_checkpoint_is_passed_over_whatever_the_damage(tmp_path):
+    """Files cut off at any place, and bytes changed where PyTorch reads: its errors there are of many types."""
+    draw, saver = random.Random(0), AtomicCheckpointIO()
+    for step in (1, 2):
+        values = {"global_step": step, "values": [torch.ones(9), {"a": 1}] * 20}
+        saver.save_checkpoint(values, tmp_path / f"step-00000{step}.ckpt")
+    whole, path = (tmp_path / "step-000002.ckpt").read_bytes(), tmp_path / "step-000002.ckpt"
+    unreadable = 0
+    for i in range(200):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[draw.randrange(1000)] = draw.randrange(256)
+        path.write_bytes(whole[: draw.randrange(len(whole))] if i % 2 else damaged)
+        unreadable += newest_checkpoint(tmp_path).name == "step-000001.ckpt"
+    assert unreadable > 100  # changed bytes may be names or numbers, and then nothing tells
+
+
+def test_none_that_can_be_read(tmp_path):
+    (tmp_path / "step-000100.ckpt").write_bytes(b"half of a file")
+    with pytest.raises(ValueError, match="step-000100.ckpt is not a checkpoint of this program, or is damaged"):
+        newest_checkpoint(tmp_path)
+
+
+def full_disk(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Small(io.FileIO):
+    """A file on a disk that has room for so many bytes."""
+
+    room = 100_000
+
+    def write(self, data):
+        self.room -= len(data)
+        return super().write(data) if self.room >= 0 else full_disk()
+
+
+def test_the_systems_error_is_not_hidden_by_torch(tmp_path):
+    """At the end of the archive, torch raises one of its own."""
+    tensors = {str(i): torch.ones(1000) for i in range(100)}
+    with pytest.raises(RuntimeError, match="unexpected pos"), Small(tmp_path / "theirs", "w") as file:
+        torch.save(tensors, file)
+    with pytest.raises(OSError, match="No space left on device"), Small(tmp_path / "ours", "w") as file:
+        _save(tensors, file)
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, capsys):
+    """A line; the older checkpoint stays; the next one is written again, and nothing else of the run changes."""
+    through = tiny_trainer(tmp_path / "through", max_steps=6, checkpoint_every=2)
+    through.fit(tiny_module(), datamodule=TinyData())
+
+    class Full(pl.Callback):
+        def on_train_batch_start(self, trainer, *arguments):
+            if trainer.global_step == 3:
+                monkeypatch.setattr("torch.save", full_disk)
+            elif trainer.global_step == 5:
+                monkeypatch.undo()
+
+    run_dir, capsys_before = tmp_path / "run", capsys.readouterr()
+    assert "not written" not in capsys_before.err
+    options = {"max_steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1, "callbacks": [Full()]}
+    trainer = tiny_trainer(run_dir, **options)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert names(run_dir / "checkpoints") == ["step-000006.ckpt"]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not written" in line]
+    path = run_dir / "checkpoints" / "step-000004.ckpt"
+    assert line == f"{path} not written (No space left on device); the run continues"
+    ours, theirs = (torch.load(newest_checkpoint(f / "checkpoints"), weights_only=True)["state_dict"]
+                    for f in (run_dir, tmp_path / "through"))  # fmt: skip
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_that_the_full_disk_refused_is_tried_again_at_the_end(tmp_path, monkeypatch):
+    class Freed(pl.Callback):
+        def on_validation_start(self, *arguments):
+            monkeypatch.undo()
+
+    monkeypatch.setattr("torch.save", full_disk)
+    tiny_trainer(tmp_path, max_steps=2, callbacks=[Freed()]).fit(tiny_module(), datamodule=TinyData())
+    assert names(tmp_path / "checkpoints") == ["step-000002.ckpt"]
 
 
 def test_no_checkpoint_found(tmp_path):

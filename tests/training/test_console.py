@@ -1,7 +1,9 @@
 """What a run shows: the progress bar, its lines where there is no terminal, the closing table and sample."""
 
+import errno
 import io
 import re
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -47,6 +49,44 @@ def test_lines_without_a_terminal(tmp_path):
         "step 4/4",
         "validation at step 4: loss " + lines[3].split()[-1],
     ]
+
+
+class Gone(io.StringIO):
+    """A terminal whose other end is gone."""
+
+    def write(self, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_that_is_gone_stops_no_training(terminal, tmp_path, monkeypatch):
+    """Nor does a closed pipe, at which rich ends the program."""
+    monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(sys, "stdout", Gone())
+    record, progress = RunRecord(tmp_path), RichProgress()
+    assert progress.console.is_terminal == terminal
+    fit(tmp_path, Throughput(), record, progress, ClosingSample(lambda module: "text"))
+    assert record.summary["status"] == "finished"
+
+
+def test_a_step_is_shown_after_it_is_saved(tmp_path):
+    """A terminal that blocks costs nothing that was trained."""
+    screen, folder = console(terminal=False), tmp_path / "checkpoints"
+
+    class Shown(pl.Callback):
+        def on_train_batch_end(self, *arguments):
+            seen.append((len(shown(screen).splitlines()), len(list(folder.glob("*.ckpt")))))
+
+        on_train_batch_start = on_train_batch_end
+
+    seen = []
+    trainer = tiny_trainer(tmp_path, max_steps=3, accumulate=1, limit_val_batches=0, progress=True, callbacks=[Shown()],
+                           checkpoint_every=1, keep_checkpoints=None)  # fmt: skip
+    trainer.progress_bar_callback.console = screen
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert all(lines <= saved for lines, saved in seen) and (2, 2) in seen
+    assert len(shown(screen).splitlines()) == 3
 
 
 def test_bar_is_stopped_by_a_failure(tmp_path):

@@ -20,6 +20,7 @@ from flash_train.training import (
     Throughput,
     newest_checkpoint,
 )
+from flash_train.training.callbacks.stop import SAME_SECONDS
 
 # -- StopAfter, SaveOnSignal
 
@@ -37,7 +38,7 @@ def send(number):
     return Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     before = signal.getsignal(number)
     callbacks = SaveOnSignal()
@@ -57,6 +58,55 @@ def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     assert line == f"{signal.Signals(number).name}: stopping after this step{again}"
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        callbacks = SaveOnSignal()
+        trainer = plain_trainer(tmp_path, Throughput(), callbacks, send(signal.SIGHUP))
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert callbacks.received is None and trainer.global_step == 4
+
+
+def test_a_signal_before_the_first_step_ends_fit_without_an_error(tmp_path):
+    """Lightning's handler has it then, and raises after the first batch, whose step no checkpoint has."""
+
+    class Early(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = plain_trainer(tmp_path, Early(), Throughput(), SaveOnSignal(), RunRecord(tmp_path))
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_one_ctrl_c_that_comes_twice_is_one(tmp_path):
+    """The terminal sends it to the whole group, and a wrapper such as `uv run` passes it on."""
+
+    def twice(trainer, pl_module):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), Hook(2, twice))
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == 3
+
+
+def test_a_signal_after_everything_is_done_leaves_a_finished_run(tmp_path):
+    class Late(pl.Callback):
+        def on_validation_end(self, *arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = plain_trainer(
+        tmp_path, Throughput(), StopAfter(), SaveOnSignal(), Late(), RunRecord(tmp_path),
+        val_check_interval=100, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
 def test_after_a_signal_all_is_as_before(tmp_path):
     """The module can be validated, and trained again by the same trainer."""
     module, stop = tiny_module(), Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), signal.SIGTERM))
@@ -73,7 +123,7 @@ def test_after_a_signal_all_is_as_before(tmp_path):
 
 
 def test_signal_cuts_validation_short(tmp_path):
-    """Its numbers would be of a part of the data: they are left out, and training ends after its next step."""
+    """Its numbers would be of a part of the data: they are left out, and training ends at its step, which is saved."""
 
     class InValidation(pl.Callback):
         batches = 0
@@ -88,7 +138,8 @@ def test_signal_cuts_validation_short(tmp_path):
         max_steps=100, val_check_interval=2, check_val_every_n_epoch=None, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(tiny_module(), datamodule=TinyData())
-    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"
+    assert newest_checkpoint(tmp_path / "c").name == "step-000002.ckpt"
+    assert [row["step"] for row in read_metrics(tmp_path)] == ["1", "2"]
     assert "val/loss" not in read_metrics(tmp_path)[0]
     assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] is None
 
@@ -96,6 +147,7 @@ def test_signal_cuts_validation_short(tmp_path):
 def test_second_ctrl_c_interrupts_at_once(tmp_path):
     def twice(trainer, pl_module):
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(SAME_SECONDS)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 

@@ -2,6 +2,7 @@
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
 from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep, SnapshotOnError
+from flash_train.training.callbacks.missed_validation import ClosingFitLoop, MissedValidation
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
 from flash_train.training.callbacks.progress import RichProgress
 from flash_train.training.callbacks.record import RunRecord
@@ -14,8 +15,10 @@ from flash_train.training.callbacks.throughput import Throughput
 
 __all__ = [
     "AtomicCheckpointIO",
+    "ClosingFitLoop",
     "ClosingSample",
     "MemorySnapshot",
+    "MissedValidation",
     "NonFiniteLoss",
     "NonFiniteLossError",
     "RecordedStep",

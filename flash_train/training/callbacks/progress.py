@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from flash_train.output import STDERR, STDOUT
 from flash_train.profiling import peak_memory
 from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
 from flash_train.training.callbacks.stop import StopAfter
@@ -43,15 +44,16 @@ class RichProgress(StepCallback, ProgressBar):
 
     Args:
         console: where to write; None: the bar on standard error, and where either standard error or standard output is
-            no terminal, lines on standard output, so that a pipe or a file has them.
+            no terminal, lines on standard output, so that a pipe or a file has them. What cannot be written is dropped.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__()
-        self.console = console or Console(stderr=True)
-        self.lines = console or Console()
+        self.console = console or Console(file=STDERR)
+        self.lines = console or Console(file=STDOUT)
         self.enabled = True
         self._bar: Progress | None = None
+        self._waiting: str | None = None  # a line that is shown once all callbacks have done their work on the step
 
     def enable(self) -> None:
         self.enabled = True
@@ -105,9 +107,13 @@ class RichProgress(StepCallback, ProgressBar):
                 self._bar.update(self._task, measured=measured)
         elif self.enabled and measured:
             width = len(str(self._last_step or step))
-            self._line(f"step {step:>{width}}/{self._last_step or '?'}  {measured}")
+            self._waiting = f"step {step:>{width}}/{self._last_step or '?'}  {measured}"
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._show_waiting()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._show_waiting()
         if self._bar is not None:
             self._bar.update(self._task, description="validating")
 
@@ -132,7 +138,13 @@ class RichProgress(StepCallback, ProgressBar):
         console = self.lines if self._bar is None else self.console
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _show_waiting(self) -> None:
+        if self._waiting is not None:
+            self._line(self._waiting)
+            self._waiting = None
+
     def _stop(self) -> None:
+        self._show_waiting()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from flash_train.output import STDOUT
 from flash_train.training.callbacks.base import find_callback
 from flash_train.training.callbacks.progress import short
 from flash_train.training.callbacks.record import RunRecord
@@ -22,14 +23,14 @@ class ClosingSample(Callback):
     Args:
         generate: from the trained model to a text; called in evaluation mode, under the run's precision, and not at
             all after an interruption. None: the table alone.
-        console: where to print; None: standard output.
+        console: where to print; None: standard output, and what cannot be written there is dropped.
     """
 
     def __init__(
         self, generate: Callable[[LightningModule], str] | None = None, console: Console | None = None
     ) -> None:
         self.generate = generate
-        self.console = console or Console()
+        self.console = console or Console(file=STDOUT)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         record = find_callback(trainer, RunRecord, before=self)

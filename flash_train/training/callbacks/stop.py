@@ -1,16 +1,18 @@
 """Two ways to end a run early with everything saved: after a number of steps, and on a signal."""
 
-import os
 import signal
-import sys
 import threading
-from contextlib import suppress
+import time
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from flash_train.output import say_in_handler
 from flash_train.training.callbacks.base import StepCallback
+
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # the last one where there is one: a terminal that closes
+SAME_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal has sent to the whole group: both are one
 
 
 class StopAfter(StepCallback):
@@ -40,15 +42,18 @@ class StopAfter(StepCallback):
 
 
 class SaveOnSignal(StepCallback):
-    """On SIGTERM, or a first Ctrl-C, finishes the optimizer step, saves a checkpoint and ends `fit` normally.
+    """On SIGTERM, SIGHUP or a first Ctrl-C, finishes the optimizer step, saves a checkpoint and ends `fit` normally.
 
-    `StepCheckpoint` saves, as it does whenever the trainer is about to stop; any validation is cut short. A second
-    Ctrl-C interrupts at once. `received` tells the signal's name afterwards, until the next `fit`. Lightning's own
-    handler, which ends the process without a checkpoint, is set aside while training runs.
+    `StepCheckpoint` saves, as it does whenever the trainer is about to stop. A validation under way is cut short, and
+    the run stops at its step; `MissedValidation` repeats it when the run is resumed. A second Ctrl-C interrupts at
+    once. A SIGHUP that the process ignores (`nohup`) stays ignored. `received` has the signal's name afterwards, until
+    the next `fit`. Lightning's own handler, which ends the process without a checkpoint, is set aside while training
+    runs.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._received_at = 0.0
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -56,20 +61,32 @@ class SaveOnSignal(StepCallback):
         self._module = pl_module
         self.received, pl_module.skip_validation = None, False  # an earlier fit's signal is none of this one's
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in filter(None, (getattr(signal, name, None) for name in STOPPING)):
+                if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+        if trainer.received_sigterm:  # Lightning has caught it, as the run was being prepared
+            self.received = "SIGTERM"
+        self._stop_if_received(trainer, pl_module)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and time.monotonic() - self._received_at < SAME_SECONDS:
+            return
         if number == signal.SIGINT and self.received:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+        self.received, self._received_at = signal.Signals(number).name, time.monotonic()
         self._module.skip_validation = True
         if self._module.trainer.is_global_zero:
             again = "; Ctrl-C once more interrupts at once" if number == signal.SIGINT else ""
-            with suppress(OSError, ValueError):  # a terminal that is gone; and no `print`, which may be under way
-                os.write(sys.stderr.fileno(), f"\n{self.received}: stopping after this step{again}\n".encode())
+            say_in_handler(f"{self.received}: stopping after this step{again}")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._stop_if_received(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._stop_if_received(trainer, pl_module)
+
+    def _stop_if_received(self, trainer: Trainer, pl_module: Any) -> None:
         stop = self.received is not None
         if trainer.world_size > 1:  # the signal reaches ranks at different steps; all must stop at one
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)

@@ -1,0 +1,101 @@
+"""Signals to a run reach its workers, too: they leave them to the main process, which alone ends them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flash_train.data.loading import BatchStream
+from flash_train.data.recall import RecallCorpus, RecallRows
+from flash_train.data.sampler import EndlessBatchSampler
+from flash_train.data.signals import STOPPING
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="workers know the sender on Linux only")
+
+ROOT = Path(__file__).parents[2]
+
+
+def children() -> list[int]:
+    """The processes that this one has started, and that run."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+@pytest.fixture
+def batches():
+    corpus = RecallCorpus(n_pairs=4, n_keys=8, n_values=8)
+    rows = RecallRows(corpus, 64, 0, "train")
+    stream = BatchStream(rows, lambda: EndlessBatchSampler(len(rows), 2, seed=0, shuffle=False), num_workers=2)
+    before = set(children())
+    iterator = iter(stream)
+    next(iterator)
+    workers = [pid for pid in children() if pid not in before]
+    assert len(workers) == 2
+    yield iterator, workers
+    iterator.close()
+
+
+@pytest.mark.parametrize("number", STOPPING, ids=lambda number: number.name)
+def test_a_signal_that_workers_receive_ends_no_worker(batches, number, monkeypatch):
+    """Sent by another process, as terminals, schedulers and service managers do."""
+    iterator, workers = batches
+    for _ in range(3):
+        subprocess.run(["kill", f"-{number.name}", *map(str, workers)], check=True)
+        for _ in range(4):
+            next(iterator)
+    assert set(workers) <= set(children())
+
+
+def test_a_sigterm_of_the_main_process_ends_a_worker(batches):
+    """PyTorch ends workers so that do not end by themselves, and waits for them at the interpreter's exit."""
+    _, workers = batches
+    os.kill(workers[0], signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while workers[0] in children():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert workers[1] in children()
+
+
+def test_the_main_process_hears_signals_again(batches):
+    """Also one that came while workers were being started."""
+    assert not set(STOPPING) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+EXITS = """
+import os, signal, sys
+from flash_train.data import PackedDataModule, RecallCorpus
+data = PackedDataModule(RecallCorpus(n_pairs=4, n_keys=8, n_values=8), seq_len=64, batch_size=2, num_workers=2)
+batches = iter(data.train_dataloader())
+next(batches)
+print("ready", flush=True)
+if sys.argv[1] == "error":
+    sys.modules["keep"] = batches  # alive until the interpreter's very end
+    raise ValueError("an error")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["error", "kill"])
+def test_no_worker_outlives_the_main_process(end):
+    """One that ignored every SIGTERM would be waited for without end, and keep its run's output open."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXITS, end],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    process.communicate(timeout=120)  # returns once no process has the output open
+    assert process.returncode == (1 if end == "error" else -signal.SIGKILL)

@@ -1,0 +1,40 @@
+"""Files that are replaced whole or not at all."""
+
+import os
+
+import pytest
+
+from flash_train.files import remove_temporary, replacing
+
+
+def test_a_file_is_replaced_in_one_move(tmp_path):
+    path = tmp_path / "a" / "x.txt"
+    with replacing(path) as temporary:
+        temporary.write_text("one")
+        assert not path.exists() and temporary.parent == path.parent
+    with pytest.raises(ValueError, match="half"), replacing(path) as temporary:
+        temporary.write_text("tw")
+        raise ValueError("half")
+    assert path.read_text() == "one" and [file.name for file in path.parent.iterdir()] == ["x.txt"]
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    """Even in one process, and in processes of several machines that have the same id."""
+    path = tmp_path / "x.txt"
+    with replacing(path) as first, replacing(path) as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"  # the one that was moved last
+    assert [file.name for file in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "x.txt") as temporary:
+        temporary.write_text("half")
+        left = temporary.with_name(temporary.name)
+        os.rename(temporary, tmp_path / "moved")
+    (tmp_path / "moved").rename(left)
+    (tmp_path / ".other.txt.1-ab.tmp").touch()
+    remove_temporary(tmp_path, ["x.txt"])
+    assert [file.name for file in tmp_path.iterdir()] == [".other.txt.1-ab.tmp"]
