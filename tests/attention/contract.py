@@ -143,7 +143,9 @@ def poisoned_memory() -> Iterator[None]:
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fill(*args: Any, **options: Any) -> Tensor:
             x = allocate(*args, **options)
-            return x.fill_(float("nan") if x.is_floating_point() else 0x5A) if x.dtype != torch.bool else x
+            if x.dtype != torch.bool:
+                x.detach().fill_(float("nan") if x.is_floating_point() else 0x5A)
+            return x
 
         return fill
 
@@ -235,9 +237,10 @@ def _restride(x: Tensor, strided: str) -> Tensor:
 
 def _spread_rows(x: Tensor) -> Tensor:
     """The same numbers, rows ``FAR_STEP`` elements apart. What lies between them is not written: it is gigabytes."""
-    rows = x.shape[:-2]
+    rows = x.shape[:-2].numel()
     steps = [FAR_STEP * x.shape[-3], FAR_STEP] if x.dim() == 4 else [FAR_STEP]
-    store = torch.empty(FAR_STEP * (rows.numel() - 1) + x.shape[-2:].numel(), dtype=x.dtype, device=x.device)
+    size = FAR_STEP * (rows - 1) + x.shape[-2:].numel() if rows else 0
+    store = torch.empty(size, dtype=x.dtype, device=x.device)
     view = store.as_strided(x.shape, (*steps, x.shape[-1], 1))
     view.copy_(x)
     return view

@@ -128,6 +128,7 @@ def test_far_rows_are_the_same_numbers():
     x = torch.randn(2, 3, 4, 8)
     placed = _place("k", x, Case("far", ((3, 3),), far="k"))
     assert torch.equal(placed, x) and placed.stride() == (3 * FAR_STEP, FAR_STEP, 8, 1)
+    assert _place("k", x[:, :0], Case("far", ((0, 0),), far="k")).shape == (2, 0, 4, 8)
     assert 127 * FAR_STEP >= 2**31
 
 

@@ -95,7 +95,8 @@ class SaveOnSignal(StepCallback):
             pl_module.skip_validation = True
             trainer.should_stop = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        # Not as training ends: other callbacks write the run's record there, and a Ctrl-C must not break into that.
         self._restore(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -105,4 +106,5 @@ class SaveOnSignal(StepCallback):
         pl_module.skip_validation = False
         while self._previous:
             number, handler = self._previous.popitem()
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._handle:  # Lightning may have put back what was there before it
+                signal.signal(number, handler)
