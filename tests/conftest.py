@@ -5,10 +5,14 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported; tensors here are tiny
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+if hasattr(signal, "SIGHUP"):  # under nohup it is ignored, here and in every run that a test starts
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK", "GROUP_RANK")
 

@@ -103,5 +103,11 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(**options)
         self.add_argument("--version", action="version", version=f"flash-train {flash_train.__version__}")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(text or repr(text) for text in unknown)}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; --help says what there is")

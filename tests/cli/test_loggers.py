@@ -36,7 +36,7 @@ def test_login_by_environment(name):
 
 
 def test_login_by_netrc(tmp_path, monkeypatch):
-    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".netrc").write_text(f"machine {HOST}\n  login user\n  password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert has_login(HOST, {})

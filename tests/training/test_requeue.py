@@ -62,9 +62,9 @@ def test_a_job_of_an_array_is_queued_by_its_number_in_it(tmp_path, job, monkeypa
 
 
 def test_the_signal_that_the_environment_names_is_the_one(tmp_path, job):
-    environment = SLURMEnvironment(requeue_signal=signal.SIGHUP)
+    environment = SLURMEnvironment(requeue_signal=signal.SIGUSR2)
     trainer = plain_trainer(
-        tmp_path, SaveOnSignal(), SlurmRequeue(), StepCheckpoint(tmp_path / "c"), send(1, signal.SIGHUP),
+        tmp_path, SaveOnSignal(), SlurmRequeue(), StepCheckpoint(tmp_path / "c"), send(1, signal.SIGUSR2),
         plugins=[environment], max_steps=9,
     )  # fmt: skip
     trainer.fit(tiny_module(), datamodule=TinyData())
