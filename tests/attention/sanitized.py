@@ -13,13 +13,16 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from flash_train.attention import AttentionSpec, Causal
+from flash_train.attention.functional import operands_of
 from flash_train.attention.masks import Full
 from tests.attention import decoding
 from tests.attention.cases import BY_NAME, on_card
-from tests.attention.contract import Case, _attend, _place, _results, build, run
+from tests.attention.contract import Case, _attend, _place, _results, _spread_rows, build, run
 from tests.attention.properties import for_hopper
 from tests.attention.recipes import Blocks
 
@@ -49,6 +52,24 @@ def _of_whole_tiles(case: Case) -> Case:
     return for_hopper(replace(case, terms=terms, **sizes))
 
 
+def far_out_and_lse(backend: str) -> list[str]:
+    """The operator's backward where rows of out and heads of the log-sum-exp lie far apart; what is wrong with it."""
+    from flash_train.attention.kernels import launch
+    from flash_train.attention.kernels.hopper import launch as hopper
+
+    family: Any = hopper if backend == "hopper" else launch
+    q, k, v, dout = (torch.randn(1, 150, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    call = launch.Call(*operands_of(q, k, AttentionSpec(Causal()), None, None, (0, 0, 0, 0), None, None))
+    out, lse = family.forward(q, k, v, call)
+    far_lse = torch.empty(2**31 + 150, device="cuda").as_strided(lse.shape, (0, 2**31, 1))
+    far_lse.copy_(lse)
+    right, got = (
+        family.backward(dout, None, q, k, v, *saved, call)[:3] for saved in ((out, lse), (_spread_rows(out), far_lse))
+    )
+    errors = [(a - b).abs().max().item() for a, b in zip(got, right, strict=True)]
+    return [] if max(errors) < 0.02 else [f"far out and lse: errors {errors}"]
+
+
 def exercise(case: Case, backend: str) -> None:
     """Forward and backward of the case, in memory as it is allocated."""
     problem = build(case, "cuda")
@@ -71,6 +92,8 @@ def main(backend: str, first: int = 0, step: int = 1, only_run: bool = False) ->
                 continue
             wrong = [error for error in run(case, backend, "cuda", poison=False) if not error.ok]
             failed += [f"{case}: {wrong}"] if wrong else []
+        if first == 0 and not only_run:
+            failed += far_out_and_lse(backend)
     torch.cuda.synchronize()
     print(*failed, f"{backend}: {len(failed)} wrong", sep="\n", flush=True)
     return int(bool(failed))

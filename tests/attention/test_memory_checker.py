@@ -45,13 +45,18 @@ def checked(tool, *command):
     return done.returncode, done.stdout + done.stderr
 
 
+# initcheck does not see what TMA writes: it reports every output of Hopper's kernels that is read again. There, the
+# contract's poisoned memory stands for it: what is allocated without a value is NaN.
+TOOLS = [("memcheck", "triton"), ("memcheck", "hopper"), ("memcheck", "decode"), ("initcheck", "triton")]
+
+
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("tool", ["memcheck", "initcheck"])
-@pytest.mark.parametrize("kernels", ["triton", "hopper", "decode"])
-def test_checker_finds_nothing(kernels, tool, part):
+@pytest.mark.parametrize("tool, kernels", TOOLS)
+def test_checker_finds_nothing(tool, kernels, part):
     if kernels == "hopper" and (reason := hopper.device_unavailable(torch.device("cuda", 0))):
         pytest.skip(reason)
-    status, said = checked(tool, "-m", "tests.attention.sanitized", kernels, str(part), str(PARTS))
+    only_run = ["--only-run"] if tool == "initcheck" else []
+    status, said = checked(tool, "-m", "tests.attention.sanitized", kernels, str(part), str(PARTS), *only_run)
     assert status == 0 and "ERROR SUMMARY: 0 errors" in said, said[-6000:]
     assert f"{kernels}: 0 wrong" in said
 
