@@ -108,7 +108,7 @@ def report(sweep: Sweep, results: dict[Cell, Result]) -> None:
             f"{DISTURBED:.0%} of their median. To run a cell again, remove its folder in {sweep.run_dir / CELLS}"
         )
     for difference in loss_differences(rows):
-        print(f"losses{f' at {difference.words}' if difference.words else ''}: {difference.told}")
+        print(f"losses{f' at {difference.words}' if difference.words else ''}: {difference.finding}")
     if others := finished_elsewhere(sweep):
         print(
             f"left out: {others} finished {'cell' if others == 1 else 'cells'} in {sweep.run_dir / CELLS} that the "

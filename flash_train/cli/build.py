@@ -92,7 +92,9 @@ def build(config: DictConfig, run_dir: Path) -> Run:
         saved = read_own(checkpoint, module)
         if not config.validate_only:
             check_going_on(checkpoint, saved, module, config.max_steps, run_dir)
-            notes["checkpoint"] = passed_over(checkpoint) if config.resume == "last" else None
+            notes["checkpoint"] = (
+                passed_over(checkpoint, saved["global_step"], run_dir) if config.resume == "last" else None
+            )
             if ends_only(checkpoint, saved["global_step"], config.max_steps, run_dir):
                 notes["run"] = f"all {config.max_steps:,} steps are done; validation and record are completed"
             notes["resumed"] = other_settings(checkpoint, config)
@@ -138,7 +140,7 @@ def validated(config: DictConfig, data: PackedDataModule) -> Validated:
 
 
 def describe_validation(found: Validated) -> str:
-    """In words, on how much a validation is: a loss of few tokens says little."""
+    """How many tokens, documents and rows a validation reads: a loss over few tokens says little."""
     documents = "" if found.documents is None else f" of {_counted(found.documents, 'document')}"
     return f"on {found.tokens:,} tokens{documents}, in {_counted(found.rows, 'row')}"
 

@@ -32,6 +32,7 @@ COMMAND = (sys.executable, "-m", "flash_train.cli.cells")
 SAME = ("flash-train", "torch", "triton", "commit")  # of `versions`, what must be equal beside the device
 STOP_SECONDS = 10.0  # for a child that is told to stop; it is killed then
 POLL_SECONDS = 0.05
+OF_ONE_WANDB_RUN = ("WANDB_RUN_ID", "WANDB_RESUME")  # variables that several runs cannot share
 ERROR_LINE = re.compile(
     r"(\[rank\d+\]: )?(flash-train: |([\w.]+\.)?\w*(Error|Exception|Interrupt)\b|terminate called|\s+what\(\): )"
 )
@@ -178,7 +179,7 @@ def end_with_parent() -> None:
 
 def _without_one_run(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables that name a run of W&B: each cell is a run."""
-    return {name: value for name, value in environ.items() if name not in ("WANDB_RUN_ID", "WANDB_RESUME")}
+    return {name: value for name, value in environ.items() if name not in OF_ONE_WANDB_RUN}
 
 
 class _Child:

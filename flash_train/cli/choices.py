@@ -14,7 +14,7 @@ from flash_train.cli.errors import UsageError, did_you_mean
 from flash_train.cli.overrides import CommandLine, parse
 from flash_train.cli.paths import conf_dir
 
-NULLABLE = ("experiment",)  #: groups of which no file need be chosen
+NULLABLE = ("experiment",)  #: groups that may be left without a choice
 GLOBAL_PACKAGE = "# @package _global_"
 MOST_BITS = 1000  #: a float64 holds integers of 1023
 MOST_RUNS = 1000  #: of a sweep: more is a slip of the keyboard, and takes minutes to compose
@@ -26,7 +26,7 @@ def groups() -> list[str]:
 
 
 def choices_of(group: str, config_dir: str | None = None) -> list[str]:
-    """The choices of a group, those of the user's own folder included."""
+    """The choices of a group, including the files in the user's own folder."""
     folders = [conf_dir() / group, *([Path(config_dir) / group] if config_dir else [])]
     files = [file.relative_to(folder) for folder in folders for file in folder.rglob("*.yaml")]
     return sorted({file.with_suffix("").as_posix() for file in files})

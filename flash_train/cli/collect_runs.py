@@ -90,7 +90,7 @@ def join_cells(records: Records) -> Records:
 
 
 def _with_seed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose axes name its seed, which those of earlier versions have among their settings alone."""
+    """A record whose axes name its seed; records of earlier versions have the seed among their settings alone."""
     if SEED in record["axes"]:
         return record
     seed = next(text.partition("=")[2] for text in record["settings"] if text.startswith(f"{SEED}="))

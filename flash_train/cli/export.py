@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flash_train.cli.errors import ArgumentParser, UsageError, blame, one_line_errors
-from flash_train.cli.paths import CHECKPOINTS, require_usable
+from flash_train.cli.paths import require_usable
+from flash_train.cli.slurm import last_checkpoint
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as PyTorch calls them
 CONFIG, WEIGHTS = "config.json", ".safetensors"  # by which a folder is known to hold a model
@@ -45,9 +46,9 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises FileNotFoundError where there is none, ValueError for a file that is something else.
     """
-    from flash_train.training.callbacks.checkpoint import newest_checkpoint, read_checkpoint
+    from flash_train.training.callbacks.checkpoint import read_checkpoint
 
-    return read_checkpoint(newest_checkpoint(path / CHECKPOINTS) if path.is_dir() else path)
+    return read_checkpoint(last_checkpoint(path) if path.is_dir() else path)
 
 
 def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None) -> Path:

@@ -6,12 +6,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli.errors import UsageError, blame
-from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of
+from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of, slurm_checkpoints
 from flash_train.cli.saved_options import read_config
-from flash_train.cli.slurm import furthest
+from flash_train.cli.slurm import last_checkpoint
 from flash_train.profiling import read_column
-from flash_train.training import CausalLMModule, newest_checkpoint
-from flash_train.training.callbacks.checkpoint import branch_of, checkpoints_by_step, read_checkpoint, step_of
+from flash_train.training import CausalLMModule
+from flash_train.training.callbacks.checkpoint import checkpoints_by_step, place_of, read_checkpoint, step_of
 from flash_train.training.callbacks.record import is_unfinished
 from flash_train.training.module import PLANNED_STEPS
 
@@ -50,8 +50,7 @@ def resumed(resume: str, run_dir: Path) -> Path:
     """The checkpoint that `resume` names."""
     if resume == "last":
         with blame(f"resume=last: run_dir={run_dir}"):
-            own = newest_checkpoint(run_dir / CHECKPOINTS) if checkpoints_by_step(run_dir / CHECKPOINTS) else None
-            return furthest(run_dir, own) or newest_checkpoint(run_dir / CHECKPOINTS)
+            return last_checkpoint(run_dir)
     path = Path(resume)
     if path.is_dir():
         raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
@@ -84,10 +83,12 @@ def check_going_on(
     for name in RESTORED:
         if saved[name] != own[name]:
             raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
-    later = [other for other in checkpoints_by_step(run_dir / CHECKPOINTS) if step_of(other) > step]
-    if later and path.resolve() != newest_checkpoint(run_dir / CHECKPOINTS).resolve():
+    there = (*slurm_checkpoints(run_dir), *checkpoints_by_step(run_dir / CHECKPOINTS))
+    # A file that cannot be read has no step to lose.
+    steps = {other: place[1] for other in there if (place := place_of(other)) is not None}
+    if max(steps.values(), default=0) > step and path.resolve() != last_checkpoint(run_dir).resolve():
         raise UsageError(
-            f"resume={path}: {run_dir} has newer checkpoints, up to {later[-1].name}; "
+            f"resume={path}: {run_dir} has newer checkpoints, up to {max(steps, key=lambda other: steps[other]).name}; "
             "allowed: resume=last, or another run_dir"
         )
 
@@ -122,12 +123,17 @@ def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
     return ", ".join(differing) or None
 
 
-def passed_over(newest: Path) -> str | None:
-    """Which checkpoint of a later step `resume=last` does not take, and why; None where it takes the furthest."""
-    furthest = max(checkpoints_by_step(newest.parent), key=step_of)
-    if furthest == newest:
+def passed_over(newest: Path, step: int, run_dir: Path) -> str | None:
+    """Which checkpoint of a later step `resume=last` does not take, and why; None where it takes the furthest.
+
+    Args:
+        newest: the checkpoint that it takes, at `step`.
+    """
+    further = [other for other in checkpoints_by_step(run_dir / CHECKPOINTS) if step_of(other) > step]
+    if not further:
         return None
-    if branch_of(furthest) is None:
+    furthest = further[-1]
+    if place_of(furthest) is None:
         return f"{furthest.name} cannot be read; {newest.name}, the newest one that is whole, is taken"
     return f"{newest.name} was written last and is taken; {furthest.name} is of an earlier branch, and stays"
 

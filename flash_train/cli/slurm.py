@@ -7,13 +7,13 @@ from omegaconf import DictConfig
 
 from flash_train.cli.errors import UsageError
 from flash_train.cli.overrides import CommandLine
-from flash_train.cli.paths import holds_checkpoint, slurm_checkpoints
+from flash_train.cli.paths import CHECKPOINTS, holds_checkpoint, run_dir_of, slurm_checkpoints
 
 INTERACTIVE = ("bash", "interactive")  # names of jobs whose commands Lightning does not take for SLURM's tasks
 
 
 def check_tasks(config: DictConfig, environ: Mapping[str, str]) -> None:
-    """Refuse devices and nodes that are not those of SLURM's tasks, as each task is one device's process."""
+    """Refuse devices and nodes that differ from SLURM's tasks, as each task is one device's process."""
     names = environ.get("SLURM_JOB_NAME"), environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_NTASKS" not in environ or names[0] in INTERACTIVE or names[1] is not None:
         return
@@ -36,27 +36,49 @@ def check_tasks(config: DictConfig, environ: Mapping[str, str]) -> None:
 
 
 def requeued(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:
-    """With `resume=last` where SLURM starts the job again, by the same command, and its `run_dir` has a checkpoint."""
-    run_dir = line.given("run_dir")
-    if line.multirun or line.given("resume") or run_dir is None or line.given("validate_only") in ("True", "true"):
+    """With `resume=last` where SLURM starts the job again, by the same command, and its run has a checkpoint.
+
+    The run directory is the one that the command names, or the one that its `resume` continues. A checkpoint that
+    `resume` names was where the job began the first time: the run's own checkpoints replace it.
+    """
+    run_dir, resume = _folder_of(line), line.given("resume")
+    if line.multirun or resume == "last" or run_dir is None or line.given("validate_only") in ("True", "true"):
         return line
-    if int(environ.get("SLURM_RESTART_COUNT", "0")) == 0 or not holds_checkpoint(Path(run_dir)):
+    if int(environ.get("SLURM_RESTART_COUNT", "0")) == 0 or not holds_checkpoint(run_dir):
         return line
     if environ.get("SLURM_PROCID", "0") == "0" and not line.shows:
         print(f"checkpoint: SLURM queued this job once more, so it resumes: run_dir={run_dir} resume=last", flush=True)
+    if not line.given("run_dir"):
+        line = line.with_override("run_dir", str(run_dir))
     return line.with_override("resume", "last")
 
 
-def furthest(run_dir: Path, newest: Path | None) -> Path | None:
-    """`newest`, or the checkpoint of Lightning's SLURM handler in `run_dir` where that one has more steps.
+def _folder_of(line: CommandLine) -> Path | None:
+    """The run directory that the command line names, by itself or by a checkpoint in it."""
+    run_dir, resume = line.given("run_dir"), line.given("resume")
+    if run_dir is not None:
+        return Path(run_dir)
+    return run_dir_of(Path(resume)) if resume is not None else None
 
-    Args:
-        newest: the checkpoint that the run itself wrote last; None where there is none.
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The checkpoint from which a run continues: in the newest branch, the one at the latest step.
+
+    The run's own checkpoints and the files of Lightning's SLURM handler count alike. Unreadable files are passed over.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: there are some, and none can be read.
     """
-    from flash_train.training.callbacks.checkpoint import read_checkpoint, step_of
+    from flash_train.training.callbacks.checkpoint import newest_checkpoint, place_of
 
-    found = {path: read_checkpoint(path)["global_step"] for path in slurm_checkpoints(run_dir)}
-    best = max(found, key=lambda path: found[path], default=None)
-    if best is None or (newest is not None and step_of(newest) >= found[best]):
-        return newest
-    return best
+    places = {path: place for path in slurm_checkpoints(run_dir) if (place := place_of(path)) is not None}
+    best = max(places, key=lambda path: places[path], default=None)
+    try:
+        own = newest_checkpoint(run_dir / CHECKPOINTS)
+    except (FileNotFoundError, ValueError):
+        if best is None:
+            raise
+        return best
+    place = place_of(own)
+    return own if best is None or (place is not None and place >= places[best]) else best

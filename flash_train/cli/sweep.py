@@ -193,7 +193,7 @@ def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path)
         name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) or "cell"
         if config.logger.name == "wandb":
             group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or run_dir.name
-            config.logger.group = group  # that of the table, too
+            config.logger.group = group  # the table's W&B run has the same group
             overrides += (quote("logger.group", config.logger.group), quote("logger.run_name", name))
         overrides += ("force=true",)  # what is begun is measured; what cannot fit is not begun
         if line.config_dir:

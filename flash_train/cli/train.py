@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli import hardware
+from flash_train.cli.cells import OF_ONE_WANDB_RUN
 from flash_train.cli.choices import dotted_names, jobs
 from flash_train.cli.claim import claimed, is_first_process, new_folder
 from flash_train.cli.compose import CONFIG_NAME, compose_config
@@ -45,6 +46,9 @@ def main() -> None:
         sys.argv[1:] = prepare(sys.argv[1:])
         line = read(sys.argv[1:])
         multirun = Multirun(tuple(swept(line, overrides) for overrides in jobs(line))) if line.multirun else None
+        if multirun:
+            for name in OF_ONE_WANDB_RUN:  # as in an ablation, each run is a run of W&B
+                os.environ.pop(name, None)
 
         def begin(config: DictConfig) -> None:
             run(config, multirun)
@@ -64,8 +68,8 @@ def prepare(arguments: list[str]) -> list[str]:
     line, file = with_saved_options(with_run_dir(requeued(line, os.environ)))
     line = with_pretrained_shape(line)
     configs = check(line)
-    if file is not None and not line.shows:
-        print(f"options: those of {file}, where the command line gives no other", flush=True)
+    if file is not None and not line.shows and is_first_process():
+        print(f"options: from {file}, where the command line gives no other", flush=True)
     if line.given("hardware") in (None, "auto"):
         choice, reason = hardware.choose(hardware.detect())
         line = line.with_override("hardware", choice)
@@ -82,7 +86,7 @@ def check(line: CommandLine) -> list[DictConfig]:
         raise UsageError(f"{text}: several values; allowed: one, or -m for a run with each, as in -m {text}")
     configs = [compose_config(overrides, line.config_dir) for overrides in jobs(line)]
     for number, config in enumerate(configs):
-        with suppress(UnavailableError) if line.multirun else nullcontext():  # the run itself tells, in its turn
+        with suppress(UnavailableError) if line.multirun else nullcontext():  # the run itself says so, in its turn
             validate(config)
         require_part(config, line.package)
         if line.shows:

@@ -28,7 +28,7 @@ class WandbFiles:
 
     @classmethod
     def of(cls, run_dir: Path, environ: Mapping[str, str]) -> "WandbFiles":
-        """Those of a run directory; WANDB_DIR names another folder for W&B."""
+        """The files of a run directory; WANDB_DIR names another folder for W&B."""
         elsewhere = environ.get("WANDB_DIR")
         folder = Path(elsewhere or run_dir) / "wandb"
         return cls(folder, run_dir / "wandb" / "run_id", not elsewhere, environ.get("WANDB_RUN_ID") or None)
@@ -39,7 +39,7 @@ class WandbFiles:
         return [self.given_id] if self.given_id else own
 
     def next_run(self, *, online: bool) -> tuple[str, int]:
-        """The id of the run to log to, and its place, from 1, among those of the run directory.
+        """The id of the run to log to, and its place, from 1, among the runs of the run directory.
 
         An offline run cannot be resumed: its files begin at W&B's history offset 0, and their upload would replace what
         the server has under the same id. So each offline part is a run, and so is what follows one that isn't uploaded.

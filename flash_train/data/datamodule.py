@@ -53,7 +53,7 @@ class PackedDataModule(lightning.LightningDataModule):
     the first N training batches. Held-out rows are also what `Trainer.test` and `Trainer.predict` get.
 
     In a loop without a Trainer, loaders are PyTorch's `DataLoader`, a training batch counts as consumed when it is
-    taken from its loader, and ranks are those of `torch.distributed`. With Fabric:
+    taken from its loader, and `torch.distributed` says which rank it is. With Fabric:
 
         fabric = lightning.Fabric(devices=2, strategy="ddp")
         fabric.launch()
@@ -323,7 +323,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def _train_sampler(self) -> EndlessBatchSampler | StreamSampler:
         if isinstance(self._train, StreamedRows):
-            start = self.consumed_batches
+            start = self._first_batch()
             return self._train.sampler(self.batch_size, seed=self.seed, start_batch=start, **self._ranks)
         return EndlessBatchSampler(
             len(self._train),

@@ -117,7 +117,7 @@ class HubStream:
         raise NotImplementedError
 
     def position(self) -> Position:
-        """Where a stream goes on after the document that came last: plain values, for a checkpoint."""
+        """Where a stream continues after the document that came last: plain values, for a checkpoint."""
         raise NotImplementedError
 
 

@@ -1,5 +1,6 @@
 """Signals and the processes that load batches: a signal that asks a run to stop is the main process's business."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -33,8 +34,9 @@ def leave_signals_to_main(worker: int) -> None:
     """
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # a process that was spawned may have lost the mask
-    if TELLS_SENDER:
-        threading.Thread(target=_end_with_main, args=(os.getppid(),), daemon=True).start()
+    main = multiprocessing.parent_process()  # not `os.getppid()`: that is the server's where one forks the workers
+    if TELLS_SENDER and main is not None:
+        threading.Thread(target=_end_with_main, args=(main.pid,), daemon=True).start()
 
 
 def _end_with_main(main: int) -> None:

@@ -146,7 +146,7 @@ class StreamedRows(Dataset):
         return self._starts_before(sample)[-1]
 
     def start_after(self, start: ChunkStart) -> ChunkStart:
-        """Where the chunk after that of `start` begins; after the last chunk the first one comes again."""
+        """Where the chunk after `start` begins; after the last chunk the first one comes again."""
         cache, first = self._cache(start.chunk), start.first + len(self.chunk(start.chunk))
         if cache.meta["is_last"]:
             following = ChunkStart(start.epoch + 1, 0, first, 0, None)

@@ -139,7 +139,7 @@ def _files(path: str | Path) -> list[tuple[str, Path, str]]:
 
 
 def kind_of(file: Path) -> tuple[str, str]:
-    """The suffix that decides how a file is read, and that of its compression or ""."""
+    """The suffix that decides how a file is read, and the suffix of its compression or ""."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] and suffixes[-1] in COMPRESSIONS:
         inner = suffixes[-2] if len(suffixes) > 1 else ""

@@ -1,10 +1,7 @@
 """Weights in the layout of `transformers`' Llama: a folder with config.json and one or more .safetensors."""
 
 import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flash_train.files import replacing
 from flash_train.model.config import ModelConfig, RopeScaling
 from flash_train.model.rope import ntk_theta
 from flash_train.model.weight_files import read_json, read_weights
@@ -130,7 +128,7 @@ def save_pretrained(
     shards = _shards(tensors, max_shard_bytes)
     files = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
     for file, shard in zip(files, shards, strict=True):
-        with _moved_into_place(folder / file) as temporary:
+        with replacing(folder / file) as temporary:
             save_file(shard, temporary, metadata={"format": "pt"})
     if len(shards) > 1:
         total = sum(t.nbytes for t in tensors.values())
@@ -286,17 +284,5 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
-    with _moved_into_place(file) as temporary:
+    with replacing(file) as temporary:
         temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _moved_into_place(file: Path) -> Iterator[Path]:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def disturbed(self) -> bool:
-        """Whether its steps, or its runs, lie further apart than those of an undisturbed machine do."""
+        """Whether its steps, or its runs, lie further apart than on an undisturbed machine."""
         return (self.measured.get("step_spread") or 0.0) > DISTURBED
 
     def without(self, *names: str) -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ class Difference:
     lost: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def finding(self) -> str:
         if self.lost:
             return f"a loss that is not finite, of {', '.join(self.lost)}"
         why = ", for dropout masks differ between backends" if self.masks else ""
@@ -222,7 +222,7 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
         text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], cells, left=len(axes) + 2)
     if differences := loss_differences(ended):
         text += f"\nTraining losses of cells that differ in {' and '.join(COMPARED)} only:\n\n"
-        text += "".join(f"- {each.words}{': ' if each.words else ''}{each.told}\n" for each in differences)
+        text += "".join(f"- {each.words}{': ' if each.words else ''}{each.finding}\n" for each in differences)
     return text
 
 
@@ -263,7 +263,7 @@ def _short(row: Row | None) -> str:
 
 
 def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
-    """In words, where another attention took less time for a step in otherwise the same cell, both undisturbed."""
+    """Sentences on where another attention took less time for a step in otherwise the same, undisturbed cell."""
     found = []
     rows = combine_seeds(rows)
     ran = [

@@ -215,10 +215,10 @@ def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
         color, value, length = styles[series_name]["color"], values[place], lengths[place]
         disturbed = name == "step_seconds" and row.disturbed
         panel.barh(place, length, color="white" if disturbed else color, edgecolor=color, height=0.7)
-        told = STATUSES.get(row.status, row.status) if row.status != "ok" else "–" if value is None else f"{value:.4g}"
+        label = STATUSES.get(row.status, row.status) if row.status != "ok" else "–" if value is None else f"{value:.4g}"
         if name == "step_seconds" and (spread := row.measured.get("step_spread")) is not None:
-            told += f", spread {spread:.0%}" + (f" {MARK}" if disturbed else "")
-        panel.text(length, place, f" {told}", va="center", fontsize=9)
+            label += f", spread {spread:.0%}" + (f" {MARK}" if disturbed else "")
+        panel.text(length, place, f" {label}", va="center", fontsize=9)
     panel.set_yticks(range(len(values)), list(starmap(_label, series.items())), fontsize=9)
     panel.set_xlim(0, (1.6 if name == "step_seconds" else 1.25) * (max(lengths, default=0.0) or 1.0))
     panel.xaxis.set_major_locator(MaxNLocator(5))

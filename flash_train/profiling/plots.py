@@ -32,7 +32,7 @@ MEMORY = {
 def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str = "") -> list[Path]:
     """Write `loss.png`, `throughput.png` and `memory.png` to `folder`, as far as the table has metrics to draw.
 
-    A picture of which the table has no metric is not written, and an older one of that name is removed: it shows rows
+    A picture whose metric the table lacks is not written, and an older one of that name is removed: it shows rows
     that are no longer in the table. Metrics without a finite value leave their panel empty, with a line that says so.
 
     Returns:
@@ -49,7 +49,7 @@ def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str 
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write a PNG, whole or not at all; `options` are those of `Figure.savefig`."""
+    """Write a PNG, whole or not at all; `options` are passed to `Figure.savefig`."""
     path = Path(path)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png", **options)

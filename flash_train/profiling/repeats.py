@@ -24,7 +24,7 @@ def relative_spread(values: Sequence[float]) -> float | None:
 
 
 def step_spread(seconds: Sequence[float], utilisation: Sequence[float] = ()) -> float | None:
-    """`relative_spread` of the steps of a run, the first of which holds compilation and warm-up.
+    """`relative_spread` of the steps of a run, whose first step holds compilation and warm-up.
 
     Steps of packed documents differ in how much attention computes. Where the model-FLOP utilisation is known and
     spreads less than the seconds do, its spread counts: it has the FLOPs of each step divided out.

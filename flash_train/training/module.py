@@ -234,7 +234,7 @@ class CausalLMModule(pl.LightningModule):
         if not self.validation:
             return
         fitting = self.trainer.state.fn == "fit"
-        # They are those of all ranks, which Lightning can't know. In a fit, the loggers have them at the step of the
+        # They hold all ranks' values, which Lightning can't know. In a fit, the loggers have them at the step of the
         # weights; else Lightning returns what it logs.
         self.log_dict(self.validation, logger=not fitting, sync_dist=True)
         if fitting and not self.trainer.sanity_checking:
@@ -253,7 +253,7 @@ class CausalLMModule(pl.LightningModule):
         self.log_dict(self._evaluated("test"), sync_dist=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logits of the next token: (batch, seq_len, vocab_size), those of `forward` for the batch's documents.
+        """Logits of the next token: (batch, seq_len, vocab_size), as `forward` returns them for the batch's documents.
 
         `Trainer.predict` keeps all of them, vocab_size numbers a token, unless `return_predictions=False`.
         """

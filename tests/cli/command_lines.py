@@ -172,7 +172,7 @@ OPTIONS = {
 
 
 def _with_mutated_options(draw: random.Random, command: str, checkpoint: str, folder: str) -> Line:
-    """A command whose options are those of argparse."""
+    """A command whose options argparse reads."""
     positional = {
         "export": [checkpoint, f"{folder}/exported"],
         "tune_attention": ["64"],

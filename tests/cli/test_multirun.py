@@ -44,6 +44,13 @@ def test_none_can_run_here(flash_train, tiny):
     assert lines[2] == "flash-train: no run ended ok (2 unavailable); the line of each says why"
 
 
+def test_each_run_is_one_of_wandb_though_a_variable_names_one(flash_train, tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_RUN_ID", "named")
+    assert flash_train("-m", *tiny, "seed=0,1", "max_steps=1", "logger=wandb", "logger.mode=offline")[0] == 0
+    ids = {(tmp_path / "run" / name / "wandb" / "run_id").read_text().strip() for name in "01"}
+    assert len(ids) == 2 and "named" not in ids
+
+
 def test_exhausted_memory_ends_one_run(flash_train, tiny, monkeypatch, tmp_path):
     step = CausalLMModule.training_step
 

@@ -279,7 +279,7 @@ def test_a_loader_of_a_loop_of_ones_own_leaves_the_random_state_alone(make_data)
 
 
 def test_given_ranks_win(make_data):
-    """Those of a context-parallel group have the same rows, whatever the Trainer's ranks are."""
+    """Ranks of a context-parallel group have the same rows, whatever the Trainer's ranks are."""
     shares = [make_data(batch_size=2, rank=rank, world_size=2) for rank in (0, 1)]
     alone = make_data(batch_size=4)
     for data in shares:

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from flash_train.data.loading import BatchStream
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler
-from flash_train.data.signals import STOPPING
+from flash_train.data.signals import STOPPING, leave_signals_to_main
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="workers know the sender on Linux only")
 
@@ -99,3 +100,29 @@ def test_no_worker_outlives_the_main_process(end):
     )
     process.communicate(timeout=120)  # returns once no process has the output open
     assert process.returncode == (1 if end == "error" else -signal.SIGKILL)
+
+
+class Pids(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_main_process_ends_workers_however_they_are_started(method):
+    """Workers of a fork server, Python's default from 3.14 on, are its children, not the main process's."""
+    loader = DataLoader(
+        Pids(), num_workers=1, multiprocessing_context=method, worker_init_fn=leave_signals_to_main, batch_size=None
+    )
+    iterator = iter(loader)
+    worker = int(next(iterator))
+    subprocess.run(["kill", "-TERM", str(worker)], check=True)  # another process's: ignored
+    assert int(next(iterator)) == worker
+    os.kill(worker, signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while iterator._workers[0].is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert iterator._workers[0].exitcode == 0

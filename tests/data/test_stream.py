@@ -1,4 +1,4 @@
-"""A corpus that is tokenised as it is read: the rows are those of every document, and a resumed run reads on."""
+"""A corpus that is tokenised as it is read: the rows hold every document, and a resumed run reads on."""
 
 import csv
 import json
@@ -173,6 +173,12 @@ def test_a_resumed_run_reads_on_where_it_was(tmp_path, stop, keep_cache):
     assert fit(make(tmp_path / "1", corpus), tmp_path, steps=stop + 20, resume=path) == whole[stop:]
     # Of the chunks before the one that it was in, only the first is read again, which has the validation documents.
     assert (len(corpus.read) <= 4 * 256 and len(corpus.opened) <= 3) if not keep_cache else corpus.read == []
+
+
+def test_overfit_batches_repeats_the_first_batches_of_a_stream(tmp_path):
+    first = [tokens for _, tokens in fit(make(tmp_path / "cache"), tmp_path, steps=3)]
+    seen = fit(make(tmp_path / "cache"), tmp_path, steps=6, overfit_batches=3)
+    assert [tokens for _, tokens in seen] == 2 * first and first[0] != first[1]
 
 
 def test_a_checkpoint_says_which_documents_are_consumed(tmp_path):

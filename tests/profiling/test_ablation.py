@@ -97,7 +97,7 @@ def test_losses_are_compared_where_only_attention_and_memory_differ():
 def test_dropout_explains_a_difference_between_backends():
     sdpa, flash = row(losses=[2.0], dropout=0.1), row(losses=[1.0], dropout=0.1, attention="flash")
     (found,) = loss_differences([sdpa, flash])
-    assert found.told == "largest relative difference 5.0e-01, for dropout masks differ between backends"
+    assert found.finding == "largest relative difference 5.0e-01, for dropout masks differ between backends"
     for other in (
         row(losses=[1.0], dropout=0.1, memory="checkpoint"),
         row(losses=[1.0], dropout=0.1, attention="auto", ran="sdpa"),
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_never_the_best_nor_hides(lost):
         assert "**" not in lines["standard"] and "–" in lines["standard"]
         assert "**100.0** | –" in lines["flash"] and "**1.00**" in lines["sdpa"]
         (found,) = loss_differences(order)
-        assert math.isnan(found.largest) and found.told == "a loss that is not finite, of attention=standard"
+        assert math.isnan(found.largest) and found.finding == "a loss that is not finite, of attention=standard"
         assert where_slower(order, "sdpa") == ["seq_len=64 (200.0 ms, flash 100.0 ms)"]
 
 

@@ -1,12 +1,14 @@
 """A run that ended at a validation: resumed, it does that validation, and closes what was never closed."""
 
 import json
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 from tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
-from flash_train.training import MissedValidation, SaveOnSignal, newest_checkpoint
+from flash_train.profiling import MetricsTable
+from flash_train.training import MissedValidation, RunRecord, SaveOnSignal, newest_checkpoint
 from flash_train.training.callbacks.missed_validation import DUE
 
 
@@ -161,6 +163,20 @@ def test_the_checkpoint_says_whether_a_validation_is_due(tmp_path):
 
     fit(tmp_path, Look(), checkpoint_every=1, stop_after=6)
     assert found == {1: False, 2: False, 3: False, 4: True, 5: False, 6: True}
+
+
+def test_a_module_of_ones_own_may_name_its_validation_otherwise(tmp_path):
+    record = RunRecord(tmp_path)
+    record.table, record._went_on = MetricsTable(tmp_path / "metrics.csv", up_to_step=4), True
+    assert record.lacks_validation(4)
+    record.table.write(4, {"train/loss": 2.0})
+    assert record.lacks_validation(4)
+    record.table.write(4, {"val_loss": 3.0})
+    assert not record.lacks_validation(4)
+    stopping = SimpleNamespace(global_step=4, max_steps=9, should_stop=True)
+    checkpoint = {}
+    MissedValidation().on_save_checkpoint(stopping, pl.LightningModule(), checkpoint)
+    assert checkpoint == {"validation_due": True}
 
 
 def test_it_needs_the_record(tmp_path):

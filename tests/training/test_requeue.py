@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -110,6 +111,22 @@ def test_the_handler_of_the_signal_is_left_alone_otherwise(how, tmp_path, job, m
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert found == [own if how == "own handler" else before]
+
+
+def test_the_first_rank_queues_the_job_though_another_rank_alone_had_the_signal(job):
+    """Ranks stop at the step after which any of them has it: the first rank's own signal may still be on its way."""
+
+    class Strategy:
+        def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
+            assert not decision and not all
+            return True  # the other rank's
+
+    trainer = SimpleNamespace(world_size=2, strategy=Strategy(), is_global_zero=True)
+    callback = SlurmRequeue()
+    callback._number, callback._signals = signal.SIGUSR1, SimpleNamespace(received="another rank's signal")
+    callback.on_train_end(trainer, None)
+    callback.teardown(trainer, None, "fit")
+    assert job.read_text() == "requeue 1234\n"
 
 
 def test_it_needs_the_callback_that_stops(tmp_path):

@@ -42,18 +42,25 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
     found = checkpoints_by_step(folder)
     if not found:
         raise FileNotFoundError(f"no checkpoint in {folder}: expected files named like step-000100.ckpt")
-    branches = {path: branch for path in found if (branch := branch_of(path)) is not None}
-    if not branches:
+    places = {path: place for path in found if (place := place_of(path)) is not None}
+    if not places:
         raise ValueError(f"{found[-1]} is not a checkpoint of this program, or is damaged, as are all in its folder")
-    return max(branches, key=lambda path: (branches[path], step_of(path)))
+    return max(places, key=lambda path: (places[path][0], step_of(path)))
+
+
+def place_of(path: Path) -> tuple[int, int] | None:
+    """Branch and step of a checkpoint, by which checkpoints are ordered; None for a file that cannot be read as one."""
+    try:
+        checkpoint = _load(path)
+        return int(checkpoint.get(BRANCH, 0)), int(checkpoint["global_step"])  # earlier versions have no branch
+    except ValueError:
+        return None
 
 
 def branch_of(path: Path) -> int | None:
     """The branch that a checkpoint is of; None for a file that cannot be read as one."""
-    try:
-        return int(_load(path).get(BRANCH, 0))  # checkpoints of earlier versions have none
-    except ValueError:
-        return None
+    place = place_of(path)
+    return None if place is None else place[0]
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -138,7 +145,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        # An end that no step foresaw, such as that of the last epoch, or a checkpoint that could not be written.
+        # An end that no step foresaw, such as the end of the last epoch, or a checkpoint that could not be written.
         if trainer.global_step != self._saved_step:
             self.save(trainer)
 

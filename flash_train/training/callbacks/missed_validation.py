@@ -30,7 +30,7 @@ class MissedValidation(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         at_end = trainer.global_step == trainer.max_steps
-        before_stop = trainer.should_stop and not pl_module.skip_validation
+        before_stop = trainer.should_stop and not getattr(pl_module, "skip_validation", False)
         checkpoint[DUE] = at_end or before_stop or _by_interval(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:

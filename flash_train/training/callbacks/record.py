@@ -94,7 +94,7 @@ class RunRecord(StepCallback):
 
     def lacks_validation(self, step: int) -> bool:
         """Whether this is a run that was resumed, and its table has no validation at `step`; on the first rank."""
-        return self._went_on and self.table is not None and self.table.rows.get(step, {}).get("val/loss") is None
+        return self._went_on and self.table is not None and not _has_validation(self.table.rows.get(step, {}))
 
     def is_unfinished(self) -> bool:
         """Whether `run_dir` has the record of a run that never came to its end."""
@@ -155,7 +155,7 @@ class RunRecord(StepCallback):
     def _owes(self, trainer: Trainer) -> bool:
         """Whether steps or the last validation are still to be done."""
         row = self.table.rows.get(trainer.global_step, {}) if self.table is not None else {}
-        return trainer.global_step != trainer.max_steps or (trainer.enable_validation and row.get("val/loss") is None)
+        return trainer.global_step != trainer.max_steps or (trainer.enable_validation and not _has_validation(row))
 
     def _summarise(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
         result = getattr(pl_module, "last_step", None)
@@ -239,6 +239,11 @@ def _seq_len(trainer: Trainer, pl_module: Any) -> int | None:
     """Tokens in a row of the newest batch; before the first batch, of the data module."""
     seq_len = getattr(pl_module, "seq_len", None)
     return seq_len or getattr(trainer.datamodule, "seq_len", None)  # type: ignore[attr-defined]
+
+
+def _has_validation(row: Mapping[str, Any]) -> bool:
+    """Whether a row of the table has what a validation measured; modules name it `val/loss`, `val_loss` and so on."""
+    return any(value is not None for name, value in row.items() if name.startswith("val"))
 
 
 def _validation(found: Mapping[str, float]) -> dict[str, float | None]:

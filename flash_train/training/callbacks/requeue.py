@@ -3,14 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 
+from flash_train.output import say
 from flash_train.training.callbacks.base import find_callback
 from flash_train.training.callbacks.stop import SaveOnSignal
 
@@ -49,6 +48,8 @@ class SlurmRequeue(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._requeue = self._number is not None and self._signals.received == self._number.name
+        if trainer.world_size > 1:  # the first rank queues the job, and maybe only another one has had the signal
+            self._requeue = trainer.strategy.reduce_boolean_decision(self._requeue, all=False)
         self._restore()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -78,8 +79,7 @@ def requeue() -> None:
     except OSError as error:
         trouble = str(error)
     text = f"SLURM job {job}: queued once more" if trouble is None else f"{' '.join(command)} failed: {trouble}"
-    with suppress(OSError, ValueError):  # a terminal or a pipe that is gone
-        print(text, file=sys.stderr, flush=True)
+    say(text)
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
