@@ -184,6 +184,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         return _in_order_of_apply(_backward(ctx, dout, dlse))
 
+    jvp = staticmethod(refuse_jvp)
+
 
 class _TransformedAttention(torch.autograd.Function):
     """``_Attention`` for ``torch.func``, which needs the context set up apart. PyTorch then looks up the arguments'
@@ -211,7 +213,7 @@ class _TransformedAttention(torch.autograd.Function):
 
 
 def _in_order_of_apply(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients of ``_backward`` as those of a Function's arguments: settings tenth, the mask's tensors last."""
+    """``_backward``'s gradients in the order of a Function's arguments: settings tenth, the mask's tensors last."""
     return (*gradients[:9], None, *gradients[9])
 
 

@@ -25,8 +25,8 @@ from flash_train.attention.sequences import (
     visible,
 )
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.tracing import assume_constant_result
-from flash_train.attention.varlen import Packing, unreadable
+from flash_train.attention.tracing import assume_constant_result, unreadable
+from flash_train.attention.varlen import Packing
 
 
 def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool, exact: bool = False) -> str | None:

@@ -1,4 +1,4 @@
-"""Keys and values in a cache: where each batch row's lie, which rows are padding, and how they are written and read.
+"""Keys and values in a cache: where the keys of each row lie, which rows are padding, how both are written and read.
 
 A cache is (batch_size_cache, capacity, kv_heads, head_dim), or paged (num_blocks, page_size, kv_heads, head_dim) with a
 ``block_table`` int32 (batch, blocks per sequence) that names the page of each stretch of ``page_size`` positions.
@@ -15,6 +15,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from flash_train.attention.checks import integer_tensor
 from flash_train.attention.index_tensors import IntegerData, check_range, index_tensor, readable
 
 
@@ -58,7 +59,9 @@ class CacheRows:
         if block_table is not None:
             if cache_batch_idx is not None:
                 raise ValueError("cache_batch_idx was given with block_table: reorder the rows of block_table instead")
-            table = block_table if isinstance(block_table, Tensor) else torch.as_tensor(block_table, device=device)
+            table = integer_tensor("block_table", block_table, device)
+            if not isinstance(table, Tensor):
+                raise TypeError(f"block_table={table!r}: must be int32 (batch, blocks per sequence)")
             if table.dim() != 2:
                 raise ValueError(f"block_table has shape {tuple(table.shape)}: must be (batch, blocks per sequence)")
             block_table = index_tensor("block_table", table, (batch, table.shape[1]), device)
@@ -129,6 +132,8 @@ def _check_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> 
     """Raise ValueError or TypeError where shapes, dtypes and devices do not fit together."""
     layout = "(num_blocks, page_size" if paged else "(batch_size_cache, capacity"
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.is_nested:
+            raise TypeError(f"{name} is nested: must be padded; cache_seqlens and cache_leftpad say where rows lie")
         if x.dim() != 4:
             allowed = "(batch, seqlen" if name == "q" else layout
             raise ValueError(f"{name} has shape {tuple(x.shape)}: must be {allowed}, heads, head_dim)")
@@ -155,7 +160,7 @@ def append(
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> None:
-    """Write new keys and values behind those of the cache, in place; nothing for rows of padding (``CacheRows``).
+    """Write new keys and values at the end of each row of the cache, in place; rows of padding get nothing.
 
     Args:
         k, v: (batch, seqlen_new, kv_heads, head_dim).

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_train.attention.tracing import unreadable
+
 
 def integer(value: Any) -> int | None:
     """The value as a Python int: of an int, a NumPy integer, or an integer tensor with one element; else None.
@@ -37,6 +39,7 @@ def integer_tensor(name: str, values: Any, device: torch.device | None = None) -
 
     Raises:
         TypeError: sequences of anything else.
+        ValueError: integers that do not fit int32.
     """
     if not isinstance(values, (list, tuple)) and not hasattr(values, "__array_interface__"):
         return values
@@ -46,4 +49,7 @@ def integer_tensor(name: str, values: Any, device: torch.device | None = None) -
         index = torch.empty(1)  # a float, which is refused below
     if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
         raise TypeError(f"{name}={values!r}: must be integers, or an int32 tensor")
+    known = index.numel() > 0 and not unreadable(index)
+    if known and not -(2**31) <= int(index.min()) <= int(index.max()) < 2**31:
+        raise ValueError(f"{name}={values!r}: must be integers between -2**31 and 2**31 - 1")
     return index.to(device=device, dtype=torch.int32)

@@ -127,7 +127,7 @@ class _Walk(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one chunk of queries, (batch, heads, queries, ...).
 
-        ``tensors`` begin with the chunks of keys and those of values, ``n_chunks`` each.
+        ``tensors`` begin with ``n_chunks`` chunks of keys and as many of values.
         """
         k, v = tensors[:n_chunks], tensors[n_chunks : 2 * n_chunks]
         rows, dtype = q.shape[:3], statistics_dtype(q)

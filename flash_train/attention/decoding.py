@@ -21,7 +21,8 @@ from flash_train.attention.masks import Mask
 from flash_train.attention.masks.parts import put_together, take_apart
 from flash_train.attention.sequences import statistics_dtype
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.varlen import Entry, unreadable
+from flash_train.attention.tracing import unreadable
+from flash_train.attention.varlen import Entry
 
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 

@@ -19,7 +19,8 @@ from flash_train.attention.reference import reference_attention
 from flash_train.attention.sequences import statistics_dtype
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.standard import standard_attention
-from flash_train.attention.varlen import Packing, unreadable
+from flash_train.attention.tracing import unreadable
+from flash_train.attention.varlen import Packing
 
 #: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given
 DENSE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {

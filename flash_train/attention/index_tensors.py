@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer_tensor
-from flash_train.attention.varlen import unreadable
+from flash_train.attention.tracing import unreadable
 
 IntegerData = Tensor | Sequence[int] | Sequence[Sequence[int]]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, None, Tensor | None)
@@ -31,9 +31,11 @@ def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torc
 
     Raises:
         ValueError: another dtype, shape or device.
-        TypeError: a sequence of anything but integers.
+        TypeError: anything but a tensor or a sequence of integers.
     """
     given = integer_tensor(name, x, device)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}={given!r}: must be int32 {shape} on {device}, or integers in a list")
     if given.dtype not in INTEGERS or tuple(given.shape) != shape or given.device != device:
         found = f"{given.dtype} of shape {tuple(given.shape)} on {given.device}"
         raise ValueError(f"{name} is {found}: must be int32 {shape} on {device}")

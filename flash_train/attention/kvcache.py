@@ -16,6 +16,7 @@ from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.functional import require_values, validate_settings
 from flash_train.attention.index_tensors import IntegerData
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.transforms import refuse_decoding, transforming
 
 FULL = AttentionSpec()
 
@@ -78,6 +79,7 @@ def cached_attention(
     Raises:
         ValueError, TypeError: tensors that do not fit together, or require a gradient; a backend that cannot run. The
             cache is then as it was.
+        RuntimeError: the decode kernel under a transform of ``torch.func`` or forward-mode AD.
 
     Source: flash-decoding (Dao, Haziza, Massa, Sizov, 2023) for the kernel's splits.
     """
@@ -92,6 +94,8 @@ def cached_attention(
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v were given without cache_seqlens, which says where they go: an int or int32 (batch,)")
     name = _resolve(backend, q, v_cache, spec, sinks)
+    if name in OWN and transforming():
+        refuse_decoding()
     if k is not None and v is not None:
         write(k_cache, v_cache, k, v, rows)
         rows = rows.grown(k.shape[1])

@@ -44,6 +44,11 @@ class AttentionSpec:
             if type(value) in (float, int) or (value is None and name == "scale"):
                 continue
             if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+                if value.requires_grad:
+                    raise TypeError(
+                        f"{name}={value!r}: must be a number, or a tensor without gradient; to learn a scale, multiply "
+                        "q by it"
+                    )
                 value = value.item()
             if not isinstance(value, Real):
                 raise TypeError(f"{name}={value!r}: must be a number")

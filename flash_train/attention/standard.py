@@ -90,8 +90,7 @@ def _attend(
 class _Standard(torch.autograd.Function):
     """Algorithm 0 and algorithm 3. The heads that share keys are rows of one product, (batch * kv_heads, rows, ...).
 
-    Beside output and log-sum-exp the forward returns what the backward needs, since ``torch.func`` sets the context up
-    from the outputs.
+    The forward also returns what the backward needs, since ``torch.func`` sets the context up from the outputs.
     """
 
     @staticmethod

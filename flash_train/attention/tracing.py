@@ -1,9 +1,11 @@
-"""Marks for ``torch.compile`` that cost no import of the compiler."""
+"""Marks for ``torch.compile`` that cost no import of the compiler, and whether a tensor is traced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -16,3 +18,13 @@ def assume_constant_result(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def unreadable(x: torch.Tensor) -> bool:
+    """Whether a tensor holds no values: while ``torch.compile`` traces, a fake one, or one on the meta device."""
+    if torch.compiler.is_compiling():
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta

@@ -7,12 +7,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def transforming() -> bool:
-    """Whether a transform of ``torch.func`` is active: tensors are wrapped then, and have no address. False while
-    ``torch.compile`` traces, which handles transforms itself."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Whether a transform of ``torch.func`` is active, whose tensors are wrapped and have no address, or forward-mode
+    AD. False while ``torch.compile`` traces, which handles transforms itself."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
@@ -26,8 +29,16 @@ def refuse_vmap(*_: Any) -> NoReturn:
 def refuse_jvp(ctx: Any, *_: Any) -> Any:
     """Raise RuntimeError: a rule for ``torch.func.jvp`` that says what to do without it."""
     raise RuntimeError(
-        "attention under torch.func.jvp or jacfwd: must be backend=reference or chunked; the others have gradients in "
-        "reverse only, as of torch.func.grad and vjp"
+        "attention under torch.func.jvp, jacfwd or forward-mode AD: must be backend=reference or chunked; the others "
+        "have gradients in reverse only, as of torch.func.grad and vjp"
+    )
+
+
+def refuse_decoding() -> NoReturn:
+    """Raise RuntimeError: the decode kernel under any transform."""
+    raise RuntimeError(
+        "attention to a cache by the decode kernel under a transform of torch.func or forward-mode AD: must be "
+        "backend=reference or chunked, or a call outside of the transform"
     )
 
 

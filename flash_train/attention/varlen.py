@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_train.attention.checks import integer_tensor
+from flash_train.attention.tracing import unreadable
 
 
 class Entry(NamedTuple):
@@ -126,13 +127,3 @@ def entries(q: torch.Tensor, k: torch.Tensor, packing: Packing | None) -> list[E
     if packing is not None:
         return packing.entries()
     return [Entry(b, b, 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]
-
-
-def unreadable(x: torch.Tensor) -> bool:
-    """Whether a tensor holds no values: while ``torch.compile`` traces, a fake one, or one on the meta device."""
-    if torch.compiler.is_compiling():
-        return True
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta

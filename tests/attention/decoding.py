@@ -78,7 +78,7 @@ CASES = (
 def error(case: Case, device: str) -> float:
     """Largest error of output and log-sum-exp against the fp64 reference, as a part of what is allowed.
 
-    Allowed is twice that of PyTorch in the case's own precision, and the rounding of the result. Both are the
+    Allowed is twice PyTorch's error in the case's own precision, and the rounding of the result. Both are the
     largest over several inputs: one query has few numbers to be wrong in.
     """
     rounds = [_distances(case, device, seed) for seed in range(4)]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_train.attention import (
     AttentionSpec,
@@ -79,6 +80,12 @@ def test_numbers_of_other_things():
             AttentionSpec(scale=wrong)
 
 
+def test_a_learnable_number_is_refused_since_it_would_get_no_gradient():
+    for name in ("scale", "softcap"):
+        with pytest.raises(TypeError, match=rf"{name}=.*: must be a number, or a tensor without gradient; to learn"):
+            AttentionSpec(**{name: torch.tensor(0.5, requires_grad=True)})
+
+
 def test_states():
     expected = RngState(2**40 + 1, 3, 1, 2, 48, 16)
     for kind in (np.int64, np.uint64, lambda x: np.array(x)[()]):
@@ -130,6 +137,34 @@ def test_boundaries_of_other_things():
     for wrong in ([0.0, 9.0], ["a"], [True, False], np.array([0.5, 9.0])):
         with pytest.raises(TypeError, match="cu_seqlens_q=.*: must be integers, or an int32 tensor"):
             flash_attn_varlen_func(q, k, v, wrong, [0, 9], 9, 9)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, lambda x: torch.tensor(x)])
+def test_indices_beyond_int32(kind):
+    q, cache = torch.randn(2, 1, 2, 8), torch.randn(3, 12, 2, 8)
+    with pytest.raises(ValueError, match=r"cache_seqlens.*: must be (integers )?between -"):
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=kind([2**32 + 5, 9]))
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_boundaries_beyond_int32(kind):
+    with pytest.raises(ValueError, match=r"cu_seqlens_q=.*: must be integers between -2\*\*31 and 2\*\*31 - 1"):
+        Packing(kind([0, 2**32 + 9]), kind([0, 9]))
+
+
+def test_boundaries_as_a_list_compile_as_one_graph():
+    q, k, v = qkv(9, 2, 8)
+
+    def call(q, k, v):
+        return attention(q, k, v, packing=Packing([0, 4, 9], [0, 4, 9]), backend="standard")
+
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(q, k, v), call(q, k, v))
+
+
+def test_indices_as_a_list_under_fake_tensors():
+    with FakeTensorMode():
+        q, cache = torch.randn(2, 1, 2, 8), torch.randn(3, 12, 2, 8)
+        assert flash_attn_with_kvcache(q, cache, cache, cache_seqlens=[5, 9]).shape == q.shape
 
 
 @pytest.mark.parametrize("kind", [list, np.array])

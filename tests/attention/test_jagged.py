@@ -45,7 +45,7 @@ def hold(device, backend, by_head, spec=CAUSAL, **options):
     right, ours = (x if exact else (x,) for x in (right, ours))
     out = ours[0].transpose(1, 2) if by_head else ours[0]
     assert ours[0].layout == torch.jagged
-    assert (out + jagged[0][..., :8]).shape == (4, jagged[0].shape[1], 4, 8)  # the boundaries are those of q
+    assert (out + jagged[0][..., :8]).shape == (4, jagged[0].shape[1], 4, 8)  # out has the boundaries of q
     assert torch.equal(out.values(), right[0])
     weights = [torch.randn_like(x) for x in right]
     loss = (out.values() * weights[0]).sum()

@@ -12,6 +12,7 @@ S, P = Store(2, 6), Store(2, 6, page_size=2)
 S.k, S.v, P.k, P.v = (x.float() for x in (S.k, S.v, P.k, P.v))
 Q, NEW, INT = torch.randn(2, 1, HEADS, 8), torch.randn(2, 2, KV_HEADS, 8), torch.zeros(2, dtype=torch.int32)
 COS = torch.ones(8, 4)
+JAGGED = torch.nested.nested_tensor([torch.zeros(n, HEADS, 8) for n in (1, 2)], layout=torch.jagged)
 CALLS = [
     ((Q[0], S.k, S.v), {}, ValueError, r"q has shape .*: must be \(batch, seqlen, heads"),
     ((Q, S.k[0], S.v), {}, ValueError, r"k_cache has shape .*: must be \(batch_size_cache, capacity"),
@@ -31,6 +32,10 @@ CALLS = [
     ((Q, S.k, S.v), {"cache_batch_idx": INT + 4}, ValueError, "cache_batch_idx is 4: must be between 0 and 3"),
     ((Q, S.k, S.v), {"cache_leftpad": INT - 1}, ValueError, "cache_leftpad is -1"),
     ((Q, P.k, P.v), {"block_table": P.table[0]}, ValueError, r"block_table has shape \(3,\)"),
+    ((Q, P.k, P.v), {"block_table": [[0, 1, 2], [3]]}, TypeError, r"block_table=\[\[0.*: must be integers, or"),
+    ((Q, P.k, P.v), {"block_table": 5}, TypeError, r"block_table=5: must be int32 \(batch, blocks per sequence\)"),
+    ((Q, S.k, S.v), {"cache_seqlens": "5"}, TypeError, r"cache_seqlens='5': must be int32 \(2,\) on cpu, or integers"),
+    ((JAGGED, S.k, S.v), {"cache_seqlens": 5}, TypeError, "q is nested: must be padded"),
     ((Q, P.k, P.v), {"block_table": P.table[:1]}, ValueError, r"block_table is .* must be int32 \(2, 3\)"),
     ((Q, P.k, P.v), {"block_table": P.table + 7}, ValueError, "block_table is 1"),
     ((Q, P.k, P.v), {"block_table": P.table, "cache_batch_idx": INT}, ValueError, "reorder the rows of block_table"),

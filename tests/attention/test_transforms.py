@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
-from flash_train.attention import AttentionSpec, Causal, Document, Packing, RngState, attention
+from flash_train.attention import AttentionSpec, Causal, Document, Packing, RngState, attention, cached_attention
 from tests.attention.devices import INTERPRETING, on_devices
 
 CAUSAL = AttentionSpec(Causal())
 VMAP = "attention under torch.func.vmap .*must be backend=reference, chunked or sdpa, or one call in which"
+FORWARD = "attention under torch.func.jvp, jacfwd or forward-mode AD: must be backend=reference or chunked"
 SECOND = "a gradient of attention's gradient: must be backend=reference or chunked"
 
 
@@ -64,8 +66,46 @@ def vmap_is_refused(backend, device):
         vmap(lambda *x: attention(*x, backend=backend))(q, k, v)
     with pytest.raises(RuntimeError, match=VMAP):
         vmap(grad(lambda *x: attention(*x, backend=backend).sum()))(q, k, v)
-    with pytest.raises(RuntimeError, match="attention under torch.func.jvp or jacfwd: must be backend=reference"):
+    with pytest.raises(RuntimeError, match=FORWARD):
         jvp(lambda q: attention(q, k[0], v[0], backend=backend), (q[0],), (q[0],))
+
+
+def forward_mode_is_refused(backend, device):
+    q, k, v = qkv(device, 1, 9, 2, 16)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match=FORWARD),
+    ):
+        attention(forward_ad.make_dual(q, q), k, v, backend=backend)
+
+
+@on_devices
+def test_forward_mode_over_kernels(device):
+    forward_mode_is_refused("triton", device)
+
+
+@on_devices
+def test_the_decode_kernel_refuses_transforms_before_it_writes(device):
+    q, k, v = qkv(device, 1, 9, 2, 16)
+    k_cache, v_cache = torch.zeros(1, 20, 2, 16, device=device), torch.zeros(1, 20, 2, 16, device=device)
+
+    def decode(q):
+        return cached_attention(q, k_cache, v_cache, 3, k=k, v=v, backend="triton")[0]
+
+    def with_dual(q):
+        with forward_ad.dual_level():
+            return decode(forward_ad.make_dual(q, q))
+
+    calls = [
+        lambda: vmap(decode)(q[None]),
+        lambda: jvp(decode, (q,), (q,)),
+        lambda: grad(lambda s: (s * decode(q)).sum())(torch.ones((), device=device)),
+        lambda: with_dual(q),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="by the decode kernel under a transform .*: must be backend=reference"):
+            call()
+    assert not k_cache.any() and not v_cache.any()
 
 
 @on_devices
@@ -107,6 +147,15 @@ if not INTERPRETING:
     def test_standard_refuses_what_it_has_not():
         a_second_gradient_is_refused("standard", "cpu")
         vmap_is_refused("standard", "cpu")
+        forward_mode_is_refused("standard", "cpu")
+
+    @pytest.mark.parametrize("backend", ["reference", "chunked"])
+    def test_forward_mode_is_jvp(backend):
+        q, k, v = qkv("cpu", 1, 9, 2, 16)
+        _, right = jvp(lambda q: attention(q, k, v, CAUSAL, backend=backend), (q,), (q,))
+        with forward_ad.dual_level():
+            out = attention(forward_ad.make_dual(q, q), k, v, CAUSAL, backend=backend)
+            assert torch.equal(forward_ad.unpack_dual(out).tangent, right)
 
     def test_standard_refuses_a_second_gradient_without_transforms():
         q, k, v = (x.requires_grad_() for x in qkv("cpu", 1, 9, 2, 16))

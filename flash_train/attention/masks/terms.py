@@ -223,8 +223,8 @@ class MaskFunction(Mask):
         twin: the same in PyTorch, ``(entry, head, q, k, *tensors) -> bool tensor``.
         tensors: what both read, contiguous, on the device of q.
 
-    A copy shares both functions and has tensors of its own. Pickling stores the functions' names, as for any function:
-    both must lie at the top level of a module that the reader can import.
+    A copy shares both functions; a deep copy has tensors of its own. Pickling stores the functions' names, as for any
+    function: both must lie at the top level of a module that the reader can import.
     """
 
     kernel: Any

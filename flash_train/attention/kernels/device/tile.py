@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [ROWS, BLOCK_D] to the rows from ``row`` of a ``Strided``; ``batch`` and ``head`` are int64.
 
-    Row offsets inside the tile fit 32 bits (``arguments.addressable``); those of the tile do not.
+    Row offsets inside the tile fit 32 bits (``arguments.addressable``); the offset of the tile takes 64.
     """
     offs = tl.arange(0, ROWS)[:, None] * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
     base = x.ptr + batch * x.stride_batch + head * x.stride_head
