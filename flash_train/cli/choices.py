@@ -14,7 +14,7 @@ from flash_train.cli.errors import UsageError, did_you_mean
 from flash_train.cli.overrides import CommandLine, parse
 from flash_train.cli.paths import conf_dir
 
-NULLABLE = ("experiment",)  #: groups that may be left without a choice
+OPTIONAL = ("experiment",)  #: groups that need no choice; Hydra has no value for "none of them"
 GLOBAL_PACKAGE = "# @package _global_"
 MOST_BITS = 1000  #: a float64 holds integers of 1023
 MOST_RUNS = 1000  #: of a sweep: more is a slip of the keyboard, and takes minutes to compose
@@ -110,12 +110,12 @@ def _check_size(key: str, text: str, value: Any) -> None:
 
 
 def _check_choice(group: str, text: str, choice: Any, options: Sequence[str]) -> None:
-    if choice is None and group in NULLABLE:
-        return
     name = str(choice) if isinstance(choice, str | int) and not isinstance(choice, bool) else ""
     if name not in options:
         given = text.partition("=")[2]
-        raise UsageError(f"{group}={given}: no such choice{did_you_mean(name, options)}; allowed: {', '.join(options)}")
+        guess, allowed = did_you_mean(name, options), ", ".join(options)
+        none = f"; for none of them leave {group}= out" if group in OPTIONAL else ""
+        raise UsageError(f"{group}={given}: no such choice{guess}; allowed: {allowed}{none}")
 
 
 def _count(override: Override) -> int:

@@ -59,6 +59,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     wanted = re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(cause))
     if override and wanted:
         return f"{override[2]}: needs {TYPES[wanted[1] or wanted[2]]}"
+    if override and "is not Optional" in str(cause):
+        return f"{override[2]}: needs a value; for the default leave {override[2].partition('=')[0]}= out"
     key = override[2] if override else getattr(cause, "full_key", None)
     if not key:  # an interpolation of another type: OmegaConf names neither side
         key = ", ".join(text.replace("\\", "") for text in overrides if "$" in text)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
 
+from flash_train.cli.claim import is_first_process
 from flash_train.cli.errors import ArgumentParser, UsageError, did_you_mean
 
 #: Hydra's own way to say which configuration runs; there is one
@@ -13,7 +14,7 @@ REPLACED = {
     "config_path": ("--config-path (-cp)", "--config-dir FOLDER, for choices of your own"),
     "experimental_rerun": ("--experimental-rerun", "run_dir=FOLDER resume=last"),
 }
-#: Lightning adds these to the commands of the other ranks
+#: Lightning adds these to the commands of the other ranks; nobody else needs them
 OF_LIGHTNING = ("hydra.run.dir", "hydra.job.name", "hydra.output_subdir")
 SHELLS = ("bash", "fish", "zsh")
 
@@ -52,7 +53,9 @@ def check_hydra_key(key: str) -> None:
         UsageError: names the key, and what to give in its place.
     """
     name = key.lstrip("+~")
-    if name.replace("/", ".").split(".")[0] == "hydra" and name not in OF_LIGHTNING:
+    if name in OF_LIGHTNING and not is_first_process():
+        return
+    if name.replace("/", ".").split(".")[0] == "hydra":
         raise UsageError(
             f"{name}: Hydra's own settings are fixed; allowed: run_dir=FOLDER for the files of a run, "
             "-m KEY=A,B for several runs, --config-dir FOLDER for choices of your own"

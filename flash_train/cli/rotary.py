@@ -69,8 +69,8 @@ def rotary_note(config: DictConfig, built: ModelConfig) -> str | None:
     times = (rope_frequencies(built)[0] / rope_frequencies(own)[0]).max().item()
     if times > FASTER:
         return f"its positions turn up to {times:.3g} times as fast as it was trained with; {_keep(config, own, built)}"
-    if made_for is None or not longer or _is_changed(own, built):
-        return None
+    if made_for is None or not longer or _is_changed(own, built) or config.resume is not None:
+        return None  # a resumed run has the rule of its checkpoint, and another one is refused
     rows = f"made for rows of {made_for:,} tokens and these have {config.seq_len:,}"
     by = config.seq_len / made_for
     if own.rope_scaling is None:

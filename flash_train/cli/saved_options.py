@@ -72,6 +72,19 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
     return replace(line, overrides=(*texts, *line.overrides)), file if texts else None
 
 
+def describe_options(line: CommandLine, file: Path | None) -> str | None:
+    """Where the options of a resumed run come from, in a line; `file` is that of `with_saved_options`.
+
+    None where nothing is resumed, or the command line gives all.
+    """
+    if file is not None:
+        return f"options: from {file}, where the command line gives no other"
+    wanted = _file_of(line)
+    if wanted is None or wanted.is_file():
+        return None
+    return f"options: the defaults, where the command line gives no other, as there is no {wanted}"
+
+
 def read_config(file: Path) -> DictConfig:
     """The configuration that a run has written, checked against the schema.
 

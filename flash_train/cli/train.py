@@ -27,7 +27,7 @@ from flash_train.cli.interrupt import Interrupted
 from flash_train.cli.multirun import Multirun, swept
 from flash_train.cli.overrides import CommandLine, read
 from flash_train.cli.paths import conf_dir, require_no_run, require_usable, run_dir_of
-from flash_train.cli.saved_options import with_saved_options
+from flash_train.cli.saved_options import describe_options, with_saved_options
 from flash_train.cli.schema import register_schema
 from flash_train.cli.slurm import check_tasks, requeued
 from flash_train.cli.validate import require_files, validate
@@ -68,8 +68,8 @@ def prepare(arguments: list[str]) -> list[str]:
     line, file = with_saved_options(with_run_dir(requeued(line, os.environ)))
     line = with_pretrained_shape(line)
     configs = check(line)
-    if file is not None and not line.shows and is_first_process():
-        print(f"options: from {file}, where the command line gives no other", flush=True)
+    if not line.shows and is_first_process() and (said := describe_options(line, file)):
+        print(said, flush=True)
     if line.given("hardware") in (None, "auto"):
         choice, reason = hardware.choose(hardware.detect())
         line = line.with_override("hardware", choice)
@@ -270,6 +270,8 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Of Lightning's own code under newer versions of PyTorch.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    # `logger=none` is a choice, and `validate_only` never has a logger: its numbers are in validation.json.
+    warnings.filterwarnings("ignore", message=r"You called `self.log\(.*no logger configured")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,8 @@ def require_files(config: DictConfig) -> None:
             raise UsageError(f"data.path={path}: no such file or folder, and no glob that matches any")
     path = OmegaConf.select(config, "data.tokenizer")
     if path not in (None, "bytes") and not os.path.isfile(os.path.expanduser(path)):
-        raise UsageError(f"data.tokenizer={path}: no such file; allowed: a tokenizer.json of `tokenizers`, or bytes")
+        what = "is a folder" if os.path.isdir(os.path.expanduser(path)) else "no such file"
+        raise UsageError(f"data.tokenizer={path}: {what}; allowed: a tokenizer.json of `tokenizers`, or bytes")
     path = config.init_from
     if path is not None and not os.path.isdir(os.path.expanduser(path)):
         raise UsageError(f"init_from={path}: no such folder; allowed: one with config.json and *.safetensors")

@@ -88,6 +88,14 @@ def test_hydras_flags_are_passed_on(arguments, flags):
     assert "seq_len=1" in line.arguments()
 
 
+def test_the_other_ranks_take_what_lightning_adds_to_their_commands(monkeypatch):
+    added = ("hydra.run.dir=x", "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert read([*added]).overrides == added
+    with pytest.raises(UsageError, match="hydra.sweep.dir"):
+        read(["hydra.sweep.dir=x"])
+
+
 @pytest.mark.parametrize("flag", [["--help"], ["--hydra-help"], ["-sc", "install=bash"]])
 def test_help_is_not_kept_waiting(flag, monkeypatch):
     monkeypatch.setattr("flash_train.cli.hardware.detect", None)
@@ -111,6 +119,8 @@ def test_help_is_not_kept_waiting(flag, monkeypatch):
         (["-sc", "install=bsh"], ["install=bsh", "did you mean bash?"]),
         (["hydra.sweeper.params=x"], ["hydra.sweeper.params", "run_dir=FOLDER", "-m"]),
         (["hydra/launcher=joblib"], ["hydra/launcher", "-m"]),
+        (["hydra.run.dir=x", "run_dir=y"], ["hydra.run.dir: ", "run_dir=FOLDER"]),
+        (["hydra.output_subdir=x"], ["hydra.output_subdir: ", "run_dir=FOLDER"]),
         (["~model"], ["~model", "model=VALUE"]),
         (["model@x=nano"], ["model@x", "model=VALUE"]),
         (["=3"], ["=3", "no key"]),

@@ -104,6 +104,12 @@ def test_no_advice_up_to_the_length_that_the_model_is_made_for(folder):
         assert built(folder(**values), f"seq_len={values['max_position_embeddings']}")[1] is None
 
 
+def test_a_resumed_run_gets_no_advice_that_its_checkpoint_refuses(folder):
+    path = folder(max_position_embeddings=131072, rope_scaling=LLAMA3)
+    assert "factor=16" in built(path, "seq_len=262144")[1]
+    assert built(path, "seq_len=262144", "resume=step-000003.ckpt")[1] is None
+
+
 def test_extend_llama_raises_theta_and_says_nothing_of_scaling(folder):
     path = folder(max_position_embeddings=131072, rope_theta=5e5, rope_scaling=LLAMA3)
     model, note = built(path, "experiment=extend_llama", "seq_len=262144")

@@ -333,11 +333,12 @@ def test_validate_only_measures_and_leaves_the_run_as_it_is(in_process, tiny, tm
     assert f"val/loss {found['val_loss']:.4f}" in out and "validation.json" in out
 
 
-def test_validate_only_in_a_directory_of_its_own(in_process, tiny, tmp_path):
+def test_validate_only_in_a_directory_of_its_own(in_process, tiny, tmp_path, recwarn):
     in_process(*tiny)
     in_process(*tiny, f"run_dir={tmp_path / 'check'}", "validate_only=true",
                f"resume={tmp_path / 'run' / 'checkpoints' / 'step-000003.ckpt'}")  # fmt: skip
     assert [path.name for path in (tmp_path / "check").iterdir()] == ["validation.json"]
+    assert not [one for one in recwarn if "no logger configured" in str(one.message)]
     in_process(*tiny, f"run_dir={tmp_path / 'check'}")  # which holds no run
     assert summary_of(tmp_path / "check")["steps"] == 3
 

@@ -10,7 +10,7 @@ from flash_train.cli import train as command
 from flash_train.cli.compose import compose_config
 from flash_train.cli.errors import UsageError
 from flash_train.cli.overrides import read
-from flash_train.cli.saved_options import with_saved_options
+from flash_train.cli.saved_options import describe_options, with_saved_options
 
 
 @pytest.fixture
@@ -98,6 +98,16 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, content, says):
         with_saved_options(read([f"run_dir={tmp_path}", "resume=last"]))
     assert str(caught.value).startswith(f"{tmp_path / 'config.yaml'}: is damaged")
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_its_file_says_that_the_defaults_hold(tmp_path):
+    line = read([f"run_dir={tmp_path}", "resume=last"])
+    assert f"options: the defaults, where the command line gives no other, as there is no {tmp_path}" in str(
+        describe_options(*with_saved_options(line))
+    )
+    assert describe_options(*with_saved_options(read([f"run_dir={tmp_path}"]))) is None
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(compose_config(["hardware=cpu"])), encoding="utf-8")
+    assert describe_options(*with_saved_options(line)).startswith(f"options: from {tmp_path / 'config.yaml'}")
 
 
 @pytest.mark.parametrize(
