@@ -73,7 +73,7 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
 
 
 def describe_options(line: CommandLine, file: Path | None) -> str | None:
-    """Where the options of a resumed run come from, in a line; `file` is that of `with_saved_options`.
+    """Where the options of a resumed run come from, in a line; `file` is what `with_saved_options` has returned.
 
     None where nothing is resumed, or the command line gives all.
     """
