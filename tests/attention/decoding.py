@@ -55,6 +55,7 @@ class Case:
     softcap: float = 0.0
     dropout: float = 0.0
     num_splits: int = 0
+    strided: bool = False  #: index tensors and slopes are every other number of a tensor
     dtype: torch.dtype = field(default=torch.float32)
 
 
@@ -72,6 +73,8 @@ CASES = (
     Case("documents", (100, 140), "documents", len_q=3, leftpad=(13, 60)),
     Case("many-rows", (160,), "causal", len_q=40, heads=8),
     Case("sink-alone", (0, 5), sinks=True),
+    Case("strided-rows", (100, 60), "causal", leftpad=(13, 50), batch_idx=(2, 0), slopes="entry", strided=True),
+    Case("strided-pages", (140, 77), len_q=2, page_size=10, slopes="head", sinks=True, strided=True),
 )
 
 
@@ -112,6 +115,10 @@ def _distances(case: Case, device: str, seed: int) -> list[tuple[float, float]]:
         options["sinks"] = torch.randn(case.heads, generator=generator).to(device)
     spec = AttentionSpec(_mask(case, device, generator), softcap=case.softcap, dropout=case.dropout)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    if case.strided:
+        lengths = _every_other(lengths)
+        tensors = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+        options |= {name: _every_other(x) for name, x in tensors.items()}
 
     def call(dtype: torch.dtype, backend: str, **more: Any) -> list[torch.Tensor]:
         found = cached_attention(*(x.to(dtype) for x in (q, k, v)), lengths, spec, backend=backend, **options, **more)
@@ -129,6 +136,11 @@ def _distances(case: Case, device: str, seed: int) -> list[tuple[float, float]]:
         allowed = 2 * (other - want)[finite].abs().max().item() + 2 * rounding
         found.append(((got - want)[finite].abs().max().item(), allowed))
     return found
+
+
+def _every_other(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a strided view; between them lie numbers that no index and no slope may be."""
+    return torch.stack([x, torch.full_like(x, 2**30)], -1)[..., 0]
 
 
 def _mask(case: Case, device: str, generator: torch.Generator) -> Mask:
