@@ -32,17 +32,17 @@ def test_choice(device, expected, settings):
 @pytest.mark.parametrize("given", [[], ["hardware=auto"], ["--cfg", "job"]])
 def test_auto_is_replaced_before_composing(monkeypatch, given):
     monkeypatch.setattr(hardware, "detect", lambda: Device("cuda", "RTX 4070", 11.7, (8, 9)))
-    assert prepare([*given, "seq_len=128"])[-1] == "hardware=cuda_small"
+    assert "hardware=cuda_small" in prepare([*given, "seq_len=128", "run_dir=run"])
 
 
 def test_auto_says_what_it_chose_and_why(monkeypatch, capsys):
     monkeypatch.setattr(hardware, "detect", lambda: Device("cuda", "RTX 4070", 11.7, (8, 9)))
-    prepare(["max_steps=7"])
+    prepare(["max_steps=7", "run_dir=run"])
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "hardware: cuda_small (RTX 4070, 12 GiB, sm_89: less than 16 GiB): 125m, bf16-mixed, 7 steps"
 
 
 def test_a_named_choice_is_left_alone(monkeypatch, capsys):
     monkeypatch.delattr(hardware, "detect")
-    assert prepare(["hardware=mps"]) == ["hardware=mps"]
+    assert prepare(["hardware=mps", "run_dir=run"]) == ["hardware=mps", "run_dir=run"]
     assert capsys.readouterr().out == ""

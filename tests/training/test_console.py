@@ -83,7 +83,7 @@ def test_a_step_is_shown_after_it_is_saved(tmp_path):
     seen = []
     trainer = tiny_trainer(tmp_path, max_steps=3, accumulate=1, limit_val_batches=0, progress=True, callbacks=[Shown()],
                            checkpoint_every=1, keep_checkpoints=None)  # fmt: skip
-    trainer.progress_bar_callback.console = screen
+    trainer.progress_bar_callback.console = trainer.progress_bar_callback.lines = screen
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert all(lines <= saved for lines, saved in seen) and (2, 2) in seen
     assert len(shown(screen).splitlines()) == 3
