@@ -34,8 +34,6 @@ Raises:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,6 @@ from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.varlen import Packing
 
 Result = Tensor | tuple[Tensor, Tensor, None]
-Index = Tensor | Sequence[int]
 
 
 def flash_attn_func(
@@ -127,8 +124,8 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Index,
-    cu_seqlens_k: Index,
+    cu_seqlens_q: IntegerData,
+    cu_seqlens_k: IntegerData,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     dropout_p: float = 0.0,
@@ -139,7 +136,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: Index | None = None,
+    block_table: IntegerData | None = None,
     *,
     backend: str = "auto",
     rng: RngState | None = None,
@@ -163,7 +160,7 @@ def flash_attn_varlen_func(
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Index,
+    cu_seqlens: IntegerData,
     max_seqlen: int | None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -189,8 +186,8 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Index,
-    cu_seqlens_k: Index,
+    cu_seqlens_q: IntegerData,
+    cu_seqlens_k: IntegerData,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     dropout_p: float = 0.0,
@@ -343,7 +340,7 @@ def _spec(
 
 
 def _packing(
-    q: Tensor, cu_seqlens_q: Index, cu_seqlens_k: Index, max_seqlen_q: int | None, max_seqlen_k: int | None
+    q: Tensor, cu_seqlens_q: IntegerData, cu_seqlens_k: IntegerData, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> Packing:
     longest_q, longest_k = (None if isinstance(x, Tensor) else integer(x) for x in (max_seqlen_q, max_seqlen_k))
     cu_q = integer_tensor("cu_seqlens_q", cu_seqlens_q, q.device)
