@@ -2,8 +2,8 @@
 
 The rule is FlashAttention's: the largest error against fp64 is at most twice (gradients: three times) that of PyTorch
 in the same precision, plus what rounding the result, or the two numbers that each row has in the backward, alone costs.
-Inputs are fresh random numbers; uninitialised
-memory and rows that belong to no entry are NaN, so that what is not written, or read where it must not be, shows.
+PyTorch's error is the largest of up to ``PROBLEMS`` problems of the same kind. Inputs are fresh random numbers.
+Uninitialised memory and rows that belong to no entry are NaN: a missing write shows, and a read of such rows, too.
 ``tests.attention.cases`` has the named cases, ``tests.attention.properties`` draws others.
 """
 
@@ -29,7 +29,7 @@ from tests.attention.same_dtype import same_dtype_attention
 #: part of a tensor with more heads and columns; every other row; heads before rows; columns before rows
 STRIDED = ("wide", "rows", "heads", "columns")
 FAR_STEP = 2**24 + 2**18  #: elements from row to row of a ``far`` tensor: 127 of them pass 2**31
-FEW = 512  #: a tensor of fewer numbers may be right by luck: PyTorch's error is then the largest of some problems
+PROBLEMS = 6  #: of one kind, whose largest error in PyTorch counts: in a single one PyTorch may be right by luck
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,20 @@ def run(case: Case, backend: str, device: str, poison: bool = True) -> list[Erro
         ours = _results(problem, case, leaves, out, lse)
     exact, theirs, rounding = _expected(problem, case)
     assert torch.isfinite(torch.stack(list(theirs.values()))).all(), f"PyTorch overflows: {case.source}"
-    if min(x.numel() for x in exact.values()) < FEW:
-        again = _expected(build(case, device, again=1), case)
-        theirs, rounding = (_larger(*both) for both in zip((theirs, rounding), again[1:], strict=True))
     _assert_exact(problem, ours, exact)
     found = _distances(ours, exact)
+    errors = _judged(found, theirs, rounding)
+    for again in range(1, PROBLEMS):
+        if all(error.ok for error in errors):  # more problems would allow more, and change nothing
+            break
+        _, *more = _expected(build(case, device, again), case)
+        theirs, rounding = (_larger(*both) for both in zip((theirs, rounding), more, strict=True))
+        errors = _judged(found, theirs, rounding)
+    return errors
+
+
+def _judged(found: dict[str, Tensor], theirs: dict[str, Tensor], rounding: dict[str, Tensor]) -> list[Error]:
+    """The rule, for each tensor: our error, PyTorch's, and what rounding alone costs."""
     table = torch.stack([torch.stack([x[name] for name in found]) for x in (found, theirs, rounding)]).tolist()
     return [
         Error(name, error, (3 if name.startswith("d") else 2) * same + floor)

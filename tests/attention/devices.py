@@ -19,6 +19,7 @@ MODULES = (
     "test_not_a_number.py",
     "test_padding_rows.py",
     "test_shards.py",
+    "test_softcap.py",
     "test_traced.py",
 )
 

@@ -46,8 +46,15 @@ def logits(s, score, slope, distance, PRECISE: tl.constexpr):
 
 @triton.jit
 def capped_slope(s, score, PRECISE: tl.constexpr):
-    """The softcap's derivative, 1 - tanh², at the product s."""
-    t = tanh(s * (score.scale / score.softcap), PRECISE)
+    """The softcap's derivative, 1 - tanh², at the product s. PRECISE: the relative error is small at any product.
+
+    With e = exp(-2|x|), 1 - tanh(x)² is 4e / (1 + e)²: where tanh is nearly 1, nothing cancels.
+    """
+    x = s * (score.scale / score.softcap)
+    if PRECISE:
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+        return 4.0 * e / ((1.0 + e) * (1.0 + e))
+    t = tanh(x, PRECISE)
     return 1.0 - t * t
 
 
