@@ -13,10 +13,10 @@ test:  ## run all tests that this machine can run; says which are skipped, and w
 	pytest
 
 test-property:  ## hold the kernels to the reference on 2,000 random calls, in the interpreter
-	python -m tests.attention.fuzz --draws 2000
+	python -m tests.support.attention.fuzz --draws 2000
 
 test-compile:  ## compile every kernel with every shipped tile for every supported chip; no GPU needed, tens of minutes on many cores
-	python -m tests.attention.compiled --all
+	python -m tests.support.attention.compiled --all
 
 gpu:  ## run only the tests that need an NVIDIA GPU
 	pytest -m gpu

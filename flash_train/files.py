@@ -1,10 +1,15 @@
-"""Files that are written whole or not at all."""
+"""Files and folders that are written whole or not at all."""
 
+import json
+import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -32,3 +37,78 @@ def remove_temporary(folder: Path, names: Iterable[str]) -> None:
         for path in folder.glob(f".{name}*.tmp"):
             with suppress(FileNotFoundError):
                 path.unlink()
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file that is either the old one or the new one, whenever it is read."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` in UTF-8, in one move, its line ends as they are."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON, in one move. Numbers that JSON lacks (nan, inf) become null."""
+    write_text(path, json.dumps(_finite(value), indent=2, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+@contextmanager
+def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Iterator[Path]:
+    """Yields a new folder to write in, whose files become those of `folder` when the block ends well.
+
+    After an error nothing of it is left. In a `folder` that exists, the files that match the glob patterns `earlier`
+    are removed and all others are kept. The file `last` is removed first and moved last: while it is there, the files
+    are those of one block.
+    """
+    exists = folder.exists()
+    if not exists:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder if exists else folder.parent))
+    try:
+        yield staged
+        if exists:
+            _move_into(staged, folder, earlier, last)
+        else:
+            staged.chmod(0o777 & ~_umask())  # mkdtemp lets nobody else read
+            os.rename(staged, folder)
+            _sync(folder.parent)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _move_into(staged: Path, folder: Path, earlier: Iterable[str], last: str) -> None:
+    (folder / last).unlink(missing_ok=True)
+    for file in {file for pattern in earlier for file in folder.glob(pattern)}:
+        file.unlink(missing_ok=True)
+    files = sorted(file.relative_to(staged) for file in staged.rglob("*") if file.is_file())
+    for file in sorted(files, key=lambda file: str(file) == last):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staged / file, folder / file)
+    _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

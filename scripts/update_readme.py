@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flash_train.profiling import ablation, longest, memory_results
-from flash_train.profiling.ablation_plot import plot_ablation
-from flash_train.profiling.attention_plot import fingerprint, plot_attention
-from flash_train.profiling.longest import plot_longest
-from flash_train.profiling.markdown import markdown_table as table
-from flash_train.profiling.memory_results import plot_memory_results
+from flash_train.profiling.ablation import table as ablation
+from flash_train.profiling.ablation.plot import plot_ablation
+from flash_train.profiling.attention.plot import fingerprint, plot_attention
+from flash_train.profiling.memory import longest
+from flash_train.profiling.memory import results as memory_results
+from flash_train.profiling.memory.longest import plot_longest
+from flash_train.profiling.memory.results import plot_memory_results
+from flash_train.records.markdown import markdown_table as table
 
 ROOT = Path(__file__).parents[1]
 Records = list[dict[str, Any]]

@@ -22,7 +22,7 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
     [
         ("flash_train.attention", (*COMPILER, "lightning", "matplotlib")),
         ("flash_train.model", (*COMPILER, "lightning", "matplotlib")),
-        ("flash_train.profiling", (*COMPILER, "lightning")),
+        ("flash_train.records", (*COMPILER, "lightning")),
         ("flash_train.data", (*COMPILER, "lightning", "matplotlib", "datasets", "tokenizers", "pyarrow")),
         ("flash_train.cli.train", (*COMPILER, "torch", "lightning", "matplotlib")),
     ],

@@ -5,8 +5,9 @@ torch and triton and nothing else of this project, so that it can be lifted out 
 """
 
 from flash_train.attention.backends import BACKENDS, flash_unavailable, resolve_backend
+from flash_train.attention.decoding.kvcache import cached_attention
 from flash_train.attention.dropout import RngState, keep_mask
-from flash_train.attention.flash_attn import (
+from flash_train.attention.flash_attn.api import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -15,14 +16,13 @@ from flash_train.attention.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flash_train.attention.flash_attn.padding import pad_input, unpad_input
 from flash_train.attention.flops import attended_pairs, attention_flops
 from flash_train.attention.functional import attention, explain
-from flash_train.attention.kvcache import cached_attention
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, MaskFunction, Tree, Window
 from flash_train.attention.merge import merge
-from flash_train.attention.padding import pad_input, unpad_input
+from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.varlen import Packing
 
 __all__ = [
     "BACKENDS",

@@ -36,16 +36,16 @@ def _run_forward(
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural log-sum-exp; the backward recomputes the rest from them. ``arguments.Call`` names the rest;
-    ``kernels`` are those of ``kernels.choice``."""
-    from flash_train.attention.kernels import choice
-    from flash_train.attention.kernels.arguments import Call, readable_call
+    ``kernels`` are those of ``kernels.select``."""
+    from flash_train.attention.kernels import select
+    from flash_train.attention.kernels.call import Call, readable_call
 
     call = Call(
         cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
         softcap, keep_threshold,
     )  # fmt: skip
     call = readable_call(call)
-    return choice.forward_of(kernels, q, k, v, call)(q, k, v, call)
+    return select.forward_of(kernels, q, k, v, call)(q, k, v, call)
 
 
 def _run_backward(
@@ -85,12 +85,12 @@ def _gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The same, and None in place of empty ones: an allocation takes a while, too."""
-    from flash_train.attention.kernels import choice
-    from flash_train.attention.kernels.arguments import Call, readable_call
+    from flash_train.attention.kernels import select
+    from flash_train.attention.kernels.call import Call, readable_call
 
     *plain, kernels, needs_slopes = rest
     call = readable_call(Call(*plain))
-    return choice.backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
+    return select.backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
 
 
 attention_forward = torch.library.custom_op("flash_train::attention_forward", _run_forward, mutates_args=())

@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from flash_train.attention.baselines import sdpa_unavailable
+from flash_train.attention.dense.sdpa import sdpa_unavailable
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.tracing import assume_constant_result
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.masks import SKIPPED, Causal, Full, Mask, Window
+from flash_train.attention.packing import Entry
 from flash_train.attention.tracing import unreadable
-from flash_train.attention.varlen import Entry
 
 
 def attended_pairs(

@@ -9,13 +9,13 @@ import torch
 
 from flash_train.attention.autograd import attend
 from flash_train.attention.backends import OWN, resolve_backend
-from flash_train.attention.baselines import sdpa_attention
-from flash_train.attention.dense_operator import DENSE, attend_by_operator, needs_operator
+from flash_train.attention.dense.operator import DENSE, attend_by_operator, needs_operator
+from flash_train.attention.dense.sdpa import sdpa_attention
 from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.jagged import unpack
 from flash_train.attention.masks import Mask
+from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.varlen import Packing
 
 FULL = AttentionSpec()
 MOST_HEADS = 256  #: no model has more: where there are more heads than rows, they may have changed places
@@ -157,8 +157,8 @@ def explain(
     (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name not in OWN:
         return f"{name}: {why}"
-    from flash_train.attention.kernels.arguments import Call
-    from flash_train.attention.kernels.choice import reasons_against_hopper
+    from flash_train.attention.kernels.call import Call
+    from flash_train.attention.kernels.select import reasons_against_hopper
 
     origin = (0, 0, 0, 0) if rng is None else rng.origin
     state = torch.empty(2, dtype=torch.int64, device=q.device) if spec.dropout > 0 else None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_train.attention.varlen import Packing
+from flash_train.attention.packing import Packing
 
 
 class Unpacked(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flash_train.attention.masks import Causal, Mask
 from flash_train.attention.masks.base import SKIPPED
-from flash_train.attention.varlen import Entry
+from flash_train.attention.packing import Entry
 
 STATISTIC = 4  # bytes of a number per row: log-sum-exp, delta
 

@@ -31,11 +31,11 @@ import time
 from contextlib import closing
 from datetime import timedelta
 
-from flash_train.cli.cells import Cell, Result, known_result, require_one, run_cells
-from flash_train.cli.errors import UnavailableError, one_line_errors
-from flash_train.cli.interrupt import going_on_later
-from flash_train.cli.overrides import read
-from flash_train.cli.sweep import Planned, Sweep, plan
+from flash_train.cli.config.errors import UnavailableError, one_line_errors
+from flash_train.cli.config.overrides import read
+from flash_train.cli.run.interrupt import going_on_later
+from flash_train.cli.sweep.plan import Planned, Sweep, plan
+from flash_train.cli.sweep.trial import Cell, Result, known_result, require_one, run_cells
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
         with going_on_later(sweep.run_dir):
             results = run(sweep)
 
-        from flash_train.cli.ablation_tables import report  # and with it PyTorch, for which mistakes need not wait
+        from flash_train.cli.sweep.tables import report  # and with it PyTorch, for which mistakes need not wait
 
         report(sweep, results)
         require_one([result.status for result in results.values()], "cell", str(sweep.run_dir / "ablation.md"))
@@ -57,7 +57,7 @@ def main() -> None:
 
 def run(sweep: Sweep) -> dict[Cell, Result]:
     """Run every cell that has no result yet, a line for each as it ends."""
-    from flash_train.cli.ablation_tables import write_tables
+    from flash_train.cli.sweep.tables import write_tables
 
     known = {planned.cell: result for planned in sweep.cells if (result := known_result(planned.cell))}
     if known:
@@ -86,10 +86,10 @@ def known_before(planned: Planned) -> Result | None:
     config = planned.config
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
-    from flash_train.cli.predict import capacity, documents_decide, step_before_run  # and with it Lightning
-    from flash_train.profiling.memory import bytes_in_words
-    from flash_train.profiling.memory_results import RELATIVE
-    from flash_train.profiling.prediction import predict
+    from flash_train.cli.run.memory_check import capacity, documents_decide, step_before_run  # and with it Lightning
+    from flash_train.profiling.memory.prediction import predict
+    from flash_train.profiling.memory.results import RELATIVE
+    from flash_train.records.memory_use import bytes_in_words
 
     try:
         step, device = step_before_run(config)

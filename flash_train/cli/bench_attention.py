@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
-from flash_train.cli.errors import ArgumentParser, UnavailableError, one_line_errors
-from flash_train.profiling.attention_cases import Case, cases
-from flash_train.profiling.attention_peers import OWN, SDPA, add_ratios, implementations, measure
+from flash_train.cli.bench.records import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
+from flash_train.profiling.attention.cases import Case, cases
+from flash_train.profiling.attention.peers import OWN, SDPA, add_ratios, implementations, measure
 
 IMPLEMENTATIONS = (*OWN, *SDPA, "varlen_attn", "flex")
 

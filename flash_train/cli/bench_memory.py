@@ -26,14 +26,7 @@ from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 
 from flash_train.attention.traffic import flash_traffic, standard_traffic
-from flash_train.cli import hardware
-from flash_train.cli.benchmark import SAME, Records, add_options, environment_of, measure_cases
-from flash_train.cli.build import build
-from flash_train.cli.choices import choices_of
-from flash_train.cli.compose import compose_config
-from flash_train.cli.environment import grow_segments
-from flash_train.cli.errors import ArgumentParser, UnavailableError, is_out_of_memory, one_line_errors
-from flash_train.cli.memory_cases import (
+from flash_train.cli.bench.memory_cases import (
     KINDS,
     LENGTHS,
     AttentionCase,
@@ -43,18 +36,25 @@ from flash_train.cli.memory_cases import (
     step_cases,
     traffic_cases,
 )
-from flash_train.cli.memory_files import settings
-from flash_train.cli.overrides import read
-from flash_train.cli.predict import available, step_before_run
+from flash_train.cli.bench.records import SAME, Records, add_options, environment_of, measure_cases
+from flash_train.cli.config import hardware
+from flash_train.cli.config.choices import choices_of
+from flash_train.cli.config.compose import compose_config
+from flash_train.cli.config.environment import grow_segments
+from flash_train.cli.config.errors import ArgumentParser, UnavailableError, is_out_of_memory, one_line_errors
+from flash_train.cli.config.overrides import read
+from flash_train.cli.config.validate import validate
 from flash_train.cli.profile_memory import only_measure
+from flash_train.cli.run.build import build
+from flash_train.cli.run.memory_check import available, step_before_run
+from flash_train.cli.run.memory_files import settings
 from flash_train.cli.train import quieten
-from flash_train.cli.validate import validate
-from flash_train.model.memory import MEMORY_MODES
-from flash_train.profiling import dram_traffic
-from flash_train.profiling.attention_memory import HEAD_DIM, HEADS, exponents, own_bytes
-from flash_train.profiling.memory import bytes_in_words
-from flash_train.profiling.memory_results import allowed_error, compared, own_sizes
-from flash_train.profiling.prediction import predict
+from flash_train.model.recompute import MEMORY_MODES
+from flash_train.profiling.attention import dram_traffic
+from flash_train.profiling.attention.memory import HEAD_DIM, HEADS, exponents, own_bytes
+from flash_train.profiling.memory.prediction import predict
+from flash_train.profiling.memory.results import allowed_error, compared, own_sizes
+from flash_train.records.memory_use import bytes_in_words
 from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
 # Two steps: the first makes the optimizer's state, the second has it.

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
-from flash_train.cli.errors import ArgumentParser, UsageError, one_line_errors
+from flash_train.cli.bench.records import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.config.errors import ArgumentParser, UsageError, one_line_errors
 
 COMMAND = (sys.executable, "-c", "from flash_train.cli.train import main; main()")
 SETTINGS = ("max_steps=1", "logger=none", "trainer.checkpoints=false")

@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flash_train.attention import attended_pairs
-from flash_train.cli.benchmark import SAME, Records, add_options, chosen, environment_of, measure_cases
-from flash_train.cli.compose import compose_config
-from flash_train.cli.environment import grow_segments
-from flash_train.cli.errors import ArgumentParser, UnavailableError, one_line_errors
-from flash_train.cli.shape import build_model_config
+from flash_train.cli.bench.records import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.config.compose import compose_config
+from flash_train.cli.config.environment import grow_segments
+from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
+from flash_train.cli.run.resolve import build_model_config
 from flash_train.cli.train import quieten
 from flash_train.model import ModelConfig, Transformer
 from flash_train.model.ops import IGNORE_INDEX
 from flash_train.model.pretrained import load_pretrained, save_pretrained
-from flash_train.profiling import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
+from flash_train.records import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
 from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer
 from flash_train.training.callbacks import Throughput
 from flash_train.training.callbacks.base import find_callback

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from flash_train.cli.ablation_tables import shared_settings
-from flash_train.cli.errors import ArgumentParser, UsageError, blame, one_line_errors
-from flash_train.profiling import read_column, write_json
-from flash_train.profiling.ablation import from_csv
-from flash_train.profiling.repeats import SEED
+from flash_train.cli.config.errors import ArgumentParser, UsageError, blame, one_line_errors
+from flash_train.cli.sweep.tables import shared_settings
+from flash_train.files import write_json
+from flash_train.profiling.ablation.repeats import SEED
+from flash_train.profiling.ablation.table import from_csv
+from flash_train.records import read_column
 
 LAST = 10
 RUN = ("model", "precision", "attention", "seq_len")  # what tells one training run from another

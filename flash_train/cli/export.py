@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_train.cli.errors import ArgumentParser, UsageError, blame, one_line_errors
-from flash_train.cli.paths import require_usable
-from flash_train.cli.slurm import last_checkpoint
+from flash_train.cli.config.errors import ArgumentParser, UsageError, blame, one_line_errors
+from flash_train.cli.config.paths import require_usable
+from flash_train.cli.run.slurm import last_checkpoint
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as PyTorch calls them
 CONFIG, WEIGHTS = "config.json", ".safetensors"  # by which a folder is known to hold a model
@@ -59,15 +59,16 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     """
     import torch
 
-    from flash_train.cli.export_files import Files
-    from flash_train.cli.whole_folder import whole_folder
+    from flash_train.cli.run.export_files import EARLIER, Files
+    from flash_train.data.special_tokens import MODEL_CONFIG
+    from flash_train.files import whole_folder
     from flash_train.model import ModelConfig, save_pretrained
 
     kind = getattr(torch, dtype) if dtype else None
     weights = {name.removeprefix(PREFIX): weight.to(kind) for name, weight in checkpoint["state_dict"].items()}
     model = ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"])
     try:
-        with whole_folder(folder) as staged:
+        with whole_folder(folder, earlier=EARLIER, last=MODEL_CONFIG) as staged:
             files = Files.of(checkpoint)
             (written,) = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
             save_pretrained(weights, model, staged, values=files.config(model, written))

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from flash_train.cli.claim import claimed
-from flash_train.cli.compose import compose_config
-from flash_train.cli.environment import grow_segments, quieten_matplotlib, quieten_profiler
-from flash_train.cli.errors import UsageError, one_line_errors
-from flash_train.cli.find_max_options import split
-from flash_train.cli.interrupt import going_on_later
-from flash_train.cli.overrides import CommandLine, read
-from flash_train.cli.paths import require_no_run
+from flash_train.cli.config.compose import compose_config
+from flash_train.cli.config.environment import grow_segments, quieten_matplotlib, quieten_profiler
+from flash_train.cli.config.errors import UsageError, one_line_errors
+from flash_train.cli.config.overrides import CommandLine, read
+from flash_train.cli.config.paths import require_no_run
+from flash_train.cli.run.claim import claimed
+from flash_train.cli.run.interrupt import going_on_later
+from flash_train.cli.sweep.find_max_options import split
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -81,7 +81,10 @@ def search(line: CommandLine) -> None:
     if asked is None:
         profile_memory(compose(line))
         return
-    from flash_train.cli.find_max import TRIAL_STEPS, find_max  # and with it PyTorch, for which mistakes need not wait
+    from flash_train.cli.sweep.find_max import (  # and with it PyTorch, for which mistakes need not wait
+        TRIAL_STEPS,
+        find_max,
+    )
     from flash_train.cli.train import prepare
 
     if line.given("run_dir") is None:
@@ -115,11 +118,11 @@ def compose(line: CommandLine) -> DictConfig:
 
 def profile_memory(config: DictConfig) -> None:
     """Run, record the last step, and write the report."""
-    from flash_train.cli.build import build
-    from flash_train.cli.failures import known_failures
-    from flash_train.cli.memory_files import write_memory
-    from flash_train.cli.predict import check_memory, step_before_run
-    from flash_train.cli.report import announce, finish
+    from flash_train.cli.run.build import build
+    from flash_train.cli.run.failures import known_failures
+    from flash_train.cli.run.memory_check import check_memory, step_before_run
+    from flash_train.cli.run.memory_files import write_memory
+    from flash_train.cli.run.report import announce, finish
     from flash_train.cli.train import quieten
     from flash_train.training.callbacks import MemorySnapshot
 

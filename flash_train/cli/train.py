@@ -16,24 +16,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from flash_train.cli import hardware
-from flash_train.cli.cells import OF_ONE_WANDB_RUN
-from flash_train.cli.choices import dotted_names, jobs
-from flash_train.cli.claim import claimed, is_first_process, new_folder
-from flash_train.cli.compose import CONFIG_NAME, compose_config
-from flash_train.cli.environment import grow_segments, quieten_matplotlib, quieten_profiler
-from flash_train.cli.errors import UnavailableError, UsageError, blame, one_line_errors
-from flash_train.cli.interrupt import Interrupted
-from flash_train.cli.multirun import Multirun, swept
-from flash_train.cli.overrides import CommandLine, read
-from flash_train.cli.paths import conf_dir, require_no_run, require_usable, run_dir_of
-from flash_train.cli.saved_options import describe_options, with_saved_options
-from flash_train.cli.schema import register_schema
-from flash_train.cli.slurm import check_tasks, requeued
-from flash_train.cli.validate import require_files, validate
+from flash_train.cli.config import hardware
+from flash_train.cli.config.choices import dotted_names, jobs
+from flash_train.cli.config.compose import CONFIG_NAME, compose_config
+from flash_train.cli.config.environment import grow_segments, quieten_matplotlib, quieten_profiler
+from flash_train.cli.config.errors import UnavailableError, UsageError, blame, one_line_errors
+from flash_train.cli.config.overrides import CommandLine, read
+from flash_train.cli.config.paths import conf_dir, require_no_run, require_usable, run_dir_of
+from flash_train.cli.config.saved_options import describe_options, with_saved_options
+from flash_train.cli.config.schema import register_schema
+from flash_train.cli.config.validate import require_files, validate
+from flash_train.cli.run.claim import claimed, is_first_process, new_folder
+from flash_train.cli.run.interrupt import Interrupted
+from flash_train.cli.run.multirun import Multirun, swept
+from flash_train.cli.run.slurm import check_tasks, requeued
+from flash_train.cli.sweep.trial import OF_ONE_WANDB_RUN
 
 if TYPE_CHECKING:
-    from flash_train.cli.build import Run
+    from flash_train.cli.run.build import Run
 
 
 def main() -> None:
@@ -163,16 +163,16 @@ def is_unfinished(run_dir: Path) -> bool:
 def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     """Build what the configuration says, run it, and say where everything lies; returns the signal that ended it."""
     # PyTorch and Lightning take seconds to import: --help and most mistakes need not wait for them.
-    from flash_train.cli.rehearsal import rehearsed
+    from flash_train.cli.run.warm_up import rehearsed
 
     with rehearsed(config):
         from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-        from flash_train.cli.build import build
-        from flash_train.cli.failures import known_failures
-        from flash_train.cli.predict import check_memory, step_before_run
-        from flash_train.cli.report import announce, finish, say_where
-        from flash_train.profiling import write_text
+        from flash_train.cli.run.build import build
+        from flash_train.cli.run.failures import known_failures
+        from flash_train.cli.run.memory_check import check_memory, step_before_run
+        from flash_train.cli.run.report import announce, finish, say_where
+        from flash_train.files import write_text
 
     quieten()
     stopped_by: signal.Signals | None = None
@@ -228,7 +228,7 @@ def signal_of(parts: "Run") -> signal.Signals | None:
 
 def record_memory(config: DictConfig, parts: "Run", run_dir: Path, every: int) -> None:
     """Have every so many steps recorded, each with a folder of its own."""
-    from flash_train.cli.memory_files import write_memory
+    from flash_train.cli.run.memory_files import write_memory
     from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
     def write(recorded: RecordedStep) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_train.attention.kernels.tiles import (
+from flash_train.attention.kernels.portable.tiles import (
     OWN_ROWS,
     TABLE,
     VARIANTS,
@@ -32,9 +32,9 @@ from flash_train.attention.kernels.tiles import (
     shared_memory,
     tiles_for,
 )
-from flash_train.cli.errors import ArgumentParser, UnavailableError, one_line_errors
-from flash_train.profiling import write_text
-from flash_train.profiling.attention_tuning import (
+from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
+from flash_train.files import write_text
+from flash_train.profiling.attention.tuning import (
     Problem,
     Setting,
     Unfit,

@@ -2,7 +2,6 @@
 
 from flash_train.model.config import ModelConfig, RopeScaling
 from flash_train.model.generate import generate
-from flash_train.model.memory import MEMORY_MODES
 from flash_train.model.pretrained import (
     load_pretrained,
     pretrained_config,
@@ -12,6 +11,7 @@ from flash_train.model.pretrained import (
     save_pretrained,
 )
 from flash_train.model.pretrained_source import PretrainedSource
+from flash_train.model.recompute import MEMORY_MODES
 from flash_train.model.transformer import Transformer
 
 __all__ = [

@@ -35,7 +35,7 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
     three, and that of the stream, for which x may be asked to come through here although nothing is added.
     """
     if _kernels_run(x):
-        from flash_train.model import rms_norm as kernels
+        from flash_train.model.kernels import rms_norm as kernels
 
         return kernels.add_rms_norm(x, update, weight, eps, uses)
     x = x if update is None else x + update
@@ -51,7 +51,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     once: it writes over gate and up.
     """
     if _kernels_run(gate):
-        from flash_train.model import swiglu
+        from flash_train.model.kernels import swiglu
 
         kind = compute_dtype(gate)
         return swiglu.swiglu_linear(gate.to(kind), up.to(kind), weight.to(kind))
@@ -65,7 +65,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     backward the gradients that it is given.
     """
     if _kernels_run(q):
-        from flash_train.model import rotary
+        from flash_train.model.kernels import rotary
 
         return rotary.apply_rotary(q, k, cos, sin)
     cos, sin = cos[:, None], sin[:, None]
@@ -91,7 +91,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 
 
 def _fused_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    from flash_train.model import cross_entropy
+    from flash_train.model.kernels import cross_entropy
 
     return cross_entropy.linear_cross_entropy(hidden, weight, labels)
 

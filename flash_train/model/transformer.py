@@ -8,7 +8,7 @@ from flash_train.attention import Packing
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
 from flash_train.model.layers import Block, Linear, RMSNorm
-from flash_train.model.memory import check_memory_mode, run_block
+from flash_train.model.recompute import check_memory_mode, run_block
 from flash_train.model.rope import rope_tables
 
 

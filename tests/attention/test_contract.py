@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flash_train.attention import functional
-from flash_train.attention.baselines import sdpa_unavailable
-from tests.attention import contract
-from tests.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
-from tests.attention.contract import Case, build, run
+from flash_train.attention.dense.sdpa import sdpa_unavailable
+from tests.support.attention import contract
+from tests.support.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
+from tests.support.attention.contract import Case, build, run
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # every logit lies where tanh is flat

@@ -30,13 +30,13 @@ def test_mistakes_are_those_of_the_call():
 
 def test_which_kernels():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    from flash_train.attention.kernels import choice
+    from flash_train.attention.kernels import select
     from flash_train.attention.kernels.hopper import launch
 
     def on_hopper(*tensors, asked="flash", **options):
         with (
             mock.patch("flash_train.attention.functional.resolve_backend", return_value=(asked, "")),
-            mock.patch.object(choice, "_hopper", return_value=None if asked == "triton" else launch),
+            mock.patch.object(select, "_hopper", return_value=None if asked == "triton" else launch),
             mock.patch.object(launch, "device_unavailable", return_value=None),
         ):
             return explain(*tensors, **options)

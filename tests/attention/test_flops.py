@@ -12,7 +12,7 @@ from torch.utils.flop_counter import (
 from flash_train.attention import autograd, flops
 from flash_train.attention.flops import attended_pairs, attention_backward_flops, attention_flops, call_pairs
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, MaskFunction, Window
-from flash_train.attention.varlen import Entry, Packing
+from flash_train.attention.packing import Entry, Packing
 
 HEADS = 3
 

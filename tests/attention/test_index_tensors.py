@@ -15,7 +15,7 @@ from flash_train.attention import (
     flash_attn_with_kvcache,
 )
 from flash_train.attention.functional import operands_of
-from tests.attention.devices import INTERPRETING, on_devices
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 BACKENDS = ("reference", "standard", "chunked")
 
@@ -135,7 +135,7 @@ def test_views_of_documents_in_the_decode_kernel(device, view):
 )
 def test_operators_take_views(device, name, view):
     """Called as a saved program calls them, without the checks of the public call."""
-    from flash_train.attention.kernels.arguments import Call
+    from flash_train.attention.kernels.call import Call
 
     generator = torch.Generator().manual_seed(4)
     q, dout = (torch.randn(40, 4, 16, generator=generator).to(device) for _ in "qd")

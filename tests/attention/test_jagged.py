@@ -13,7 +13,7 @@ from flash_train.attention import (
     explain,
     flash_attn_func,
 )
-from tests.attention.devices import INTERPRETING, on_devices
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 CAUSAL = AttentionSpec(Causal())
 LENGTHS_Q, LENGTHS_K = (3, 0, 9, 1), (5, 2, 9, 4)

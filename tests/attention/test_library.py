@@ -21,7 +21,7 @@ from flash_train.attention import (
     attention_flops,
 )
 from flash_train.attention.flops import attention_backward_flops
-from tests.attention.devices import INTERPRETING, on_devices
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 OPERATORS = ("flash_train.attention_forward.default", "flash_train.attention_backward.default")
 

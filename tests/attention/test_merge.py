@@ -5,11 +5,11 @@ from functools import reduce
 import pytest
 import torch
 
+from flash_train.attention.dense.reference import reference_attention
 from flash_train.attention.masks import BlockSparse, Full
 from flash_train.attention.merge import merge
-from flash_train.attention.reference import reference_attention
+from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.varlen import Packing
 
 INFINITY = float("inf")
 

@@ -14,8 +14,8 @@ from flash_train.attention import (
     attention,
     cached_attention,
 )
-from flash_train.attention.reference import reference_attention
-from tests.attention.devices import INTERPRETING, on_devices
+from flash_train.attention.dense.reference import reference_attention
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 #: keys that no query sees, of 20 keys and 12 queries at their end
 HIDING = {
@@ -74,7 +74,7 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_hopper_in_the_emulator(head_dim):
-        from tests.attention.emulated import hopper_on_cpu
+        from tests.support.attention.emulated import hopper_on_cpu
 
         with hopper_on_cpu():
             for spec in SPECS.values():

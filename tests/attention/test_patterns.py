@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flash_train.attention.masks import BlockSparse, Causal
+from flash_train.attention.packing import Entry
 from flash_train.attention.patterns import butterfly, local_global, random, strided
-from flash_train.attention.varlen import Entry
 
 
 def drawn(pattern):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, attention, merge
-from tests.attention.devices import INTERPRETING, on_devices
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 ALL = AttentionSpec(Full(), dropout=0.4)
 CAUSAL = AttentionSpec(Causal(), dropout=0.4)

@@ -14,7 +14,7 @@ from flash_train.attention import (
     Window,
     attention,
 )
-from tests.attention.devices import INTERPRETING, on_devices
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 BACKENDS = ("sdpa", "standard", "chunked", "reference")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flash_train.attention import BlockSparse, Causal, Full, Window
+from flash_train.attention.packing import Entry
 from flash_train.attention.patterns import random
 from flash_train.attention.traffic import flash_traffic, standard_traffic
-from flash_train.attention.varlen import Entry
 
 TILES = {"forward_tile": (32, 16), "dkdv_tile": (16, 32), "dq_tile": (16, 16)}
 

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 from flash_train.attention import AttentionSpec, Causal, Document, Packing, RngState, attention, cached_attention
-from tests.attention.devices import INTERPRETING, on_devices
+from tests.support.attention.devices import INTERPRETING, on_devices
 
 CAUSAL = AttentionSpec(Causal())
 VMAP = "attention under torch.func.vmap .*must be backend=reference, chunked or sdpa, or one call in which"
@@ -135,7 +135,7 @@ if not INTERPRETING:
         gradients_are_autograds(backend, "cpu")
 
     def test_gradients_of_hopper_in_the_emulator():
-        from tests.attention.emulated import hopper_on_cpu
+        from tests.support.attention.emulated import hopper_on_cpu
 
         q, k, v = (x.bfloat16() for x in qkv("cpu", 1, 40, 2, 64))
         with hopper_on_cpu():

@@ -16,7 +16,7 @@ import torch
 from flash_train.attention import AttentionSpec, attention, flash_unavailable
 from flash_train.attention.masks import BlockSparse, Causal, Full, Tree
 from flash_train.attention.merge import merge
-from flash_train.attention.varlen import Entry
+from flash_train.attention.packing import Entry
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNAVAILABLE = flash_unavailable(DEVICE, torch.float32, 64)

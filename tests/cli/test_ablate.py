@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_train.cli import ablate, ablation_tables, loggers
-from flash_train.cli import predict as predict_command
-from flash_train.cli.cells import Result, keep, known_result
-from flash_train.cli.errors import UsageError
-from flash_train.cli.loggers import log_table
-from flash_train.cli.overrides import read
-from flash_train.cli.sweep import plan
-from flash_train.profiling import write_text
-from flash_train.profiling.prediction import predict
-from tests.cli.test_sweep import planned
+from flash_train.cli import ablate
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.overrides import read
+from flash_train.cli.run import loggers
+from flash_train.cli.run import memory_check as predict_command
+from flash_train.cli.run.loggers import log_table
+from flash_train.cli.sweep import tables
+from flash_train.cli.sweep.plan import plan
+from flash_train.cli.sweep.trial import Result, keep, known_result
+from flash_train.files import write_text
+from flash_train.profiling.memory.prediction import predict
+from tests.cli.sweep.test_plan import planned
 
 ROOT = Path(__file__).parents[2]
 LONG = 2**18  # tokens whose score matrix fits nowhere
@@ -102,13 +104,13 @@ def test_wandb_fails_after_everything_is_told(tmp_path, monkeypatch, capsys):
         write_text(cell.folder / "metrics.csv", "step,train/loss\n1,2.0\n")
     ok = Result("ok", summary={"peak_memory_of": "process", "device": "CPU", "steps": 1, "versions": {}})
     with pytest.raises(UsageError, match="no server"):
-        ablation_tables.report(sweep, {each.cell: ok for each in sweep.cells})
+        tables.report(sweep, {each.cell: ok for each in sweep.cells})
     out = capsys.readouterr().out
     assert "largest relative difference 0.0e+00" in out and "ablation.csv" in out and "2 ok" in out
     assert "wandb/" not in out
 
     monkeypatch.setattr(loggers, "log_table", lambda *arguments: None)
-    ablation_tables.report(sweep, {each.cell: ok for each in sweep.cells})
+    tables.report(sweep, {each.cell: ok for each in sweep.cells})
     assert f"{tmp_path}: ablation.csv" in (out := capsys.readouterr().out) and ", cells/, wandb/\n" in out
 
 
@@ -122,7 +124,7 @@ def test_a_disturbed_cell_is_named_and_marked(tmp_path, capsys):
         write_text(each.cell.folder / "metrics.csv", "\n".join(["step,train/loss,time/step_seconds", *lines, ""]))
         summary = {"peak_memory_of": "process", "device": "CPU", "steps": 6, "versions": {}, "step_seconds": seconds[3]}
         results[each.cell] = Result("ok", summary={**summary, "val_loss": 2.0, "val_tokens": 32768})
-    ablation_tables.report(sweep, results)
+    tables.report(sweep, results)
     out, text = capsys.readouterr().out, (tmp_path / "ablation.md").read_text(encoding="utf-8")
     assert out.startswith("disturbed: seq_len=64,attention=standard: steps spread over more than 10% of their median.")
     assert "| 64 | sdpa | **1,000** | 0.77 | 1% |" in text and "| 64 | standard | 1,300 † | 1.00 | 17% |" in text
@@ -138,10 +140,10 @@ def test_cells_that_a_table_leaves_out_are_counted(tmp_path, capsys):
         keep(each.cell, Result("ok"))
     fewer = replace(sweep, cells=sweep.cells[:1])
     (tmp_path / "ablation.png").write_bytes(b"of another sweep")
-    ablation_tables.report(fewer, {fewer.cells[0].cell: Result("failed", "a bug")})
+    tables.report(fewer, {fewer.cells[0].cell: Result("failed", "a bug")})
     assert f"left out: 1 finished cell in {tmp_path / 'cells'}" in (out := capsys.readouterr().out)
     assert "ablation.png" not in out and not (tmp_path / "ablation.png").exists()
-    ablation_tables.report(sweep, {each.cell: Result("failed", "a bug") for each in sweep.cells})
+    tables.report(sweep, {each.cell: Result("failed", "a bug") for each in sweep.cells})
     assert "left out" not in capsys.readouterr().out
 
 
@@ -176,7 +178,7 @@ def test_the_exit_status_says_that_nothing_came_of_it(command, monkeypatch, tmp_
         return {each.cell: Result(status, "why") for each, status in zip(sweep.cells, statuses, strict=True)}
 
     monkeypatch.setattr(ablate, "run", run)
-    monkeypatch.setattr(ablation_tables, "report", lambda sweep, results: None)
+    monkeypatch.setattr(tables, "report", lambda sweep, results: None)
     axis = f"sweep.seq_len={list(range(64, 64 + len(statuses)))}".replace(" ", "")
     ended, lines = command("hardware=cpu", f"run_dir={tmp_path}", axis, "attention=sdpa")
     assert ended == code and len(lines) == bool(code)

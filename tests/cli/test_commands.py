@@ -12,8 +12,8 @@ import pytest
 
 import flash_train
 from flash_train import cli
-from flash_train.cli.errors import one_line_errors
-from flash_train.cli.overrides import read
+from flash_train.cli.config.errors import one_line_errors
+from flash_train.cli.config.overrides import read
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(path.stem for path in Path(cli.__file__).parent.glob("*.py"))

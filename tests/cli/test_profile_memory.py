@@ -11,12 +11,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from flash_train.cli import memory_files, profile_memory
-from flash_train.cli import predict as command
-from flash_train.cli.errors import UsageError
+from flash_train.cli import profile_memory
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.run import memory_check as command
+from flash_train.cli.run import memory_files
 from flash_train.model import ModelConfig
-from flash_train.profiling.prediction import predict
-from flash_train.profiling.step import Step
+from flash_train.profiling.memory.prediction import predict
+from flash_train.profiling.memory.step import Step
 
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
 

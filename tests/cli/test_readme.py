@@ -10,11 +10,11 @@ import pytest
 
 from flash_train.cli.collect_runs import join_cells
 from flash_train.cli.collect_runs import main as collect_runs
-from flash_train.profiling import write_json, write_text
-from flash_train.profiling.ablation import Row, losses_to_csv, to_csv
-from flash_train.profiling.attention_plot import plot_attention
-from flash_train.profiling.longest import Longest, from_record, to_record
-from flash_train.profiling.longest import Row as LongestRow
+from flash_train.files import write_json, write_text
+from flash_train.profiling.ablation.table import Row, losses_to_csv, to_csv
+from flash_train.profiling.attention.plot import plot_attention
+from flash_train.profiling.memory.longest import Longest, from_record, to_record
+from flash_train.profiling.memory.longest import Row as LongestRow
 from scripts.update_readme import TABLES, fill, main, outdated, update
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flash_train.attention.kernels.tiles import TABLE, VARIANTS, Tile, Tiles, tiles_for
+from flash_train.attention.kernels.portable.tiles import TABLE, VARIANTS, Tile, Tiles, tiles_for
 from flash_train.cli.tune_attention import best, format_table, main, merge_row, row_of, sweep, tune_row
-from flash_train.profiling import write_text
-from flash_train.profiling.attention_tuning import Setting, Unfit
+from flash_train.files import write_text
+from flash_train.profiling.attention.tuning import Setting, Unfit
 
 OLD, FAST, SLOW, UNFIT = Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(32, 32, 4, 2), Tile(128, 128, 4, 3)
 
@@ -97,7 +97,7 @@ def with_row(monkeypatch):
 
     def look_up(row):
         merged = merge_row(json.loads(TABLE.read_text()), row, VARIANTS)
-        monkeypatch.setattr("flash_train.attention.kernels.tiles.load_table", lambda: merged)
+        monkeypatch.setattr("flash_train.attention.kernels.portable.tiles.load_table", lambda: merged)
         return lambda kib, major: tiles_for.__wrapped__(kib * 1024, torch.bfloat16, 128, "causal", major).forward
 
     return look_up

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_train.model import cross_entropy, rms_norm, rotary, swiglu
+from flash_train.model.kernels import cross_entropy, rms_norm, rotary, swiglu
 from flash_train.model.ops import IGNORE_INDEX, add_rms_norm, apply_rotary
 
 Function = Callable[..., tuple[Tensor, ...]]

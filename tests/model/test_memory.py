@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_train.attention import AttentionSpec
-from flash_train.model import MEMORY_MODES, Transformer, layers, memory
+from flash_train.model import MEMORY_MODES, Transformer, layers, recompute
 from tests.model.common import packing_of, random_batch, tiny_config, tiny_model
 
 LENGTHS = (20, 7, 37)
@@ -82,7 +82,7 @@ def test_a_kept_attention_that_draws_random_numbers_does_not_shift_the_other_dro
         return noisy_attention(v.repeat_interleave(q.shape[-2] // v.shape[-2], -2))
 
     monkeypatch.setattr(layers, "attention", attention)
-    monkeypatch.setattr(memory, "KEPT_OPERATORS", frozenset({"flash_train_tests::noisy_attention"}))
+    monkeypatch.setattr(recompute, "KEPT_OPERATORS", frozenset({"flash_train_tests::noisy_attention"}))
     options = {"attention_dropout": 0.2, "residual_dropout": 0.2}
     with Calls("flash_train_tests::noisy_attention") as calls:
         got = loss_and_gradients("selective", **options)
@@ -91,7 +91,7 @@ def test_a_kept_attention_that_draws_random_numbers_does_not_shift_the_other_dro
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("operator", sorted(memory.KEPT_OPERATORS))
+@pytest.mark.parametrize("operator", sorted(recompute.KEPT_OPERATORS))
 def test_the_kept_operators_exist(operator):
     """A name that PyTorch or this project no longer has would make selective recompute everything, silently."""
     import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
-from flash_train.profiling.records import MetricsTable
+from flash_train.records.metrics import MetricsTable
 
 
 class Full(pl.Callback):
@@ -20,7 +20,7 @@ class Full(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.start:
             self.patch.setattr("flash_train.files.os.replace", full)
-            self.patch.setattr("flash_train.profiling.records.open", cut, raising=False)
+            self.patch.setattr("flash_train.records.metrics.open", cut, raising=False)
         if trainer.global_step == self.end:
             self.patch.undo()
 

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 from tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
-from flash_train.profiling import MetricsTable
+from flash_train.records import MetricsTable
 from flash_train.training import MissedValidation, RunRecord, SaveOnSignal, newest_checkpoint
 from flash_train.training.callbacks.missed_validation import DUE
 

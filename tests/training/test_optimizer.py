@@ -12,7 +12,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from flash_train.model import Transformer
-from flash_train.profiling.prediction import OPTIMIZER_BLOCK
+from flash_train.profiling.memory.prediction import OPTIMIZER_BLOCK
 from flash_train.training.optimizer import (
     OptimizerConfig,
     build_adamw,

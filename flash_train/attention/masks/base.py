@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer
-from flash_train.attention.varlen import Entry, Span
+from flash_train.attention.packing import Entry, Span
 
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
 FARTHEST = 2**30  #: a bound that no sequence reaches

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_train.attention.checks import integer, integers
 from flash_train.attention.masks.base import MAP_BLOCK, WHOLE, BlockMap, Lowered, Mask, mask_end
-from flash_train.attention.varlen import Entry
+from flash_train.attention.packing import Entry
 
 
 @dataclass(frozen=True, eq=False)

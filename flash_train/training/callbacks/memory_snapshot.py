@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from flash_train.profiling.allocations import MemoryProfile, Recording, profile_of
-from flash_train.profiling.memory import begin_peak
+from flash_train.profiling.memory.allocations import MemoryProfile, Recording, profile_of
+from flash_train.records.memory_use import begin_peak
 from flash_train.training.callbacks.base import StepCallback, find_callback, require
 from flash_train.training.callbacks.throughput import COMPUTE_DTYPE, Throughput
 

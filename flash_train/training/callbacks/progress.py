@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from flash_train.output import STDERR, STDOUT
-from flash_train.profiling import peak_memory
+from flash_train.records import peak_memory
 from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
 from flash_train.training.callbacks.stop import StopAfter
 from flash_train.training.callbacks.throughput import Throughput

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from flash_train.files import remove_temporary
+from flash_train.files import remove_temporary, write_json
 from flash_train.output import say
-from flash_train.profiling import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions, write_json
+from flash_train.records import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions
 from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
 from flash_train.training.callbacks.stop import SaveOnSignal
 from flash_train.training.callbacks.throughput import Throughput

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.throughput import Throughput as RollingThroughpu
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from flash_train.profiling import device_name, memory_use, peak_flops, reset_peak_memory
+from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
 from flash_train.training.callbacks.base import StepCallback, find_callback, require
 from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.step_log import is_logged, log_at_step
@@ -86,7 +86,7 @@ class Throughput(StepCallback):
         time/forward_seconds, …                                where `StepTimes` is there too, before this one
         throughput/tokens_per_second                           all positions of the rows, all ranks
         throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
-        memory/...                                             see `flash_train.profiling.memory_use`
+        memory/...                                             see `flash_train.records.memory_use`
 
     The module is a `CausalLMModule`, or has its `flops(batch)`, an int, and `last_step`, a `StepResult` as soon as an
     optimizer step is done; its batches are dictionaries with `tokens` (batch, seq_len).

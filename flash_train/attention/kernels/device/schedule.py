@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flash_train.attention.varlen import Entry
+from flash_train.attention.packing import Entry
 
 
 @triton.jit

@@ -22,9 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import query_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
-from flash_train.attention.kernels.hopper.draws import draw, find_places, keep, keep_wide
-from flash_train.attention.kernels.hopper.pairs import pack, unpack
-from flash_train.attention.kernels.hopper.ring import (
+from flash_train.attention.kernels.hopper.dq_sum import (
+    WRITTEN_BUT_TWO,
+    clear_ahead,
+    count,
+    finish_before,
+    leave_last,
+    load_before,
+)
+from flash_train.attention.kernels.hopper.dropout import draw, find_places, keep, keep_wide
+from flash_train.attention.kernels.hopper.packed16 import pack, unpack
+from flash_train.attention.kernels.hopper.pipeline import (
     Ring,
     arrive,
     hold,
@@ -43,15 +51,7 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.sums import (
-    WRITTEN_BUT_TWO,
-    clear_ahead,
-    count,
-    finish_before,
-    leave_last,
-    load_before,
-)
-from flash_train.attention.kernels.hopper.tasks import (
+from flash_train.attention.kernels.hopper.scheduler import (
     Work,
     at,
     find_task,

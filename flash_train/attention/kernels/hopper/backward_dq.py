@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import count_edges, key_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
-from flash_train.attention.kernels.hopper.draws import draw, find_places, keep_wide
-from flash_train.attention.kernels.hopper.ring import (
+from flash_train.attention.kernels.hopper.dropout import draw, find_places, keep_wide
+from flash_train.attention.kernels.hopper.pipeline import (
     fill,
     hold,
     make_barriers,
@@ -28,7 +28,7 @@ from flash_train.attention.kernels.hopper.ring import (
     tile_of,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import Work, at, find_task, lanes, padded_row, start_of_block
+from flash_train.attention.kernels.hopper.scheduler import Work, at, find_task, lanes, padded_row, start_of_block
 
 BLOCK_M = gl.constexpr(128)
 

@@ -20,8 +20,8 @@ from flash_train.attention.kernels.device.mask import query_visits, visible
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.backward import load_walk
-from flash_train.attention.kernels.hopper.draws import draw, find_places, keep_wide
-from flash_train.attention.kernels.hopper.ring import (
+from flash_train.attention.kernels.hopper.dropout import draw, find_places, keep_wide
+from flash_train.attention.kernels.hopper.pipeline import (
     arrive,
     hold,
     make_barriers,
@@ -34,7 +34,7 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_empty,
     wait_full,
 )
-from flash_train.attention.kernels.hopper.tasks import (
+from flash_train.attention.kernels.hopper.scheduler import (
     Work,
     at,
     find_task,

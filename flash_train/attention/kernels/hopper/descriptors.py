@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_train.attention.kernels.planned import Form
+from flash_train.attention.kernels.launch_cache import Form
 
 MOST_ROWS = 1 << 30  #: of an entry: coordinates are 32 bits, and a packed entry's count back from here
 PACKED_STEP = 1 << 34  #: elements: the strides of a packed tensor's two row dimensions add up to this

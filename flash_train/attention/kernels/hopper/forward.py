@@ -21,9 +21,18 @@ from flash_train.attention.kernels.device.mask import count_edges, key_visits, v
 from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import load_slope, logits
 from flash_train.attention.kernels.device.softmax import add_sink, finish_rows
-from flash_train.attention.kernels.hopper.draws import draw, find_places, keep
-from flash_train.attention.kernels.hopper.pairs import pack, unpack
-from flash_train.attention.kernels.hopper.ring import (
+from flash_train.attention.kernels.hopper.dropout import draw, find_places, keep
+from flash_train.attention.kernels.hopper.online_softmax import (
+    exceed,
+    make_notes,
+    new_maximum,
+    read_notes,
+    rescale,
+    rescale_sums,
+    sum_by_thread,
+)
+from flash_train.attention.kernels.hopper.packed16 import pack, unpack
+from flash_train.attention.kernels.hopper.pipeline import (
     fill,
     hold,
     make_mark,
@@ -44,16 +53,7 @@ from flash_train.attention.kernels.hopper.ring import (
     wait_full,
     write_word,
 )
-from flash_train.attention.kernels.hopper.softmax import (
-    exceed,
-    make_notes,
-    new_maximum,
-    read_notes,
-    rescale,
-    rescale_sums,
-    sum_by_thread,
-)
-from flash_train.attention.kernels.hopper.tasks import (
+from flash_train.attention.kernels.hopper.scheduler import (
     Work,
     at,
     count_tasks,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.attention.kernels.arguments import (
+from flash_train.attention.kernels.call import (
     Call,
     Launch,
     contiguous_columns,
@@ -23,6 +23,7 @@ from flash_train.attention.kernels.arguments import (
 )
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
+from flash_train.attention.kernels.hopper.backward_rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_wide
 from flash_train.attention.kernels.hopper.descriptors import (
     MOST_ROWS,
@@ -31,14 +32,19 @@ from flash_train.attention.kernels.hopper.descriptors import (
     describe_rows,
     describe_sum,
 )
+from flash_train.attention.kernels.hopper.dq_sum import AHEAD
 from flash_train.attention.kernels.hopper.forward import hopper_forward
-from flash_train.attention.kernels.hopper.rows import PAD, hopper_finish, hopper_prepare
-from flash_train.attention.kernels.hopper.sums import AHEAD
 from flash_train.attention.kernels.hopper.tiles import WIDEST_SUM, ForwardTile, backward_tile, dq_tile, forward_tile
-from flash_train.attention.kernels.launch import lengths_of, make_output, sink_gradient, slope_gradient, slots_of
-from flash_train.attention.kernels.lists import lists_launch
-from flash_train.attention.kernels.planned import Form, form_of, launch_all
-from flash_train.attention.kernels.tiles import block_d, cdiv, processors
+from flash_train.attention.kernels.launch_cache import Form, form_of, launch_all
+from flash_train.attention.kernels.portable.launch import (
+    lengths_of,
+    make_output,
+    sink_gradient,
+    slope_gradient,
+    slots_of,
+)
+from flash_train.attention.kernels.portable.tiles import block_d, cdiv, processors
+from flash_train.attention.kernels.tile_lists import lists_launch
 
 CACHE_BYTES = 24 << 20  #: of rows that are walked at a time: half of the chip's second-level cache
 

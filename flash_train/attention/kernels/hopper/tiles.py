@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flash_train.attention.kernels.arguments import UNUSED, Call
-from flash_train.attention.kernels.tiles import Tile
+from flash_train.attention.kernels.call import UNUSED, Call
+from flash_train.attention.kernels.portable.tiles import Tile
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Attention in plain PyTorch: what the kernels are checked against and compared with."""

@@ -1,0 +1,184 @@
+"""The backends in plain PyTorch as one operator of a traced program, where the program cannot hold their steps.
+
+The steps depend on values or on symbolic lengths: how many chunks there are, and where packed entries begin. The
+operator runs the backend on the real tensors. Its backward runs the forward again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.dense.chunked import chunked_attention
+from flash_train.attention.dense.reference import reference_attention
+from flash_train.attention.dense.sequences import statistics_dtype
+from flash_train.attention.dense.standard import standard_attention
+from flash_train.attention.masks.parts import put_together, take_apart
+from flash_train.attention.packing import Packing
+from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.tracing import unreadable
+
+#: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given
+DENSE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "standard": standard_attention,
+    "chunked": chunked_attention,
+    "reference": reference_attention,
+}
+
+
+def needs_operator(name: str, q: Tensor, packing: Packing | None) -> bool:
+    """Whether a traced program cannot hold the steps of a backend of ``DENSE``."""
+    if not unreadable(q):
+        return False
+    if packing is not None and packing.lengths is None:
+        return True
+    return name != "reference" and torch.compiler.is_exporting()
+
+
+def attend_by_operator(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None,
+    state: Tensor | None,
+    origin: tuple[int, int, int, int],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As ``DENSE[name]``; dropout needs a state, so that the backward draws the same mask."""
+    cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    mask = take_apart(spec.mask)
+    return attention_dense(
+        q, k, v, alibi_slopes, sinks, cu_q, cu_k, state, mask.tensors, mask.names, mask.integers, list(origin),
+        float(spec.scale_for(q.shape[-1])), float(spec.softcap), float(spec.dropout), name,
+    )  # fmt: skip
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    mask_names: str,
+    mask_integers: Sequence[int],
+    origin: Sequence[int],
+    scale: float,
+    softcap: float,
+    dropout: float,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp; ``masks.parts`` names the parts of the mask, ``attention`` the rest."""
+    spec = AttentionSpec(put_together(mask_names, mask_integers, mask_tensors), scale, softcap, dropout)
+    packing = None if cu_seqlens_q is None or cu_seqlens_k is None else Packing(cu_seqlens_q, cu_seqlens_k)
+    if packing is not None:
+        packing.validate(q.device, q.shape[0], k.shape[0])
+    out, lse = DENSE[name](
+        q, k, v, spec, packing, rng, origin=tuple(origin), alibi_slopes=alibi_slopes, sinks=sinks
+    )  # fmt: skip
+    return out.contiguous(), lse.to(statistics_dtype(q)).contiguous()
+
+
+def _run_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    mask_tensors: Sequence[Tensor],
+    mask_names: str,
+    mask_integers: Sequence[int],
+    origin: Sequence[int],
+    scale: float,
+    softcap: float,
+    dropout: float,
+    name: str,
+) -> list[Tensor]:
+    """Gradients of q, k, v, and of the slopes and the sinks where they are given."""
+    given = (q, k, v, alibi_slopes, sinks)
+    learnt = [None if x is None else x.detach().requires_grad_() for x in given]
+    run: Any = _run
+    with _recording():
+        out, lse = run(
+            *learnt, cu_seqlens_q, cu_seqlens_k, rng, mask_tensors, mask_names, mask_integers, origin, scale, softcap,
+            dropout, name,
+        )  # fmt: skip
+        inputs = [x for x in learnt if x is not None]
+        if not out.requires_grad:  # nothing was computed, as of a batch of none
+            return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        pairs = [(x, g) for x, g in ((out, dout), (lse, dlse)) if x.requires_grad]
+        results, weights = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(results, inputs, weights, materialize_grads=True)
+    return [grad.contiguous() for grad in grads]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd inside an operator, which PyTorch runs below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+attention_dense = torch.library.custom_op(
+    "flash_train::attention_dense", _run, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+attention_dense_backward = torch.library.custom_op(
+    "flash_train::attention_dense_backward", _run_backward, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+
+
+@attention_dense.register_fake
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=statistics_dtype(q))
+
+
+@attention_dense_backward.register_fake
+def _backward_shapes(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *_: Any,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, alibi_slopes, sinks) if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, mask_tensors, names, integers, origin, scale, softcap, dropout, name = inputs
+    ctx.save_for_backward(*tensors, *mask_tensors)
+    ctx.n_tensors = len(tensors)
+    ctx.settings = (names, integers, origin, scale, softcap, dropout, name)
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    tensors, mask_tensors = saved[: ctx.n_tensors], list(saved[ctx.n_tensors :])
+    grads = iter(attention_dense_backward(dout, dlse, *tensors, mask_tensors, *ctx.settings))
+    found = [None if x is None else next(grads) for x in tensors[:5]]
+    return (*found, None, None, None, [None] * len(mask_tensors), *(None,) * 7)
+
+
+attention_dense.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,138 @@
+"""The dense oracle: any specification in any dtype up to fp64, in plain PyTorch.
+
+Memory is quadratic in length. Every other backend is held to this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.dense.sequences import statistics_dtype
+from flash_train.attention.dropout import keep_mask
+from flash_train.attention.packing import Entry, Packing, entries
+from flash_train.attention.spec import AttentionSpec
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None = None,
+    rng: Tensor | None = None,
+    *,
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp, differentiable; computed in fp32, for fp64 inputs in fp64.
+
+    Each row subtracts its maximum and divides by its own sum, so weights add up to 1 however large the logits are. A
+    16-bit call rounds once, at the output, and holds fp32 copies of q, k and v.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), packed (total_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim), packed (total_k, kv_heads, head_dim).
+        v: as k, with a head_dim of its own.
+        rng: int64 (2,), the dropout state; required where ``spec.dropout > 0``.
+        origin: (entry, head, query, key) of the call's first element in the whole dropout mask.
+        alibi_slopes: (heads,) or (entries, heads).
+        sinks: (heads,).
+
+    Returns:
+        out like q with v's head_dim; lse (batch, heads, seqlen_q), packed (heads, total_q), fp32 (fp64 for fp64).
+        Queries that see no key have output 0 and log-sum-exp -inf (with sinks: the sink), as have the rows of a packed
+        tensor that belong to no entry (-inf with sinks, too).
+    """
+    dtype, stats = q.dtype, statistics_dtype(q)
+    q, k, v = q.to(stats), k.to(stats), v.to(stats)
+    outs, lses, end = [], [], 0
+    for entry in entries(q, k, packing):
+        rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
+        tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
+        with torch.autocast(q.device.type, enabled=False):  # it would make the products 16-bit again
+            out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
+        outs.append(out)
+        lses.append(lse)
+        end = rows.stop
+    if packing is None:
+        if not outs:
+            return q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype), q.new_zeros(0, q.shape[2], q.shape[1])
+        return torch.stack(outs).to(dtype), torch.stack(lses)
+    tail = q.shape[0] - end
+    outs.append(q.new_zeros(tail, q.shape[1], v.shape[2]))
+    lses.append(q.new_full((q.shape[1], tail), float("-inf")))
+    return torch.cat(outs).to(dtype), torch.cat(lses, 1)
+
+
+def scores(q: Tensor, k: Tensor, spec: AttentionSpec, entry: Entry, slopes: Tensor | None = None) -> Tensor:
+    """Logits of one sequence before the mask, (heads, len_q, len_k), from (seqlen, heads, head_dim) tensors.
+
+    The softcap comes before the ALiBi bias ``-slope * abs(i + len_k - len_q - j)`` (Press et al., arXiv:2108.12409),
+    as in flash-attn.
+    """
+    logits = torch.einsum("qhd,khd->hqk", q, k) * spec.scale_for(q.shape[-1])
+    if spec.softcap:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    if slopes is not None:
+        position = torch.arange(entry.len_q, device=q.device)[:, None] + (entry.len_k - entry.len_q)
+        distance = (position - torch.arange(entry.len_k, device=q.device)[None, :]).abs()
+        logits = logits - slopes.to(logits.dtype)[:, None, None] * distance
+    return logits
+
+
+def _sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    entry: Entry,
+    rng: Tensor | None,
+    origin: tuple[int, int, int, int],
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(seqlen, heads, head_dim) tensors of one sequence to its output and (heads, seqlen_q) log-sum-exp."""
+    n_heads = q.shape[1]
+    group = n_heads // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    visible = spec.mask.dense(entry, n_heads, q.device)
+    seen = visible.any(1)[..., None].transpose(0, 1)  # a key or value that no query sees may be anything
+    k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
+    logits = scores(q, k, spec, entry, slopes).masked_fill(~visible, float("-inf"))
+    sink = None if sinks is None else sinks.to(logits.dtype)[:, None]
+    shift = _row_maximum(logits.detach(), None if sink is None else sink.detach())
+    weights = torch.exp(logits - shift[..., None])
+    total = weights.sum(-1) if sink is None else weights.sum(-1) + torch.exp(sink - shift)
+    counted = total != 0  # a row with neither key nor sink has sum 0; a sum that is not a number counts, too
+    total = torch.where(counted, total, 1.0)
+    lse = torch.where(counted, shift + total.log(), float("-inf"))
+    weights = weights / total[..., None]
+    if spec.dropout > 0:
+        assert rng is not None
+        keep = dropout_mask(rng, entry, n_heads, spec, origin)
+        weights = torch.where(keep, weights * (256 / spec.keep_threshold), 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def _row_maximum(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """What each row subtracts, (heads, len_q): its largest logit or the sink; 0 where that is infinite."""
+    top = logits.new_full(logits.shape[:-1], float("-inf")) if sink is None else sink.expand(logits.shape[:-1])
+    if logits.shape[-1]:
+        top = torch.maximum(top, logits.amax(-1))
+    return torch.where(top.isinf(), 0.0, top)
+
+
+def dropout_mask(
+    rng: Tensor, entry: Entry, n_heads: int, spec: AttentionSpec, origin: tuple[int, int, int, int]
+) -> Tensor:
+    """The mask of one sequence, bool (heads, len_q, len_k)."""
+    first_entry, first_head, first_query, first_key = origin
+    queries = torch.arange(first_query, first_query + entry.len_q)
+    keys = torch.arange(first_key, first_key + entry.len_k)
+    heads = range(first_head, first_head + n_heads)
+    return torch.stack(
+        [keep_mask(rng, first_entry + entry.index, h, queries, keys, spec.keep_threshold) for h in heads]
+    )

@@ -1,0 +1,180 @@
+"""What the implementations in plain PyTorch share: calls as sequences of equal lengths, and how the parts are joined.
+
+A padded batch is one part, a packed tensor one part per entry. Inside a part, tensors keep (batch, seqlen, heads,
+head_dim) and what belongs to pairs is (batch, heads, queries, keys).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.dropout import keep_mask
+from flash_train.attention.masks import Band, Full, Mask
+from flash_train.attention.packing import Entry, Packing, Span, entries
+from flash_train.attention.spec import AttentionSpec
+
+
+class Part(NamedTuple):
+    """Sequences of equal lengths, which one batched computation serves."""
+
+    q: Tensor  # (batch, len_q, heads, head_dim)
+    k: Tensor  # (batch, len_k, kv_heads, head_dim)
+    v: Tensor  # (batch, len_k, kv_heads, v_head_dim)
+    slopes: Tensor | None  # (batch or 1, heads)
+    entries: list[Entry]  # batch of them
+
+    @property
+    def empty(self) -> bool:
+        """Whether no pair exists."""
+        return self.q.shape[1] == 0 or self.k.shape[1] == 0
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes: Tensor | None = None) -> list[Part]:
+    """The parts of a call. Packed, entries without queries are left out; reads ``cu_seqlens`` unless lengths are given.
+
+    ``slopes`` are (heads,) or (entries, heads).
+    """
+    found = entries(q, k, packing)
+    if slopes is not None and slopes.dim() == 1:
+        slopes = slopes[None]
+    if packing is None:
+        return [Part(q, k, v, slopes, found)] if found else []
+    parts = []
+    for entry in found:
+        if entry.len_q == 0:
+            continue
+        rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
+        row = slopes if slopes is None or slopes.shape[0] == 1 else slopes[entry.index][None]
+        parts.append(Part(q[None, rows], k[None, columns], v[None, columns], row, [entry]))
+    return parts
+
+
+def join_out(outs: list[Tensor], q: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
+    """Outputs of the parts as one tensor like q with v's head_dim; 0 in rows that belong to no entry."""
+    if packing is None:
+        return outs[0] if outs else q.new_zeros(*q.shape[:-1], v.shape[-1])
+    tail = q.shape[0] - sum(out.shape[1] for out in outs)
+    return torch.cat([*(out[0] for out in outs), q.new_zeros(tail, q.shape[1], v.shape[2])])
+
+
+def join_lse(lses: list[Tensor], q: Tensor, packing: Packing | None) -> Tensor:
+    """Log-sum-exp of the parts, each (batch, heads, len_q), as one tensor; -inf in rows that belong to no entry."""
+    dtype = statistics_dtype(q)
+    if packing is None:
+        return lses[0] if lses else q.new_zeros(0, q.shape[2], q.shape[1], dtype=dtype)
+    tail = q.shape[0] - sum(lse.shape[2] for lse in lses)
+    return torch.cat([*(lse[0] for lse in lses), q.new_full((q.shape[1], tail), float("-inf"), dtype=dtype)], 1)
+
+
+def statistics_dtype(q: Tensor) -> torch.dtype:
+    """Of maxima, sums and log-sum-exp: fp32, for fp64 inputs fp64."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def attend_nothing(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output 0 and log-sum-exp -inf (with sinks: the sink) of a part without pairs, with gradients of 0."""
+    q, k, v = (x.transpose(1, 2) for x in (part.q, *repeat_heads(part.k, part.v, part.q.shape[2])))
+    out = ((q @ k.transpose(-1, -2)) @ v).transpose(1, 2)
+    if sinks is None:
+        return out, q.new_full(q.shape[:3], float("-inf"), dtype=statistics_dtype(q))
+    return out, sinks.to(statistics_dtype(q))[:, None].expand(q.shape[:3])
+
+
+def repeat_heads(k: Tensor, v: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values once per query head, copied where heads are grouped."""
+    group = n_heads // k.shape[2]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
+
+
+def visible(
+    mask: Mask, part: Part, queries: range | Span | None = None, keys: range | Span | None = None
+) -> Tensor | None:
+    """The rule of a part or a piece of it, bool (batch or 1, heads or 1, queries, keys); None where all is visible."""
+    if isinstance(mask, Full):
+        return None
+    n_heads, device = part.q.shape[2], part.q.device
+    if not mask.per_entry:
+        return mask.dense(part.entries[0], n_heads, device, queries, keys)[None]
+    return torch.stack([mask.dense(entry, n_heads, device, queries, keys) for entry in part.entries])
+
+
+def opened(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The mask with rows that see nothing seeing all instead, and which rows saw something, (..., queries, 1).
+
+    The softmax of a row of -inf is NaN, in the gradient too. So such a row gets a softmax like any other, and then
+    counts 0 times; no pass over all pairs and heads is needed.
+    """
+    if mask is None:
+        return None, None
+    seeing = mask.any(-1, keepdim=True)
+    return mask | ~seeing, seeing
+
+
+def seen_keys(mask: Mask, part: Part, rule: Tensor | None) -> Tensor | None:
+    """Which keys some query sees, bool (batch or 1, kv_heads or 1, keys); None where a band alone says that all are.
+
+    ``rule`` is ``visible``'s of the part or of a piece of it.
+
+    Keys and values that no query sees count as zeros: a weight of 0 times a number that is none would be none, in every
+    row. It costs one pass over the rule, the keys and the values.
+    """
+    extra = part.k.shape[1] - part.q.shape[1]
+    if rule is None or (isinstance(mask, Band) and (mask.left is None or extra <= mask.left)):
+        return None
+    seen = rule.any(-2)
+    return seen if seen.shape[1] == 1 else seen.unflatten(1, (part.k.shape[2], -1)).any(2)
+
+
+def only_seen(x: Tensor, seen: Tensor | None) -> Tensor:
+    """Keys or values (batch, keys, kv_heads, head_dim) with zeros where ``seen_keys`` says that no query sees them."""
+    return x if seen is None else torch.where(seen.transpose(1, 2)[..., None], x, 0.0)
+
+
+def distance(
+    entry: Entry, device: torch.device, queries: range | Span | None = None, keys: range | Span | None = None
+) -> Tensor:
+    """How far each key is from its query, fp32 (queries, keys): what ALiBi's slopes multiply."""
+    queries = Span(0, entry.len_q) if queries is None else queries
+    keys = Span(0, entry.len_k) if keys is None else keys
+    shift = entry.len_k - entry.len_q
+    q = torch.arange(queries.start + shift, queries.stop + shift, device=device, dtype=torch.float32)
+    k = torch.arange(keys.start, keys.stop, device=device, dtype=torch.float32)
+    return (q[:, None] - k[None, :]).abs_()
+
+
+def kept(
+    part: Part,
+    spec: AttentionSpec,
+    rng: Tensor | None,
+    origin: tuple[int, int, int, int],
+    queries: range | Span | None = None,
+    keys: range | Span | None = None,
+) -> Tensor:
+    """Which weights dropout keeps, bool (batch, heads, queries, keys).
+
+    With ``rng``, int64 (2,), the exact mask of ``flash_train.attention.dropout``; without it one drawn from PyTorch's
+    generator of the device, with the same probability of keeping.
+    """
+    queries = Span(0, part.q.shape[1]) if queries is None else queries
+    keys = Span(0, part.k.shape[1]) if keys is None else keys
+    n_heads = part.q.shape[2]
+    if rng is None:
+        shape = (len(part.entries), n_heads, queries.stop - queries.start, keys.stop - keys.start)
+        return torch.empty(shape, dtype=torch.bool, device=part.q.device).bernoulli_(spec.keep_threshold / 256)
+    first_entry, first_head, first_query, first_key = origin
+    q = torch.arange(queries.start + first_query, queries.stop + first_query, device=rng.device)
+    k = torch.arange(keys.start + first_key, keys.stop + first_key, device=rng.device)
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    keep_mask(rng, first_entry + entry.index, first_head + head, q, k, spec.keep_threshold)
+                    for head in range(n_heads)
+                ]
+            )
+            for entry in part.entries
+        ]
+    )

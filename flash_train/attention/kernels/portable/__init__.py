@@ -1,0 +1,1 @@
+"""Kernels in Triton for every GPU that it compiles for."""

@@ -1,0 +1,230 @@
+"""Launches the forward and the backward kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.kernels.call import (
+    UNUSED,
+    Call,
+    Launch,
+    addressable,
+    constants,
+    contiguous_columns,
+    dropout_arguments,
+    mask_rule,
+    on_device,
+    score_arguments,
+    stats,
+    strided,
+)
+from flash_train.attention.kernels.launch_cache import launch_all
+from flash_train.attention.kernels.portable.backward import (
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_backward_rows,
+)
+from flash_train.attention.kernels.portable.forward import attention_forward
+from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, cdiv, choose_tiles, variant_of
+from flash_train.attention.kernels.tile_lists import lists_launch
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """Output like q, and the natural log-sum-exp: fp32 (batch, heads, seqlen), packed (heads, total)."""
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    out, lse = make_output(q, v)
+    if q.shape[:-1].numel() > 0:
+        with on_device(q):
+            launch_all(_forward_launches, (q, k, v), (out, lse), call, _tiles(q, v, call, tiles).forward)
+    return out, lse
+
+
+def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
+    return (forward_launch(*arguments),)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    needs_slopes: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv, and the gradients of slopes (where wanted) and sinks; bitwise the same at every call."""
+    q, k, v, out, dout = addressable(q), addressable(k), addressable(v), addressable(out), addressable(dout)
+    lse, dlse = contiguous_columns(lse), None if dlse is None else dlse.contiguous()
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    dslope = torch.zeros_like(lse) if needs_slopes else None
+    made = (delta, lse2, dq, dk, dv, dslope)
+    with on_device(q):
+        launch_all(_backward_launches, (q, k, v, out, dout, lse, dlse), made, call, _tiles(q, v, call, tiles))
+        if q.numel() == 0 or k.numel() == 0:
+            dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
+    slopes = None if dslope is None else slope_gradient(dslope, call)
+    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(delta, lse, call)
+
+
+def _backward_launches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    lse2: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dslope: Tensor | None,
+    call: Call,
+    tiles: Tiles,
+) -> Iterator[Launch]:
+    if q.shape[:-1].numel() > 0:
+        yield rows_launch(out, dout, lse, dlse, delta, lse2, call)
+    if q.numel() > 0 and k.numel() > 0:
+        if tiles.dv is None:
+            yield dkdv_launch(q, k, v, dout, lse2, delta, dk, dv, call, tiles.dkdv)
+        else:
+            yield dkdv_launch(q, k, v, dout, lse2, delta, dk, None, call, tiles.dkdv)
+            yield dkdv_launch(q, k, v, dout, lse2, delta, None, dv, call, tiles.dv)
+        yield dq_launch(q, k, v, dout, lse2, delta, dq, dslope, call, tiles.dq)
+
+
+def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: Tile) -> Launch:
+    rule, score, dropout = _what(call, tile, walks_keys=True)
+    arguments = (
+        *map(strided, (q, k, v, out)), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, call.sinks,
+        dropout, *lengths_of(q, k, call),
+    )  # fmt: skip
+    grid = (slots_of(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
+    fixed, lists = _constants(q, k, v, tile), lists_launch(call, rule, walks_keys=True)
+    return Launch(attention_forward, grid, arguments, fixed, lists)
+
+
+def rows_launch(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, lse2: Tensor, call: Call
+) -> Launch:
+    block = 32
+    batch, rows = (1, out.shape[0]) if out.dim() == 3 else out.shape[:2]
+    arguments = (
+        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse),
+        stats(delta), stats(lse2), rows, call.keep_rate,
+    )  # fmt: skip
+    fixed = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK_M": block}
+    return Launch(attention_backward_rows, (batch * cdiv(rows, block), out.shape[-2]), arguments, fixed)
+
+
+def dkdv_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    call: Call,
+    tile: Tile,
+) -> Launch:
+    rule, score, dropout = _what(call, tile, walks_keys=False)
+    arguments = (
+        *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dk), strided(dv), call.cu_seqlens_q,
+        call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *lengths_of(q, k, call),
+    )  # fmt: skip
+    grid = (slots_of(k, call.cu_seqlens_k, tile.block_n), k.shape[-2])
+    fixed, lists = _constants(q, k, v, tile), lists_launch(call, rule, walks_keys=False)
+    return Launch(attention_backward_dkdv, grid, arguments, fixed, lists)
+
+
+def dq_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dslope: Tensor | None,
+    call: Call,
+    tile: Tile,
+) -> Launch:
+    rule, score, dropout = _what(call, tile, walks_keys=True)
+    arguments = (
+        *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dq),
+        None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, dropout,
+        call.scale / call.keep_rate, call.keep_rate, *lengths_of(q, k, call),
+    )  # fmt: skip
+    grid = (slots_of(q, call.cu_seqlens_q, tile.block_m), q.shape[-2])
+    fixed, lists = _constants(q, k, v, tile), lists_launch(call, rule, walks_keys=True)
+    return Launch(attention_backward_dq, grid, arguments, fixed, lists)
+
+
+def slope_gradient(rows: Tensor, call: Call) -> Tensor:
+    """The rows' parts summed to the shape of the slopes, in a fixed order."""
+    assert call.alibi_slopes is not None
+    if call.alibi_slopes.dim() == 1:
+        return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.alibi_slopes.dtype)
+    if rows.dim() == 3:
+        return rows.sum(-1).to(call.alibi_slopes.dtype)
+    assert call.cu_seqlens_q is not None
+    per_entry = torch.segment_reduce(rows.t().contiguous(), "sum", offsets=call.cu_seqlens_q.long(), axis=0)
+    return per_entry.to(call.alibi_slopes.dtype)
+
+
+def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
+    """A sink's weight exp(sink - lse) gives nothing to the output: its gradient is -weight * D in every row."""
+    assert call.sinks is not None
+    weight = torch.exp(call.sinks.float()[:, None] - lse)
+    rows = torch.where(lse != float("-inf"), weight * delta, 0.0) / -call.keep_rate
+    return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.sinks.dtype)
+
+
+def make_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the output and its log-sum-exp."""
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
+    """Programs along the rows of x: see ``device.schedule.find_tile``."""
+    if cu_seqlens is None:
+        return x.shape[0] * cdiv(x.shape[1], block)
+    return x.shape[0] // block + cu_seqlens.numel()
+
+
+def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
+    """(entries, query rows, key rows); packed, the rows are those of the whole tensor."""
+    if call.cu_seqlens_q is None:
+        return q.shape[0], q.shape[1], k.shape[1]
+    return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]
+
+
+def _what(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+    walked = tile.block_n if walks_keys else tile.block_m
+    return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call, walked)
+
+
+def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
+    if tiles is None:
+        variant = variant_of(call.bounds[1] != UNUSED, call.rng is not None, call.has_terms)
+        tiles = choose_tiles(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), variant)
+    return tiles.within(*call.bounds[3:]) if call.has_lists else tiles
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
+    return constants(q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2], tile, q.device)

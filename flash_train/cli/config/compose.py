@@ -1,0 +1,92 @@
+"""Overrides → the composed, typed configuration. What Hydra has to say about a mistake becomes one line."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from flash_train.cli.config.choices import check_overrides, dotted_names, groups, is_choice
+from flash_train.cli.config.errors import UsageError, did_you_mean
+from flash_train.cli.config.paths import conf_dir
+from flash_train.cli.config.schema import DATA_SCHEMAS, register_schema
+
+CONFIG_NAME = "train"
+TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "String": "text"}
+
+
+def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None, name: str = CONFIG_NAME) -> DictConfig:
+    """The configuration that `flash-train *overrides` would run with; every interpolation resolved.
+
+    Args:
+        config_dir: a folder of further choices.
+        name: of the file under `conf` that is composed.
+
+    Raises:
+        UsageError: a key, a value or a choice that doesn't exist, or a value that is missing.
+    """
+    register_schema()
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise UsageError(f"--config-dir (-cd) {config_dir}: no such folder; allowed: one with choices, as conf/ has")
+    check_overrides(overrides, config_dir)
+    extra = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        try:
+            config = compose(name, overrides=[*overrides, *extra])
+            missing = OmegaConf.missing_keys(config)
+            OmegaConf.resolve(config)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UsageError(_explain(error, [*overrides, *extra])) from error
+    if missing:
+        raise UsageError(f"{min(missing)}: not given, and this choice needs it; add {min(missing)}=…")
+    return config
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line: the key, what was given, what is allowed."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        guess, allowed = did_you_mean(choice, error.options), ", ".join(error.options)
+        return f"{group}={choice}: no such choice{guess}; allowed: {allowed}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    override = re.search(r"Could not override '([^']+)'|Error merging override (.+)", str(error), re.DOTALL)
+    if override and override[1]:
+        return _unknown_key(override[1], overrides)
+    wanted = re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(cause))
+    if override and wanted:
+        return f"{override[2]}: needs {TYPES[wanted[1] or wanted[2]]}"
+    if override and "is not Optional" in str(cause):
+        return f"{override[2]}: needs a value; for the default leave {override[2].partition('=')[0]}= out"
+    key = override[2] if override else getattr(cause, "full_key", None)
+    if not key:  # an interpolation of another type: OmegaConf names neither side
+        key = ", ".join(text.replace("\\", "") for text in overrides if "$" in text)
+    return (f"{key}: " if key else "") + str(cause).splitlines()[0]
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> str:
+    choices = [text for text in overrides if is_choice(text) or text.startswith("hydra.searchpath")]
+    tree = OmegaConf.to_container(compose(CONFIG_NAME, overrides=choices), resolve=False)
+    assert isinstance(tree, dict)
+    known = [*dotted_names(tree), *groups()]
+    parent, _, name = key.rpartition(".")
+    if owners := [schema.corpus for schema in DATA_SCHEMAS if parent == "data" and name in schema.__dataclass_fields__]:
+        return f"{key}: belongs to another corpus; choose it with data={'|'.join(owners)}"
+    siblings = [name.rpartition(".")[2] for name in known if parent and name.rpartition(".")[0] == parent]
+    listed = f"; {parent} has: {', '.join(siblings)}" if siblings else "; flash-train --help lists all"
+    return f"{key}: no such key{_similar_key(key, known)}{listed}"
+
+
+def _similar_key(key: str, known: Sequence[str]) -> str:
+    """` (did you mean …?)`: the keys that end in the given name, such as optimizer.lr for lr; else one spelt alike."""
+    ends = [name for name in dict.fromkeys(known) if name.rpartition(".")[2] == key and name != key]
+    if ends:
+        return f" (did you mean {' or '.join(ends)}?)"
+    if guess := did_you_mean(key, known):
+        return guess
+    by_end = {name.rpartition(".")[2]: name for name in reversed(known)}  # of several, the first
+    close = difflib.get_close_matches(key, by_end, n=1, cutoff=0.75)
+    return f" (did you mean {by_end[close[0]]}?)" if close else ""

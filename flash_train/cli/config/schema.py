@@ -1,0 +1,245 @@
+"""The typed schema of the configuration: names, types and defaults. Ranges and choices are in `validate.py`.
+
+`conf/` merges its files into these; a key that is not here is an error with a suggestion. `null` means: decided when
+the run is built, as the key's comment says.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class AttentionSchema:
+    backend: str = "auto"
+    dropout: float = 0.0
+
+
+@dataclass
+class RopeScalingSchema:
+    """`flash_train.model.RopeScaling`; no scaling where `kind` is null."""
+
+    kind: str | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+
+
+@dataclass
+class ModelSchema:
+    """`flash_train.model.ModelConfig`, less its attention dropout, which is `attention.dropout`.
+
+    A field that is null has `ModelConfig`'s default, or the value of the model in `init_from`.
+    """
+
+    name: str = MISSING
+    n_layers: int | None = None
+    width: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_width: int | None = None
+    vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
+    rope_theta: float | None = None
+    rope_scaling: RopeScalingSchema = field(default_factory=RopeScalingSchema)
+    norm_eps: float | None = None
+    qk_norm: bool | None = None
+    tied_embeddings: bool | None = None
+    residual_dropout: float | None = None
+
+
+@dataclass
+class DataSchema:
+    """`flash_train.data.PackedDataModule`: what every corpus has in common."""
+
+    corpus: str = MISSING
+    tokenizer: str | None = None  # bytes, or a tokenizers JSON file; null: that of init_from, else bytes
+    bos: str | None = None  # token that begins a document, empty for none; null: as the tokenizer's files say
+    eos: str | None = None  # token that ends a document; null: as the tokenizer's files say
+    errors: str = "strict"
+    packing: str = "best_fit"
+    val_fraction: float = 0.05
+    val_tokens: int | None = 131072  # of the same documents at every seq_len; null: all
+    val_batches: int | None = None  # so many batches instead of val_tokens
+    num_workers: int = 0
+    cache_dir: str | None = None  # null: ~/.cache/flash_train
+
+
+@dataclass
+class StdlibSchema(DataSchema):
+    corpus: str = "stdlib"
+
+
+@dataclass
+class TextSchema(DataSchema):
+    """`flash_train.data.TextCorpus`."""
+
+    corpus: str = "text"
+    path: Any = None  # a file, folder, glob, or a list of these
+    text_field: str = "text"  # the column, or key, of a row that holds its text
+
+
+@dataclass
+class HubSchema(DataSchema):
+    """`flash_train.data.HubCorpus`."""
+
+    corpus: str = "hub"
+    name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    text_field: str = "text"  # the column of a row that holds its text
+    streaming: bool = False  # true: tokenised as it is read, in chunks, while the run trains
+
+
+@dataclass
+class RecallSchema(DataSchema):
+    """`flash_train.data.RecallCorpus`."""
+
+    corpus: str = "recall"
+    n_pairs: int = 32
+    n_keys: int = 64
+    n_values: int = 64
+    val_rows: int = 256
+
+
+@dataclass
+class OptimizerSchema:
+    """`flash_train.training.OptimizerConfig`."""
+
+    lr: float | None = None  # null: 6e-4 · 768 / model.width
+    min_lr_ratio: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup_steps: int | None = None  # null: a tenth of max_steps, at most 200
+    gradient_clip: float | None = 1.0  # null or 0: no clipping
+
+
+@dataclass
+class TrainerSchema:
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    checkpoint_every: int | None = None  # null: only at the end, at a stop and on SIGTERM
+    keep_checkpoints: int | None = 2  # null: all
+    checkpoints: bool = True  # false: none is saved, nor anything to resume from
+    deterministic: bool = False
+    progress_bar: bool = True
+
+
+@dataclass
+class MemorySchema:
+    mode: str = "none"
+
+
+@dataclass
+class LoggerSchema:
+    name: str = "none"
+
+
+@dataclass
+class WandbSchema(LoggerSchema):
+    name: str = "wandb"
+    project: str | None = None  # null: WANDB_PROJECT, or flash-train
+    run_name: str | None = None  # null: WANDB_NAME, or the run directory's name
+    group: str | None = None  # under which W&B shows several runs together
+    mode: str = "auto"  # auto: offline where there is no login
+
+
+@dataclass
+class MemorySnapshotSchema:
+    """`flash_train.training.callbacks.MemorySnapshot`."""
+
+    every: int | None = None  # null: never
+
+
+@dataclass
+class SampleSchema:
+    """`flash_train.training.ClosingSample`: the text that the trained model makes up at the run's end."""
+
+    tokens: int = 160  # 0: no text
+    seconds: float | None = 1.0  # a text that takes longer ends there; null: no limit
+
+
+@dataclass
+class CallbacksSchema:
+    """What is measured or shown on request, as it costs something."""
+
+    sample: SampleSchema = field(default_factory=SampleSchema)
+    step_times: bool = False  # flash_train.training.StepTimes
+    memory_snapshot: MemorySnapshotSchema = field(default_factory=MemorySnapshotSchema)
+
+
+@dataclass
+class TrainSchema:
+    """The whole configuration of `flash-train`."""
+
+    seq_len: int = 16384
+    max_steps: int = 200
+    stop_after: int | None = None
+    batch_size: int = 1
+    accumulate: int = 1
+    seed: int = 0
+    precision: str = "fp32"
+    run_dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}"
+    log_every: int = 1
+    val_every: int | None = None
+    resume: str | None = None
+    init_from: str | None = None
+    compile: bool = False
+    validate_only: bool = False
+    force: bool = False
+    attention: AttentionSchema = field(default_factory=AttentionSchema)
+    model: ModelSchema = field(default_factory=ModelSchema)
+    data: DataSchema = field(default_factory=DataSchema)
+    optimizer: OptimizerSchema = field(default_factory=OptimizerSchema)
+    trainer: TrainerSchema = field(default_factory=TrainerSchema)
+    memory: MemorySchema = field(default_factory=MemorySchema)
+    logger: LoggerSchema = field(default_factory=LoggerSchema)
+    callbacks: CallbacksSchema = field(default_factory=CallbacksSchema)
+
+
+@dataclass
+class SweepSchema:
+    """The axes of an ablation (see `flash_train.cli.sweep.plan`), and how many of its trials run at once."""
+
+    seq_len: list[int] | None = None
+    attention: list[str] | None = None
+    dropout: list[float] | None = None
+    packing: list[str] | None = None
+    memory: list[str] | None = None
+    precision: list[str] | None = None
+    model: list[str] | None = None
+    seed: list[int] | None = None
+    jobs: int = 1
+
+
+@dataclass
+class AblateSchema:
+    """The configuration of `scripts/ablate.py`, less that of the training runs: `train` holds overrides of these."""
+
+    sweep: SweepSchema = field(default_factory=SweepSchema)
+    run_dir: str = "runs/ablation_${now:%Y-%m-%d_%H-%M-%S}"
+    train: list[str] = field(default_factory=list)
+
+
+DATA_SCHEMAS = (StdlibSchema, TextSchema, HubSchema, RecallSchema)
+
+
+@cache
+def register_schema() -> None:
+    """Make the schema known to Hydra; `conf/*.yaml` and `conf/data/*.yaml` name it in their defaults."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainSchema)
+    store.store(name="ablate_schema", node=AblateSchema)
+    for node in DATA_SCHEMAS:
+        store.store(group="schema/data", name=node.corpus, node=node)
+    store.store(group="schema/logger", name="wandb", node=WandbSchema)

@@ -1,0 +1,197 @@
+"""Ranges and choices that types can't express: one table, and the few rules that tie two keys together."""
+
+import glob
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
+from flash_train.cli.config.overrides import PATH_KEYS, require_home
+from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`allows` says whether a value is in range; `words` completes "allowed: "."""
+
+    allows: Callable[[Any], bool]
+    words: str
+    choices: tuple[str, ...] = ()
+
+
+LARGEST = 2**31 - 1  #: no count is larger; what is, overflows in PyTorch or takes memory that no machine has
+
+
+def at_least(low: float) -> Rule:
+    return Rule(lambda value: value >= low, f"{low} or more")
+
+
+def above(low: float) -> Rule:
+    return Rule(lambda value: value > low, f"more than {low}")
+
+
+def within(low: float, high: float) -> Rule:
+    return Rule(lambda value: low <= value <= high, f"from {low} to {high}")
+
+
+def below(low: float, high: float) -> Rule:
+    return Rule(lambda value: low <= value < high, f"from {low} up to {high} (excluded)")
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule(lambda value: value in choices, ", ".join(choices), choices)
+
+
+# Choices stand here once more, for a mistake is told at once and to import what has them takes seconds.
+RULES = {
+    "seq_len": at_least(2),
+    "max_steps": at_least(1),
+    "stop_after": at_least(1),
+    "batch_size": at_least(1),
+    "accumulate": at_least(1),
+    "seed": within(0, 2**32 - 1),
+    "precision": one_of("fp32", "bf16-mixed", "bf16-true", "fp16-mixed"),
+    "log_every": at_least(1),
+    "val_every": at_least(1),
+    "attention.backend": one_of("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked"),
+    "attention.dropout": below(0, 1),
+    "model.n_layers": within(1, 1000),  # each is walked through in Python before anything is refused for memory
+    "model.width": at_least(1),
+    "model.n_heads": at_least(1),
+    "model.n_kv_heads": at_least(1),
+    "model.head_dim": at_least(2),
+    "model.mlp_width": at_least(1),
+    "model.vocab_size": at_least(1),
+    "model.rope_theta": above(0),
+    "model.rope_scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "none"),
+    "model.norm_eps": above(0),
+    "model.residual_dropout": below(0, 1),
+    "data.packing": one_of("best_fit", "concat"),
+    "data.errors": one_of("strict", "replace", "skip"),
+    "data.val_fraction": Rule(lambda value: 0 < value < 1, "between 0 and 1, both excluded"),
+    "data.val_batches": at_least(1),
+    "data.val_tokens": at_least(2),
+    "data.num_workers": within(0, 1024),
+    "optimizer.lr": above(0),
+    "optimizer.min_lr_ratio": within(0, 1),
+    "optimizer.eps": above(0),
+    "optimizer.weight_decay": at_least(0),
+    "optimizer.warmup_steps": at_least(0),
+    "optimizer.gradient_clip": at_least(0),
+    "trainer.accelerator": one_of("auto", "cpu", "cuda", "mps"),
+    "trainer.devices": within(1, 1024),  # processes of this machine
+    "trainer.num_nodes": at_least(1),
+    "trainer.strategy": one_of("auto", "ddp"),
+    "trainer.checkpoint_every": at_least(1),
+    "trainer.keep_checkpoints": at_least(1),
+    "callbacks.sample.tokens": at_least(0),
+    "callbacks.sample.seconds": above(0),
+    "callbacks.memory_snapshot.every": at_least(1),
+    "memory.mode": one_of("none", "selective", "checkpoint"),
+    "logger.name": one_of("wandb", "none"),
+    "logger.mode": one_of("auto", "online", "offline"),
+}
+
+
+def validate(config: DictConfig) -> None:
+    """Check every value of a composed configuration; `null` is for the schema to allow.
+
+    Raises:
+        UsageError: one line with the key, what was given and what is allowed.
+    """
+    _check_keys(config)
+    for key, rule in RULES.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not rule.allows(value):
+            raise UsageError(f"{key}={value}: allowed: {rule.words}{did_you_mean(str(value), rule.choices)}")
+    for key, value in _numbers(OmegaConf.to_container(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{key}={value}: allowed: a finite number")
+        if isinstance(value, int) and abs(value) > LARGEST and key != "seed":
+            raise UsageError(f"{key}={value}: too large; allowed: at most {LARGEST}")
+    _together(config)
+
+
+def _check_keys(node: DictConfig, prefix: str = "") -> None:
+    """Refuse a key that + or ++ has added to what the schema has."""
+    schema = OmegaConf.get_type(node)
+    known = getattr(schema if prefix else TrainSchema, "__dataclass_fields__", node)
+    for key, value in ((str(key), value) for key, value in node.items()):
+        if key not in known:
+            raise UsageError(f"{prefix}{key}: no such key{did_you_mean(key, map(str, known))}")
+        if isinstance(value, DictConfig):
+            _check_keys(value, f"{prefix}{key}.")
+
+
+def _numbers(tree: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number of a configuration, with its key."""
+    if isinstance(tree, dict):
+        for name, child in tree.items():
+            yield from _numbers(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for child in tree:
+            yield from _numbers(child, key)
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield key, tree
+
+
+def require_files(config: DictConfig) -> None:
+    """Look for the files and folders that a run reads: those who read them would say the same, seconds later.
+
+    Raises:
+        UsageError: one line with the key that names what is not there.
+    """
+    paths = OmegaConf.select(config, "data.path") or []
+    for key in PATH_KEYS:
+        given = OmegaConf.select(config, key)
+        for path in [given] if isinstance(given, str) else given or []:
+            require_home(key, path)
+    for path in [paths] if isinstance(paths, str) else paths:
+        # What ** matches is for the corpus to find: `glob` may follow links in circles.
+        parts = takewhile(lambda part: part != "**", Path(path).expanduser().parts)
+        place = str(Path(*parts)) if path else ""
+        if not os.path.exists(place) and next(glob.iglob(place), None) is None:
+            raise UsageError(f"data.path={path}: no such file or folder, and no glob that matches any")
+    path = OmegaConf.select(config, "data.tokenizer")
+    if path not in (None, "bytes") and not os.path.isfile(os.path.expanduser(path)):
+        what = "is a folder" if os.path.isdir(os.path.expanduser(path)) else "no such file"
+        raise UsageError(f"data.tokenizer={path}: {what}; allowed: a tokenizer.json of `tokenizers`, or bytes")
+    path = config.init_from
+    if path is not None and not os.path.isdir(os.path.expanduser(path)):
+        raise UsageError(f"init_from={path}: no such folder; allowed: one with config.json and *.safetensors")
+
+
+def _of_choice(node: DictConfig, group: str, field: str, schemas: Mapping[str, type]) -> None:
+    """Refuse a name that another choice of the group has: the keys of that choice are missing."""
+    name, schema = node[field], OmegaConf.get_type(node)
+    if name not in schemas:
+        raise UsageError(f"{group}.{field}={name}: allowed: {', '.join(schemas)}{did_you_mean(name, schemas)}")
+    if schemas[name] is not schema and schema in schemas.values():
+        raise UsageError(f"{group}.{field}={name}: its keys belong to another choice; allowed: {group}={name}")
+
+
+def _together(config: DictConfig) -> None:
+    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        raise UsageError(f"optimizer.betas={config.optimizer.betas}: allowed: two numbers from 0 up to 1 (excluded)")
+    _of_choice(config.data, "data", "corpus", {schema.corpus: schema for schema in DATA_SCHEMAS})
+    _of_choice(config.logger, "logger", "name", {"none": LoggerSchema, "wandb": WandbSchema})
+    path = OmegaConf.select(config, "data.path")
+    paths = list(path) if isinstance(path, ListConfig) else [path]
+    if path is not None and (not paths or not all(isinstance(one, str) and one for one in paths)):
+        raise UsageError(f"data.path={path}: allowed: a file, a folder, a glob, or a list of these in brackets")
+    if config.data.corpus == "text" and not config.data.path:
+        raise UsageError("data.path: data=text needs one: data.path=FOLDER (or a file, a glob, a list of these)")
+    if config.data.corpus == "hub" and not config.data.name:
+        raise UsageError("data.name: data=hub needs one: data.name=OWNER/DATASET, or a local folder")
+    if config.model.name == "pretrained" and config.init_from is None:
+        raise UsageError("model=pretrained: needs init_from=FOLDER, the model whose shape it takes")
+    if config.validate_only and config.resume is None and config.init_from is None:
+        raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
+    if config.trainer.accelerator == "cpu" and config.precision == "fp16-mixed":
+        raise UnavailableError("precision=fp16-mixed: needs a GPU; allowed on a CPU: fp32, bf16-mixed, bf16-true")

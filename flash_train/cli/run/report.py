@@ -1,0 +1,71 @@
+"""What a run says in words: what was chosen and why before it, where everything lies after it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint
+from flash_train.cli.run.loggers import sync_hint
+from flash_train.training.callbacks.record import is_unfinished
+
+FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.png", "throughput.png", "memory.png")
+
+
+@rank_zero_only
+def announce(attention: tuple[str, str], data: dict[str, Any], notes: Mapping[str, str | None]) -> None:
+    """The attention that runs and why, what there is to train on; and what else is to be known, by what it is about."""
+    backend, reason = attention
+    print(f"attention: {backend} ({reason})")
+    print(f"data: {describe_data(data)}", flush=True)
+    for name, words in notes.items():
+        if words:
+            print(f"{name}: {words}", flush=True)
+
+
+def finish(logger: Logger | None, status: int = 0) -> None:
+    """Close W&B's run with the exit status of ours, or the next one of `-m` would go on in it."""
+    if isinstance(logger, WandbLogger):
+        logger.experiment.finish(exit_code=status)
+
+
+def describe_data(info: dict[str, Any]) -> str:
+    """One line on `PackedDataModule.info`."""
+    train = info.get("train")
+    if train is None:  # made up as it is needed
+        return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
+    val, streamed = info["val"], "streamed, its first chunk has " if info.get("streaming") else ""
+    return (
+        f"{info['corpus']}, {streamed}{_documents(train)} in {train['rows']:,} rows of {info['seq_len']:,} "
+        f"({train['packing_efficiency']:.2%} used); "
+        f"held out for validation: {_documents(val)} in {val['rows']:,} rows; hash {info['corpus_hash'][:12]}"
+    )
+
+
+def _documents(part: Mapping[str, Any]) -> str:
+    plural = "" if part["documents"] == 1 else "s"
+    return f"{part['documents']:,} document{plural}, {_count(part['tokens'])} tokens"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.1f}M"
+
+
+@rank_zero_only
+def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
+    """Where the run's files are, and how to go on."""
+    there = [name for name in FILES if (run_dir / name).is_file()]
+    there += sorted(f"{CHECKPOINTS}/{path.name}" for path in (run_dir / CHECKPOINTS).glob("*.ckpt"))
+    print(f"{run_dir}: {', '.join(there)}")
+    if trainer.state.fn == "validate":
+        print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
+    elif holds_checkpoint(run_dir):
+        saved = (run_dir / CHECKPOINTS / f"step-{trainer.global_step:06d}.ckpt").is_file()
+        ended = trainer.global_step >= trainer.max_steps and saved and not is_unfinished(run_dir)
+        more = " and a larger max_steps" if ended else ""
+        print(f"to continue: run_dir={run_dir} resume=last{more}")
+    if hint := sync_hint(logger, run_dir):
+        print(hint)

@@ -1,0 +1,99 @@
+"""A configuration's model and what runs it: known before anything is built, and without PyTorch Lightning, whose import
+takes longer than all else before the first step.
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from flash_train.attention import resolve_backend
+from flash_train.cli.config.errors import UnavailableError, UsageError, blame
+from flash_train.cli.run.rotary import keeps_rule, merged_rule
+from flash_train.model import ModelConfig, pretrained_config
+
+VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
+COMPUTE_DTYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}  # the others compute in bfloat16
+# What the weights' shapes follow from.
+SHAPE = (
+    *("vocab_size", "n_layers", "width", "n_heads", "n_kv_heads"),
+    *("head_dim", "mlp_width", "qk_norm", "tied_embeddings"),
+)
+
+
+def plain(node: DictConfig) -> dict[str, Any]:
+    """A part of the configuration as a dictionary."""
+    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+
+
+def device_of(accelerator: str) -> torch.device:
+    """The kind of device that training will use."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if accelerator == "auto":
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
+    if not available[accelerator]:
+        usable = ", ".join(["auto", *(kind for kind, there in available.items() if there)])
+        raise UnavailableError(
+            f"trainer.accelerator={accelerator}: PyTorch finds no such device here; allowed: {usable}"
+        )
+    return torch.device(accelerator)
+
+
+def load_shape(config: DictConfig) -> ModelConfig:
+    """Shape of the model in `init_from`."""
+    with blame(f"init_from={config.init_from}"):
+        return pretrained_config(config.init_from, rope_scaling=keeps_rule(config))
+
+
+def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig | None) -> ModelConfig:
+    """The model's shape: that of `init_from` where it is given, replaced by what `model` says.
+
+    Args:
+        tokens: ids that the tokenizer makes.
+    """
+    given = {key: value for key, value in plain(config.model).items() if value is not None}
+    scaling = {key: value for key, value in given.pop("rope_scaling").items() if value is not None}
+    rounded = math.ceil(tokens / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    base: dict[str, Any] = pretrained.to_dict() if pretrained else {"vocab_size": rounded}
+    values = {**base, **given, "attention_dropout": config.attention.dropout}
+    if scaling:
+        values["rope_scaling"] = merged_rule(base.get("rope_scaling"), scaling)
+    with blame("model"):
+        built = ModelConfig.from_dict(values)
+    if pretrained:
+        require_same_shape(built, pretrained)
+    if built.vocab_size < tokens:
+        if pretrained:
+            raise UsageError(
+                f"data.tokenizer: makes {tokens} ids, and the model in init_from has embeddings for "
+                f"{built.vocab_size}; allowed: data.tokenizer=FILE, the tokenizer that it was trained with"
+            )
+        raise UsageError(f"model.vocab_size={built.vocab_size}: allowed: {tokens} or more, the tokenizer's ids")
+    return built
+
+
+def require_same_shape(built: ModelConfig, pretrained: ModelConfig) -> None:
+    """Refuse a shape that the weights in `init_from` do not have; says all that has to go, or it would take turns."""
+    differing = [name for name in SHAPE if getattr(built, name) != getattr(pretrained, name)]
+    if not differing:
+        return
+    name = differing[0]
+    raise UsageError(
+        f"model.{name}={getattr(built, name)}: the model in init_from has {getattr(pretrained, name)}; allowed: "
+        f"model=pretrained, and no {', '.join(f'model.{name}' for name in differing)}"
+    )
+
+
+def model_and_backend(config: DictConfig, tokens: int, device: torch.device) -> tuple[ModelConfig, str]:
+    """The model's shape, and the attention backend that runs it, with no weights read; `tokens` the tokenizer makes."""
+    pretrained = None if config.init_from is None else load_shape(config)
+    model = build_model_config(config, tokens, pretrained)
+    return model, choose_attention(config, device, model.head_dim)[0]
+
+
+def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
+    """The backend that runs, and why."""
+    dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
+    with blame(f"attention={config.attention.backend}", UnavailableError):
+        return resolve_backend(config.attention.backend, device=device, dtype=dtype, head_dim=head_dim)

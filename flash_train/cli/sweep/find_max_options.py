@@ -1,0 +1,76 @@
+"""What `find_max…` asks for on the command line: checked before anything slow is imported."""
+
+from dataclasses import dataclass, replace
+
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.overrides import CommandLine, parse
+from flash_train.cli.config.validate import RULES
+
+KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
+MEMORY = RULES["memory.mode"].choices
+ATTENTIONS = tuple(name for name in RULES["attention.backend"].choices if name != "auto")
+UNIT = 64  #: as in profiling.longest
+LIMIT, ATTENTION = 1 << 20, ("flash", "standard")
+LIMIT_OFF_CUDA, ATTENTION_OFF_CUDA = 1 << 14, ("sdpa", "standard")  # a step of a million tokens takes hours there
+
+
+@dataclass(frozen=True)
+class Search:
+    """What `find_max` was asked for: no longer row than `limit` is tried; None leaves a choice to the device."""
+
+    limit: int | None = None
+    memory: tuple[str, ...] = MEMORY
+    attention: tuple[str, ...] | None = None
+
+    def on(self, cuda: bool) -> tuple[int, tuple[str, ...]]:
+        """The limit and the attentions."""
+        limit = self.limit or (LIMIT if cuda else LIMIT_OFF_CUDA)
+        return limit, self.attention or (ATTENTION if cuda else ATTENTION_OFF_CUDA)
+
+
+def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
+    """The command line without `find_max…`, and what that asks for; None where it does not.
+
+    Raises:
+        UsageError: a key that is not there, or a value that it does not take.
+    """
+    asked: dict[str, object] = {}
+    rest = []
+    for text in line.overrides:
+        override = parse(text)
+        key, value = override.key_or_group, override.value()
+        if not key.startswith("find_max"):
+            rest.append(text)
+        elif key not in KEYS:
+            raise UsageError(f"{key}: no such key; allowed: {', '.join(KEYS)}")
+        else:
+            asked[key] = _checked(key, value)
+    line = replace(line, overrides=tuple(rest))
+    if not asked or asked.get("find_max") is False:
+        return line, None
+    if "find_max" not in asked:
+        raise UsageError(f"{next(iter(asked))} is of the search for the longest row; it goes with find_max=true")
+    for key in ("seq_len", "memory", "attention"):
+        if line.given(key):
+            raise UsageError(
+                f"{key}={line.given(key)}: find_max=true chooses it; allowed: find_max.limit, .memory, .attention"
+            )
+    chosen = {key.removeprefix("find_max."): value for key, value in asked.items() if key != "find_max"}
+    return line, Search(**chosen)  # type: ignore[arg-type]
+
+
+def _checked(key: str, value: object) -> object:
+    if key == "find_max":
+        if not isinstance(value, bool):
+            raise UsageError(f"find_max={value}: allowed: true, false")
+        return value
+    if key == "find_max.limit":
+        if not isinstance(value, int) or isinstance(value, bool) or value < UNIT or value % UNIT:
+            raise UsageError(f"find_max.limit={value}: allowed: a multiple of {UNIT}")
+        return value
+    allowed = MEMORY if key.endswith("memory") else ATTENTIONS
+    if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
+        raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
+    if len(set(value)) < len(value):
+        raise UsageError(f"{key}={value}: a value stands there twice; allowed: each once")
+    return tuple(map(str, value))

@@ -1,0 +1,135 @@
+"""What a sweep's cells measured, as its tables and pictures."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+
+from omegaconf import DictConfig
+
+from flash_train.cli.config.errors import blame
+from flash_train.cli.sweep.plan import CELLS, Planned, Sweep
+from flash_train.cli.sweep.trial import RECORD, Cell, Result, count
+from flash_train.files import write_text
+from flash_train.profiling.ablation.plot import plot_ablation, plot_losses
+from flash_train.profiling.ablation.repeats import DISTURBED, step_spread
+from flash_train.profiling.ablation.table import (
+    COLUMNS,
+    Row,
+    header,
+    loss_differences,
+    losses_to_csv,
+    title,
+    to_csv,
+    to_markdown,
+    values,
+    versions_in_words,
+)
+from flash_train.records import read_column
+
+FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.csv", "ablation_losses.png")
+
+
+def measured_of(result: Result) -> dict[str, float | None]:
+    """The columns' values, as far as the run's summary has them; nothing of a run that did not end well."""
+    if result.status != "ok":
+        return {}
+    measured = {column.name: result.summary.get(column.name) for column in COLUMNS}
+    attention, step = measured["attention_seconds"], measured["step_seconds"]
+    measured["attention_share"] = attention / step if attention is not None and step else None
+    return measured
+
+
+def rows_of(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
+    """A row for each cell that has a result, in the order of the sweep."""
+    return [row_of(planned, results[planned.cell]) for planned in _with_result(sweep, results)]
+
+
+def _with_result(sweep: Sweep, results: dict[Cell, Result]) -> list[Planned]:
+    return [planned for planned in sweep.cells if planned.cell in results]
+
+
+def row_of(planned: Planned, result: Result) -> Row:
+    table = planned.cell.folder / "metrics.csv"
+    with blame(f"run_dir={planned.cell.folder}"):
+        losses = read_column(table, "train/loss") if result.status == "ok" else ([], [])
+    by_step = dict(zip(*losses, strict=True))
+    measured = measured_of(result)
+    if result.status == "ok":
+        seconds, used = (read_column(table, name)[1] for name in ("time/step_seconds", "throughput/mfu"))
+        measured["step_spread"] = step_spread(seconds, used)
+    ran = result.summary.get("attention") if result.status == "ok" else None
+    return Row(planned.axes, result.status, result.reason, measured, by_step, ran)
+
+
+def write_tables(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
+    """Write ablation.csv, ablation_losses.csv and ablation.md of the results so far."""
+    rows = rows_of(sweep, results)
+    write_text(sweep.run_dir / "ablation.csv", to_csv(rows))
+    write_text(sweep.run_dir / "ablation_losses.csv", losses_to_csv(rows))
+    write_text(sweep.run_dir / "ablation.md", to_markdown(rows, title_of(results), common_of(sweep, results)))
+    return rows
+
+
+def title_of(results: dict[Cell, Result]) -> str:
+    """What ran on what, by the first cell that did."""
+    summaries = [result.summary for result in results.values() if result.status == "ok"]
+    return title(summaries[0]["device"], summaries[0]["steps"]) if summaries else "Ablation"
+
+
+def common_of(sweep: Sweep, results: dict[Cell, Result]) -> list[str]:
+    """What every cell has beside its axes: data, seed, batch size; versions, by the first that ran."""
+    found = [result.summary["versions"] for result in results.values() if result.status == "ok"]
+    at_once = [f"jobs={len(sweep.environs)}"] if len(sweep.environs) > 1 else []  # which on a CPU take turns
+    return shared_settings(sweep.cells[0].config) + at_once + (versions_in_words(found[0]) if found else [])
+
+
+def shared_settings(config: DictConfig) -> list[str]:
+    """What any cell's configuration says of all, beside axes and versions."""
+    return [f"data={config.data.corpus}", f"seed={config.seed}", f"batch_size={config.batch_size}"]
+
+
+def report(sweep: Sweep, results: dict[Cell, Result]) -> None:
+    """Tables and pictures; in words, how far losses differ, what is left out, and where everything is.
+
+    Raises:
+        UsageError: W&B does not take its table; all else is written and told by then.
+    """
+    rows, heading = write_tables(sweep, results), title_of(results)
+    memory_of = next((result.summary["peak_memory_of"] for result in results.values() if result.status == "ok"), "")
+    drawn: dict[str, Callable[..., bool]] = {
+        "ablation.png": partial(plot_ablation, memory_of=memory_of),
+        "ablation_losses.png": plot_losses,
+    }
+    for name, draw in drawn.items():
+        if not draw(rows, sweep.run_dir / name, title=heading):
+            (sweep.run_dir / name).unlink(missing_ok=True)  # of other cells, by an earlier sweep
+    if disturbed := [each.cell for each, row in zip(_with_result(sweep, results), rows, strict=True) if row.disturbed]:
+        print(
+            f"disturbed: {'; '.join(cell.name for cell in disturbed)}: steps spread over more than "
+            f"{DISTURBED:.0%} of their median. To run a cell again, remove its folder in {sweep.run_dir / CELLS}"
+        )
+    for difference in loss_differences(rows):
+        print(f"losses{f' at {difference.words}' if difference.words else ''}: {difference.finding}")
+    if others := finished_elsewhere(sweep):
+        print(
+            f"left out: {others} finished {'cell' if others == 1 else 'cells'} in {sweep.run_dir / CELLS} that the "
+            "axes given now don't have; for a table with them, give all values again"
+        )
+    written = [name for name in FILES if (sweep.run_dir / name).is_file()] + [f"{CELLS}/"]
+    settings = sweep.cells[0].config.logger
+    try:
+        if settings.name == "wandb":
+            from flash_train.cli.run.loggers import log_table  # and with it Lightning, for which others need not wait
+
+            log_table(settings, sweep.run_dir, "ablation", header(rows), [values(row) for row in rows])
+            written.append("wandb/")
+    finally:
+        print(f"{sweep.run_dir}: {', '.join(written)}")
+        print(count([result.status for result in results.values()]), flush=True)
+
+
+def finished_elsewhere(sweep: Sweep) -> int:
+    """How many cells in the sweep's folder ended well, and are none of its own."""
+    own = {planned.cell.folder.name for planned in sweep.cells}
+    records = [path for path in (sweep.run_dir / CELLS).glob(f"*/{RECORD}") if path.parent.name not in own]
+    return sum(json.loads(path.read_text(encoding="utf-8"))["result"]["status"] == "ok" for path in records)

@@ -1,0 +1,133 @@
+"""A residual addition and the RMS norm behind it, as one kernel each way. Imported only once a tensor is on CUDA.
+
+All is bound by memory: the forward reads its inputs and writes the stream and the normed rows; the backward reads the
+stream and its gradient and those of the normed rows, one for each use of them, and writes one, which is that of either
+addend. Liger's norm leaves the addition, and the sums of gradients, to kernels of their own.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_train.attention.kernels.portable.tiles import processors
+
+USES = 3  # of the normed rows, at most
+BLOCK = 2048  # elements of a program's rows at one time, or one row where that is more
+PROGRAMS = 4  # of the backward, per multiprocessor: each adds up a gradient of the weight
+
+
+@triton.jit
+def norm_forward_kernel(
+    x, update, weight, stream, out, rstd, rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """ROWS rows; `update` and `stream` None: x is the stream."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    at = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if update is not None:
+        value = (value.to(tl.float32) + tl.load(update + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(stream + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
+    scaled = (wide * scale[:, None]).to(value.dtype)
+    factor = tl.load(weight + column, mask=column < width, other=0.0)
+    result = scaled.to(tl.float32) * factor.to(tl.float32)[None, :]
+    tl.store(out + at, result.to(value.dtype), mask=inside)
+    tl.store(rstd + row, scale, mask=row < rows)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dout1, dout2, dout3, dstream, stream, rstd, weight, dx, dweight, rows, width, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Every so many-th group of ROWS rows; dweight fp32 (programs, width): the sum over this program's rows."""
+    column = tl.arange(0, COLUMNS)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = group * ROWS + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        value = tl.load(stream + at, mask=inside, other=0.0)
+        gradient = tl.load(dout1 + at, mask=inside, other=0.0).to(tl.float32)
+        if dout2 is not None:
+            gradient += tl.load(dout2 + at, mask=inside, other=0.0).to(tl.float32)
+        if dout3 is not None:
+            gradient += tl.load(dout3 + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        scaled = value.to(tl.float32) * scale
+        total += gradient * scaled.to(value.dtype).to(tl.float32)
+        gradient = gradient * factor[None, :]
+        mean = tl.sum(gradient * scaled, axis=1) / width
+        result = scale * (gradient - scaled * mean[:, None])
+        if dstream is not None:
+            result += tl.load(dstream + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, result.to(value.dtype), mask=inside)
+    place = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(dweight + place, tl.sum(total, axis=0), mask=column < width)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int
+    ) -> tuple[Tensor, ...]:
+        x, weight = x.contiguous(), weight.contiguous()
+        update = None if update is None else update.contiguous()
+        stream = x if update is None else torch.empty_like(x)
+        out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        rows, width = rstd.numel(), x.shape[-1]
+        tile = _tile(width)
+        if rows:
+            with torch.cuda.device_of(x):
+                norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+                    x, update, weight, None if update is None else stream, out, rstd, rows, width, eps, **tile
+                )
+        ctx.save_for_backward(stream, rstd, weight)
+        ctx.added = update is not None
+        ctx.set_materialize_grads(False)
+        return stream, out, *(out.view_as(out) for _ in range(uses - 1))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dstream: Tensor | None, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [dout.contiguous() for dout in douts if dout is not None]
+        if not given:  # only the stream was used
+            return dstream, dstream if ctx.added else None, None, None, None
+        stream, rstd, weight = ctx.saved_tensors
+        dstream = None if dstream is None else dstream.contiguous()
+        rows, width = rstd.numel(), stream.shape[-1]
+        tile = _tile(width)
+        programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS * processors(stream.device))
+        dx, dweight = torch.empty_like(stream), stream.new_empty((programs, width), dtype=torch.float32)
+        if rows:
+            with torch.cuda.device_of(stream):
+                norm_backward_kernel[(programs,)](
+                    *given, *[None] * (USES - len(given)), dstream, stream, rstd, weight, dx, dweight, rows, width,
+                    **tile,
+                )  # fmt: skip
+        return dx, dx if ctx.added else None, dweight.sum(0).to(weight.dtype), None, None
+
+
+def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
+    """As `ops.add_rms_norm`."""
+    if not 1 <= uses <= USES:
+        raise ValueError(f"uses={uses}: the normed rows have 1 to {USES}")
+    return _AddRMSNorm.apply(x, update, weight, eps, uses)
+
+
+@functools.cache
+def _tile(width: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(width)
+    return {
+        "ROWS": max(1, BLOCK // columns),
+        "COLUMNS": columns,
+        "num_warps": max(4, min(16, columns // 512)),
+    }

@@ -1,0 +1,1 @@
+"""The results of an ablation as tables and plots."""

@@ -1,0 +1,67 @@
+"""How far repeated measurements lie apart: the steps of a run, and runs that differ in their seed alone."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flash_train.profiling.ablation.table import Row
+
+SEED = "seed"
+DISTURBED = 0.1  # a larger spread of a cell's steps says that something else ran on the machine
+
+
+def relative_spread(values: Sequence[float]) -> float | None:
+    """The distance between the quartiles over the median; None for fewer than three finite values above 0."""
+    known = [value for value in values if math.isfinite(value) and value > 0]
+    if len(known) < 3:
+        return None
+    low, middle, high = statistics.quantiles(known, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def step_spread(seconds: Sequence[float], utilisation: Sequence[float] = ()) -> float | None:
+    """`relative_spread` of the steps of a run, whose first step holds compilation and warm-up.
+
+    Steps of packed documents differ in how much attention computes. Where the model-FLOP utilisation is known and
+    spreads less than the seconds do, its spread counts: it has the FLOPs of each step divided out.
+    """
+    found = (relative_spread(values[1:]) for values in (seconds, utilisation))
+    return min((spread for spread in found if spread is not None), default=None)
+
+
+def combine_seeds(rows: Sequence["Row"]) -> list["Row"]:
+    """One cell for all that differ in their seed alone: the median of what was measured, and how many runs it is of.
+
+    Runs whose steps were disturbed are left out where there are others. `step_spread` becomes the range of the runs'
+    step times over their median, where that is more than the median spread of their steps. Cells of a single seed, or
+    without that axis, are returned as they are.
+    """
+    if len({row.axes.get(SEED) for row in rows}) < 2:
+        return list(rows)
+    seeds = f"[{','.join(map(str, dict.fromkeys(row.axes[SEED] for row in rows)))}]"
+    places = list(dict.fromkeys(row.without(SEED) for row in rows))
+    in_order = sorted(rows, key=lambda row: places.index(row.without(SEED)))
+    return [_combined(list(runs), seeds) for _, runs in groupby(in_order, key=lambda row: row.without(SEED))]
+
+
+def _combined(runs: Sequence["Row"], seeds: str) -> "Row":
+    ran = [row for row in runs if row.status == "ok"]
+    if not ran:
+        return replace(runs[0], axes={**runs[0].axes, SEED: seeds})
+    used = [row for row in ran if not row.disturbed] or ran
+    names = dict.fromkeys(name for row in used for name in row.measured)
+    measured = {name: _median(row.measured.get(name) for row in used) for name in names}
+    times = [seconds for row in used if (seconds := row.measured.get("step_seconds")) is not None]
+    between = (max(times) - min(times)) / statistics.median(times) if len(times) > 1 else None
+    spreads = [spread for spread in (measured.get("step_spread"), between) if spread is not None]
+    measured |= {"step_spread": max(spreads, default=None), "runs": len(used)}
+    return replace(used[0], axes={**used[0].axes, SEED: seeds}, measured=measured)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,369 @@
+"""An ablation's cells as CSV and Markdown, and what they say: the best, ratios, how far losses differ."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from flash_train.profiling.ablation.repeats import DISTURBED, combine_seeds
+from flash_train.records.markdown import markdown_table
+
+BASELINE = "standard"  # the attention that ratios refer to
+COMPARED = ("memory", "attention")  # cells that differ in these alone compute the same
+FEW = 3  # logged steps; with fewer, a time is that of a single one, which says too little to call a cell the best
+TIMES = """Times are in milliseconds per optimizer step: the median of a cell's steps 2 to N, or that of its only one.
+Each column's median is its own, so the parts need not add up. Attention's time lies within forward and backward. What a
+step takes beside forward, backward, optimizer and data wait lies between them: logging and callbacks. The loss is that
+of the last step.
+"""
+MARK = "†"  # of a time whose steps were disturbed
+DISTURBANCE = (
+    f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the cell, and no time of it is the best."
+)
+SPREAD = f"""Spread: of a cell's steps 2 to N, the distance between the quartiles over their median; of several seeds
+the range of their medians, where that is more.
+{DISTURBANCE}
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell: its place on every axis, what came of it (status ok, oom, failed or unavailable), what was measured.
+
+    Args:
+        measured: by the names of `COLUMNS`; None or absent where it isn't known.
+        losses: of training, by optimizer step.
+        ran: the attention that ran, where it is known.
+    """
+
+    axes: Mapping[str, Any]
+    status: str
+    reason: str | None = None
+    measured: Mapping[str, float | None] = field(default_factory=dict)
+    losses: Mapping[int, float] = field(default_factory=dict)
+    ran: str | None = None
+
+    def shown(self, axis: str) -> str:
+        """The place on an axis, as tables have it; of `attention=auto` also what ran."""
+        value = str(self.axes[axis])
+        return f"{value}: {self.ran}" if axis == "attention" and value == "auto" and self.ran else value
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether its steps, or its runs, lie further apart than on an undisturbed machine."""
+        return (self.measured.get("step_spread") or 0.0) > DISTURBED
+
+    def without(self, *names: str) -> tuple[Any, ...]:
+        """The place on all axes but these."""
+        return tuple(value for name, value in self.axes.items() if name not in names)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the losses of a group of comparable cells lie apart: `largest` is the largest (max - min) / |max| of all
+    steps. `words` tell the group from others; `masks`: its backends drew dropout masks of their own; `lost` names the
+    cells with a loss that is not finite, and `largest` is then NaN."""
+
+    words: str
+    largest: float
+    masks: bool = False
+    lost: tuple[str, ...] = ()
+
+    @property
+    def finding(self) -> str:
+        if self.lost:
+            return f"a loss that is not finite, of {', '.join(self.lost)}"
+        why = ", for dropout masks differ between backends" if self.masks else ""
+        return f"largest relative difference {self.largest:.1e}{why}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A measurement in the Markdown table; `best` picks the better of its values, and None marks none. `timed`: what
+    else runs on the machine changes it."""
+
+    name: str
+    label: str
+    shown: Callable[[float], str]
+    best: Callable[[Iterable[float]], float] | None = min
+    ratio: bool = False
+    timed: bool = False
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+COLUMNS = (
+    Column("step_seconds", "step ms", _milliseconds, ratio=True, timed=True),
+    Column("step_spread", "spread", lambda spread: f"{spread:.0%}", None),
+    Column("forward_seconds", "forward", _milliseconds, timed=True),
+    Column("backward_seconds", "backward", _milliseconds, timed=True),
+    Column("optimizer_seconds", "optimizer", _milliseconds, timed=True),
+    Column("data_wait_seconds", "data wait", _milliseconds, None, timed=True),
+    Column("attention_seconds", "attention", _milliseconds, timed=True),
+    Column("attention_share", "attention's share", lambda share: f"{share:.0%}", None),
+    Column("tokens_per_second", "tokens/s", lambda rate: f"{rate:,.0f}", max, timed=True),
+    Column("mfu", "MFU", lambda part: f"{part:.1%}", max, timed=True),
+    Column("peak_memory_gib", "peak GiB", lambda gib: f"{gib:.2f}", ratio=True),
+    Column("train_loss", "loss", lambda loss: f"{loss:.4f}", None),
+    Column("val_loss", "val. loss", lambda loss: f"{loss:.4f}", None),
+    Column("val_tokens", "val. tokens", lambda number: f"{number:,.0f}", None),
+)
+
+#: only where several seeds are one cell: runs that its figures are of
+RUNS = Column("runs", "runs", lambda number: f"{number:.0f}", None)
+ENDS = ("status", "reason", "ran")  # beside axes and measurements: how a cell ended, and with which attention
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """A line per cell: axes, status, reason, the attention that ran, measurements with all their digits."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header(rows))
+    writer.writerows(["" if value is None else value for value in values(row)] for row in rows)
+    return out.getvalue()
+
+
+def losses_to_csv(rows: Sequence[Row]) -> str:
+    """A line per cell and step: axes, step, training loss."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*(rows[0].axes if rows else ()), "step", "loss"])
+    writer.writerows([*row.axes.values(), step, loss] for row in rows for step, loss in row.losses.items())
+    return out.getvalue()
+
+
+def from_csv(text: str, losses: str = "") -> list[Row]:
+    """The rows that `to_csv` wrote, with what `losses_to_csv` wrote of them."""
+    curves: dict[tuple[Any, ...], dict[int, float]] = {}
+    for line in csv.DictReader(io.StringIO(losses)):
+        step, loss = int(line.pop("step")), float(line.pop("loss"))
+        curves.setdefault(tuple(map(_parsed, line.values())), {})[step] = loss
+    names = [column.name for column in COLUMNS]
+    rows = []
+    for line in csv.DictReader(io.StringIO(text)):
+        axes = {name: _parsed(value) for name, value in line.items() if name not in (*ENDS, *names)}
+        measured = {name: float(line[name]) for name in names if line.get(name)}
+        curve = curves.get(tuple(axes.values()), {})
+        rows.append(Row(axes, line["status"], line["reason"] or None, measured, curve, line.get("ran") or None))
+    return rows
+
+
+def _parsed(text: str) -> Any:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text or None
+
+
+def header(rows: Sequence[Row]) -> list[str]:
+    return [*(rows[0].axes if rows else ()), *ENDS, *(column.name for column in COLUMNS)]
+
+
+def values(row: Row) -> list[Any]:
+    """In the order of `header`."""
+    return [*row.axes.values(), row.status, row.reason, row.ran, *(row.measured.get(column.name) for column in COLUMNS)]
+
+
+def title(device: str, steps: int) -> str:
+    """What ran on what."""
+    return f"Ablation on {device}, {steps} {'step' if steps == 1 else 'steps'}"
+
+
+def versions_in_words(versions: Mapping[str, str | None]) -> list[str]:
+    """The commit, and the versions of what computes, as far as they are known."""
+    commit, _, dirty = (versions.get("commit") or "").partition("-")
+    known = {"commit": commit[:12] + ("-" + dirty if dirty else "")}
+    known |= {label: versions.get(name) or "" for name, label in (("torch", "torch"), ("triton", "Triton"))}
+    return [f"{label} {version}" for label, version in known.items() if version]
+
+
+def to_markdown(rows: Sequence[Row], title: str, common: Sequence[str] = ()) -> str:
+    return f"# {title}\n\n{describe_all(rows, common)}"
+
+
+def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
+    """The cells that ran, the best of each group bold, with ratios to standard attention; then those that did not.
+
+    Args:
+        common: what every cell has beside its axes, in words.
+    """
+    ended, rows = rows, combine_seeds(rows)
+    axes = varying(rows)
+    ran, others = [row for row in rows if row.status == "ok"], [row for row in ended if row.status != "ok"]
+    columns = [column for column in (RUNS, *COLUMNS) if any(row.measured.get(column.name) is not None for row in ran)]
+    if validated := validation_tokens(ran):
+        columns = [column for column in columns if column.name != "val_tokens"]
+        common = [*common, f"val_tokens={validated:,}"]
+    compared = _baselines(ran)
+    labels = [label for column in columns for label in _labels(column, bool(compared))]
+    lines = [
+        [*(row.shown(name) for name in axes), *_figures(row, ran, columns, compared)]
+        for group in groups(ran)
+        for row in group
+    ]
+    fixed = [f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes] if rows else []
+    common = [words for words in common if not rows or words.partition("=")[0] not in rows[0].axes]
+    text = f"Every cell has {', '.join([*fixed, *common])}.\n\n" if fixed or common else ""
+    if lines:
+        marks = f"**Bold**: the best of the cells that differ in {' and '.join(COMPARED)} only"
+        if all(_few(row) for row in ran):
+            marks = f"Nothing is marked as the best: that takes {FEW} steps"
+        marks += f"; ×: in parts of {BASELINE} attention's.\n\n" if compared else ".\n\n"
+        spread = f"\n{SPREAD}" if any(row.measured.get("step_spread") is not None for row in ran) else ""
+        text += f"{TIMES}{spread}\n{marks}{markdown_table([*axes, *labels], lines, left=len(axes))}"
+    if others:
+        axes = varying(ended)
+        cells = [[*(str(row.axes[name]) for name in axes), row.status, _cell(row.reason)] for row in others]
+        text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], cells, left=len(axes) + 2)
+    if differences := loss_differences(ended):
+        text += f"\nTraining losses of cells that differ in {' and '.join(COMPARED)} only:\n\n"
+        text += "".join(f"- {each.words}{': ' if each.words else ''}{each.finding}\n" for each in differences)
+    return text
+
+
+def validation_tokens(rows: Iterable[Row]) -> int | None:
+    """On how many tokens all cells were validated; None where that is not known, or not the same."""
+    numbers = {row.measured.get("val_tokens") for row in rows if row.status == "ok"}
+    number = numbers.pop() if len(numbers) == 1 else None
+    return int(number) if number is not None and math.isfinite(number) else None
+
+
+def _few(row: Row) -> bool:
+    return len(row.losses) < FEW
+
+
+def by_length(rows: Sequence[Row]) -> str:
+    """A short table: a row per length and whatever else the cells differ in, a column per attention."""
+    rows = combine_seeds(rows)
+    backends = list(dict.fromkeys(row.axes["attention"] for row in rows))
+    others = [name for name in varying(rows) if name not in ("attention", "seq_len")]
+    axes = ["seq_len", *others]
+    places: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        places.setdefault(tuple(row.axes[name] for name in axes), {})[row.axes["attention"]] = row
+    lines = [
+        [f"{place[0]:,}", *map(str, place[1:]), *(_short(found.get(name)) for name in backends)]
+        for place, found in places.items()
+    ]
+    table = markdown_table([*axes, *(f"{name}: ms · GiB" for name in backends)], lines)
+    return table + (f"\n{DISTURBANCE}\n" if any(row.disturbed for row in rows) else "")
+
+
+def _short(row: Row | None) -> str:
+    if row is None or row.status != "ok":
+        return row.status if row else "–"
+    seconds, gib = row.measured.get("step_seconds"), row.measured.get("peak_memory_gib")
+    mark = f" {MARK}" if row.disturbed else ""
+    return f"{'–' if seconds is None else _milliseconds(seconds)}{mark} · {'–' if gib is None else f'{gib:.1f}'}"
+
+
+def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
+    """Sentences on where another attention took less time for a step in otherwise the same, undisturbed cell."""
+    found = []
+    rows = combine_seeds(rows)
+    ran = [
+        row
+        for row in rows
+        if row.status == "ok" and _is_finite(row.measured.get("step_seconds")) and not (_few(row) or row.disturbed)
+    ]
+    for own in (row for row in ran if row.axes["attention"] == attention):
+        same = [row for row in ran if row.without("attention") == own.without("attention")]
+        best = min(same, key=lambda row: row.measured["step_seconds"])
+        if best.measured["step_seconds"] < own.measured["step_seconds"]:
+            theirs, ours = (_milliseconds(row.measured["step_seconds"]) for row in (best, own))
+            place = ", ".join(f"{name}={own.axes[name]}" for name in varying(rows) if name != "attention")
+            found.append(f"{place} ({ours} ms, {best.axes['attention']} {theirs} ms)")
+    return found
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The axes on which the cells differ; length and attention always."""
+    names = list(rows[0].axes) if rows else []
+    return [n for n in names if n in ("seq_len", "attention") or len({row.axes[n] for row in rows}) > 1]
+
+
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """The cells that differ in attention and memory alone, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.without(*COMPARED), []).append(row)
+    return list(found.values())
+
+
+def describe(group: Sequence[Row], rows: Sequence[Row]) -> str:
+    """What a group's cells have in common, and other groups don't."""
+    return ", ".join(f"{name}={group[0].axes[name]}" for name in varying(rows) if name not in COMPARED)
+
+
+def loss_differences(rows: Sequence[Row]) -> list[Difference]:
+    """One for each group of two cells or more that ran."""
+    found = []
+    for group in groups(rows):
+        ran = [row for row in group if row.status == "ok" and row.losses]
+        curves = [row.losses for row in ran]
+        if len(curves) < 2:
+            continue
+        steps = set.intersection(*(set(curve) for curve in curves))
+        lost = tuple(_name(row, group) for row in ran if not all(map(math.isfinite, row.losses.values())))
+        at_each = [[curve[step] for curve in curves] for step in steps] if not lost else []
+        spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=math.nan if lost else 0.0)
+        several = len({row.ran or row.axes.get("attention") for row in ran}) > 1
+        found.append(Difference(describe(group, rows), spread, several and bool(ran[0].axes.get("dropout")), lost))
+    return found
+
+
+def _name(row: Row, group: Sequence[Row]) -> str:
+    """What tells a cell from the others of its group."""
+    names = [name for name in COMPARED if len({other.axes.get(name) for other in group}) > 1] or ["attention"]
+    return " ".join(f"{name}={row.axes[name]}" for name in names)
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _baselines(rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
+    """Standard attention's cells, by their place on the other axes."""
+    return {row.without("attention"): row for row in rows if row.axes.get("attention") == BASELINE}
+
+
+def _labels(column: Column, with_ratio: bool) -> list[str]:
+    return [column.label, "×"] if column.ratio and with_ratio else [column.label]
+
+
+def _figures(
+    row: Row, ran: Sequence[Row], columns: Sequence[Column], compared: Mapping[tuple[Any, ...], Row]
+) -> list[str]:
+    group = [other for other in ran if other.without(*COMPARED) == row.without(*COMPARED)]
+    figures = []
+    for column in columns:
+        value = row.measured.get(column.name)
+        figure = "–" if value is None else column.shown(value)
+        known = [x for other in group if _is_finite(x := other.measured.get(column.name))]
+        disturbed = column.timed and row.disturbed
+        if (
+            _is_finite(value)
+            and column.best
+            and not disturbed
+            and not _few(row)  # whose figure may be chance; others are measured against it all the same
+            and len(known) > 1
+            and figure == column.shown(column.best(known))
+        ):
+            figure = f"**{figure}**"
+        figures.append(f"{figure} {MARK}" if disturbed and column.name == "step_seconds" else figure)
+        if column.ratio and compared:
+            base = compared.get(row.without("attention"))
+            theirs = base.measured.get(column.name) if base else None
+            known_both = _is_finite(value) and _is_finite(theirs) and theirs
+            figures.append(f"{value / theirs:.2f}" if known_both else "–")
+    return figures
+
+
+def _cell(text: str | None) -> str:
+    """Text that can't break a table."""
+    return " ".join((text or "").split()).replace("|", "\\|")

@@ -1,0 +1,1 @@
+"""The speed and memory of attention, measured against other implementations."""

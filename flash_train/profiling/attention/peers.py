@@ -1,0 +1,257 @@
+"""Implementations of attention side by side: each is checked against fp32 on what it is timed on, then timed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_train.attention import RngState, attention
+from flash_train.attention.backends import hopper_unavailable
+from flash_train.attention.masks import SKIPPED
+from flash_train.profiling.attention.cases import Case
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
+
+OURS = "triton"
+OWN = ("hopper", OURS)  #: this project's kernels; the first for compute capability 9.0
+SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+ROUNDS = 7  #: turns of each implementation of a case
+ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
+
+
+def implementations(case: Case) -> tuple[str, ...]:
+    """Those that can be asked for a case on this machine: ours, then its peers."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own = OWN if hopper_unavailable(device) is None else (OURS,)
+    if case.lengths:
+        return (*own, "varlen_attn", "flex")
+    return (*own, "flex") if case.density < 1 else (*own, *SDPA, "flex")
+
+
+def build(name: str, case: Case, device: torch.device | str, rng: RngState | None = None) -> Attention:
+    """The call on q, k, v as ``Case.inputs`` gives them. ``rng`` fixes the dropout mask of our own.
+
+    Raises:
+        ValueError: the implementation has no such call.
+    """
+    if name in OWN:
+        spec, packing = case.spec(device), case.packing(device)
+        return lambda q, k, v: attention(q, k, v, spec, packing=packing, rng=rng, backend=name)
+    if name == "varlen_attn":
+        return _varlen_attn(case, device)
+    return _flex(case, device) if name == "flex" else _sdpa(name, case)
+
+
+def _sdpa(name: str, case: Case) -> Attention:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPA[name]):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, dropout_p=case.dropout, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
+    """PyTorch's call for packed sequences, FlashAttention-2's kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    packing, longest = case.packing(device), max(case.lengths)
+    assert packing is not None
+    cu = packing.cu_seqlens_q
+    options: dict[str, Any] = {"window_size": (-1, 0) if case.causal else (-1, -1)}
+    if case.n_heads != case.n_kv_heads and "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch >= 2.12
+        options["enable_gqa"] = True
+    return lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, **options))
+
+
+def _flex(case: Case, device: torch.device | str) -> Attention:
+    """FlexAttention as its users call it: compiled for the shape, with a mask of blocks made beforehand."""
+    from torch._functorch import config as functorch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if case.dropout:
+        raise ValueError("FlexAttention has no dropout")
+    torch.compiler.reset()  # it is compiled per shape, and compilations of one function are limited in number
+    functorch.donated_buffer = False  # the backward is timed on a graph that is kept
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    rule = _flex_rule(case, device)
+    if rule is not None:
+        n = sum(case.lengths) or case.seq_len
+        mask = torch.compile(create_block_mask)(rule, None, None, n, n, device=device)  # eager holds all pairs
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        packed = q.dim() == 3
+        q, k, v = ((x[None] if packed else x).transpose(1, 2) for x in (q, k, v))
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        return out[0] if packed else out
+
+    return call
+
+
+def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] | None:
+    """The case's mask as FlexAttention takes it: a function of batch row, head, query and key."""
+    from torch.nn.attention.flex_attention import and_masks
+
+    rules: list[Callable[..., Tensor]] = []
+    if case.causal:
+        rules.append(lambda b, h, q, k: q >= k)
+    if case.lengths:
+        lengths = torch.tensor(case.lengths)
+        document = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+        rules.append(lambda b, h, q, k: document[q] == document[k])
+    blocks = case.spec(device).mask.block_map(case.seq_len, case.seq_len, False)
+    if blocks is not None:
+        pattern = blocks.states[0, 0] != SKIPPED
+        rules.append(lambda b, h, q, k: pattern[q // blocks.block_q, k // blocks.block_k])
+    return and_masks(*rules) if rules else None
+
+
+def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
+    """Relative error (Frobenius, the worst of output and gradients) in a batch row and key head drawn at random.
+
+    Heads are independent of each other: one, with the queries that share it, costs fp32 little at any length. With
+    dropout, whose mask is its own in every implementation, ours is held to the reference's mask and the others to
+    their undropped output.
+    """
+    q, k, v = tensors
+    rng = None
+    if case.dropout:
+        if name in OWN:
+            rng = RngState(int(torch.randint(1 << 31, ())))
+        else:
+            case = replace(case, dropout=0.0)
+        call = build(name, case, q.device, rng)
+    out = call(q, k, v)
+    dout = torch.randn_like(out)
+    got = (out, *torch.autograd.grad(out, tensors, dout))
+
+    row = None if case.lengths else int(torch.randint(case.batch, ()))
+    head, group = int(torch.randint(case.n_kv_heads, ())), case.n_heads // case.n_kv_heads
+    if rng is not None:
+        rng = replace(rng, entry=row or 0, head=head * group)
+
+    def part(x: Tensor) -> Tensor:
+        heads = x.shape[-2] // case.n_kv_heads
+        x = x if row is None else x[row : row + 1]
+        return x[..., head * heads : (head + 1) * heads, :].detach().float()
+
+    exact = [part(x).requires_grad_() for x in tensors]
+    spec, packing = case.spec(q.device), case.packing(q.device)
+    reference = attention(exact[0], exact[1], exact[2], spec, packing=packing, rng=rng, backend="chunked")
+    want = (reference, *torch.autograd.grad(reference, exact, part(dout)))
+    return max(((part(a) - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+
+
+def measure(
+    names: Sequence[str], case: Case, timer: Timer, device: torch.device | str = "cuda"
+) -> list[dict[str, Any]]:
+    """A record per implementation and direction; one without a rate, and with the reason, where a call fails or its
+    result is wrong.
+
+    All are built and checked first. Then they take turns, `ROUNDS` of them, on the same inputs, and a rate is of the
+    median time: a card's clock follows what it did just before, so that whoever came later, or always after the same
+    neighbour, would be slower or faster. The order is therefore drawn anew for each round, the same in every run.
+    Rates are model FLOPs (the backward's are 2.5 times the forward's) over the time. A sparse case is also timed
+    without its pattern: ``time_to_dense`` is the ratio.
+    """
+    from triton.errors import TritonError
+
+    tensors = case.inputs(device)
+    timed: dict[str, _Timed] = {}
+    failed: dict[str, dict[str, Any]] = {}
+
+    def attempt(name: str, step: Callable[[str], None]) -> None:
+        try:
+            step(name)
+        except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
+            raise
+        except (RuntimeError, ValueError, TritonError) as failure:
+            failed[name] = {"reason": str(failure).strip().splitlines()[0]}
+
+    def prepare(name: str) -> None:
+        call = build(name, case, device)
+        error = check(name, call, case, tensors)
+        if not error < ALLOWED_ERROR:  # NaN fails too
+            failed[name] = {"error": error, "reason": "wrong result"}
+            return
+        timed[name] = _Timed(
+            error, call, None if case.density == 1 else build(name, replace(case, density=1.0), device)
+        )
+
+    def take_turn(name: str) -> None:
+        timed[name].take_turn(tensors, timer)
+
+    for name in names:
+        attempt(name, prepare)
+    draw = Random(case.name)
+    for _ in range(ROUNDS):
+        for name in draw.sample(list(timed), len(timed)):
+            if name not in failed:
+                attempt(name, take_turn)
+    records = []
+    for name in names:
+        base = {"case": case.name, "implementation": name, "dropout": case.dropout, "density": case.density}
+        if name in failed:
+            records.append(base | {"direction": "forward"} | failed[name])
+        else:
+            records += [base | found for found in timed[name].records(case.flops)]
+    return records
+
+
+@dataclass
+class _Timed:
+    """An implementation whose result is right, and its times: of each round, milliseconds forward and backward."""
+
+    error: float
+    call: Attention
+    dense: Attention | None  #: without the case's pattern
+    times: list[tuple[float, float]] = field(default_factory=list)
+    dense_times: list[tuple[float, float]] = field(default_factory=list)
+
+    def take_turn(self, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> None:
+        self.times.append(_time(self.call, tensors, timer))
+        if self.dense is not None:
+            self.dense_times.append(_time(self.dense, tensors, timer))
+
+    def records(self, flops: float) -> list[dict[str, Any]]:
+        found = []
+        for i, (direction, work) in enumerate((("forward", 1.0), ("backward", 2.5))):
+            ms = median(times[i] for times in self.times)
+            record = {"direction": direction, "ms": ms, "tflops": work * flops / ms / 1e9, "error": self.error}
+            if self.dense is not None:
+                record["time_to_dense"] = ms / median(times[i] for times in self.dense_times)
+            found.append(record)
+        return found
+
+
+def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> tuple[float, float]:
+    """Milliseconds of forward and backward."""
+    forward = timer(lambda: call(*tensors))
+    out = call(*tensors)
+    dout = torch.randn_like(out)
+    return forward, timer(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True))
+
+
+def add_ratios(records: list[dict[str, Any]]) -> None:
+    """To the records of one case: the rate over that of each peer, None where the peer has none."""
+    rates = {(row["implementation"], row["direction"]): row.get("tflops") for row in records}
+    peers = sorted({name for name, _ in rates} - set(OWN))
+    for row in records:
+        if row.get("tflops"):
+            for peer in peers:
+                theirs = rates.get((peer, row["direction"]))
+                row[f"ratio_to_{peer}"] = row["tflops"] / theirs if theirs else None

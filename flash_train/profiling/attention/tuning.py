@@ -1,0 +1,177 @@
+"""One kernel with one tile, checked and timed: what ``tune_attention`` tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_train.attention import AttentionSpec, Causal, Full, Mask, RngState, attention
+from flash_train.attention.functional import operands_of
+from flash_train.attention.kernels.portable import launch
+from flash_train.attention.kernels.portable.tiles import Tile, block_d
+from flash_train.attention.masks import Document
+
+KERNELS = ("forward", "dq", "dkdv", "dk", "dv")  #: dk and dv are dkdv's launches where they are apart
+REGISTERS = (16, 224)  #: of a thread's 255, that hold a tile's numbers in fp32: fewer leave it idle, more spill
+ALLOWED_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+DROPOUT = 0.1
+DOCUMENTS = 4
+
+
+class Unfit(Exception):
+    """Why a tile cannot be used, in words."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The call that a row of the table is tuned on: ``n_heads`` of ``seq_len`` in one batch row."""
+
+    head_dim: int
+    dtype: torch.dtype
+    variant: str
+    seq_len: int
+    n_heads: int
+
+    @property
+    def spec_parts(self) -> tuple[bool, float]:
+        """Whether it is causal, and its dropout."""
+        return not self.variant.endswith("full"), DROPOUT if self.variant.startswith("dropout") else 0.0
+
+    def spec(self, device: torch.device) -> AttentionSpec:
+        """Element-wise terms are documents, whose blocks are looked at pair by pair."""
+        causal, dropout = self.spec_parts
+        mask: Mask = Causal() if causal else Full()
+        if self.variant == "terms":
+            ids = torch.arange(self.seq_len, device=device) * DOCUMENTS // self.seq_len
+            mask = mask & Document(ids.int())
+        return AttentionSpec(mask, dropout=dropout)
+
+
+class Problem:
+    """Fresh inputs of a setting, and the launch of each kernel on them.
+
+    ``start`` is the tile of the forward that the backward's kernels need the results of.
+    """
+
+    def __init__(self, setting: Setting, start: Tile, device: torch.device) -> None:
+        self.setting, self.device = setting, device
+        shape = (1, setting.seq_len, setting.n_heads, setting.head_dim)
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, device=device, dtype=setting.dtype) for _ in range(4))
+        self.rng = RngState(int(torch.randint(1 << 31, ())))
+        state = self.rng.as_tensor(device) if setting.spec_parts[1] else None
+        spec = setting.spec(device)
+        self.call = launch.Call(*operands_of(self.q, self.k, spec, None, state, (0, 0, 0, 0), None, None))
+        self.out, self.dq, self.dk, self.dv = (torch.empty_like(self.q) for _ in range(4))
+        self.lse = torch.empty(launch.lse_shape(self.q), device=device)
+        self.delta, self.lse2 = torch.empty_like(self.lse), torch.empty_like(self.lse)
+        self.launch("forward", start).run()
+        launch.rows_launch(self.out, self.dout, self.lse, None, self.delta, self.lse2, self.call).run()
+
+    def launch(self, kernel: str, tile: Tile) -> launch.Launch:
+        if self.call.has_lists:
+            tile = tile.within(*self.call.bounds[3:])
+        if kernel == "forward":
+            return launch.forward_launch(self.q, self.k, self.v, self.out, self.lse, self.call, tile)
+        inputs = (self.q, self.k, self.v, self.dout, self.lse2, self.delta)
+        if kernel == "dq":
+            return launch.dq_launch(*inputs, self.dq, None, self.call, tile)
+        dk, dv = (self.dk if "dk" in kernel else None), (self.dv if "dv" in kernel else None)
+        return launch.dkdv_launch(*inputs, dk, dv, self.call, tile)
+
+    def results(self, kernel: str) -> dict[str, Tensor]:
+        named = {"forward": ["out"], "dq": ["dq"], "dkdv": ["dk", "dv"], "dk": ["dk"], "dv": ["dv"]}[kernel]
+        return {name: getattr(self, name) for name in named}
+
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """What every kernel should give, by the reference in fp32."""
+        q, k, v = (x.float().requires_grad_() for x in (self.q, self.k, self.v))
+        spec = self.setting.spec(self.device)
+        out = attention(q, k, v, spec, rng=self.rng if spec.dropout else None, backend="reference")
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), self.dout.float())
+        return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+    def check(self, kernel: str, tile: Tile) -> None:
+        """Run a kernel and hold it to the reference.
+
+        Raises:
+            Unfit: its results are wrong.
+        """
+        for result in self.results(kernel).values():
+            result.fill_(float("nan"))
+        self.launch(kernel, tile).run()
+        for name, result in self.results(kernel).items():
+            error = ((result.float() - self.exact[name]).norm() / self.exact[name].norm()).item()
+            if not error <= ALLOWED_ERROR[self.setting.dtype]:
+                raise Unfit(f"wrong {name}: relative error {error:.1e}")
+
+
+def candidates(kernel: str, setting: Setting, shared: int) -> list[Tile]:
+    """The tiles that might fit registers and ``shared`` bytes, and that give every warp something to do."""
+    return [tile for tile in _all_tiles() if _plausible(kernel, tile, setting, shared)]
+
+
+def _all_tiles() -> Iterator[Tile]:
+    sides = (16, 32, 64, 128)
+    for block_m, block_n, warps, stages in product(sides, sides, (4, 8), (1, 2, 3)):
+        yield Tile(block_m, block_n, warps, stages)
+
+
+def _plausible(kernel: str, tile: Tile, setting: Setting, shared: int) -> bool:
+    """A bound from below: the compiler has the last word on what fits."""
+    width = block_d(setting.head_dim)
+    held, walked = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
+    accumulators = 2 if kernel == "dkdv" else 1
+    products = 2 if kernel in ("dq", "dkdv", "dk") else 1  # scores, and dP
+    registers = (accumulators * held * width + products * held * walked) / (32 * tile.num_warps)
+    row = width * setting.dtype.itemsize
+    loaded = 2 * walked * row * max(1, tile.num_stages - 1)
+    return REGISTERS[0] <= registers <= REGISTERS[1] and walked <= 2 * held and loaded <= shared
+
+
+def compile_only(setting: Setting, start: Tile, tries: list[tuple[str, Tile]]) -> None:
+    """Compile kernels into Triton's cache, in a process of its own; those that don't compile say so when tried."""
+    from triton.errors import TritonError
+
+    problem = Problem(setting, start, torch.device("cuda"))
+    for kernel, tile in tries:
+        found = problem.launch(kernel, tile)
+        try:
+            found.kernel.warmup(*found.arguments, grid=(1,), **found.constants)
+        except (TritonError, RuntimeError):
+            continue
+
+
+def try_tile(
+    kernel: str, tile: Tile, small: Problem, large: Problem, timer: Callable[[Callable[[], Any]], float]
+) -> float:
+    """Milliseconds of a kernel on the large problem, after its check on the small one.
+
+    Raises:
+        Unfit: it does not compile, takes more than the chip has, or is wrong.
+    """
+    from triton.errors import TritonError
+
+    try:
+        small.check(kernel, tile)
+        found = large.launch(kernel, tile)
+        found.run()
+        return timer(found.start)
+    except torch.AcceleratorError:  # the device is lost to this process
+        raise
+    except (TritonError, RuntimeError) as failure:
+        raise Unfit(str(failure).strip().splitlines()[0]) from failure
+
+
+def smaller(setting: Setting) -> Setting:
+    """The setting at a length that the reference can hold and no tile divides.
+
+    It is the same kernel: 16 blocks of 128, so that Triton, which tells multiples of 16 apart, compiles no second one.
+    """
+    return replace(setting, seq_len=2000, n_heads=2)

@@ -1,0 +1,315 @@
+"""What a stretch of a program takes of a device's memory: every tensor's, with the module and the phase that made it.
+
+On CUDA the allocations come from the allocator's own history, elsewhere from PyTorch's profiler. What the model is
+doing is logged beside them by hooks that touch no value; the two are joined by their times. The profiler's clock is not
+the system's (it may run apart by more than an operation takes), so what is logged is a mark in its record, too, and has
+that mark's time.
+"""
+
+import bisect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from flash_train.profiling.memory.ledger import ROUND, Moment
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of memory: bytes, its address, when it came and went (ns; None: it stayed), and in what it was made.
+
+    `scope` is the name of the innermost module at work, "" outside of all; `owner` says what it is where that was known
+    beforehand (weights, gradients, …), else "".
+    """
+
+    size: int
+    address: int
+    start: int
+    end: int | None
+    phase: str
+    scope: str
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Bytes taken (or, negative, given back) at an address."""
+
+    time: int
+    address: int
+    size: int
+
+
+MARK = "flash_train scope "  # and the number of an entry: an event of PyTorch's profiler
+
+
+class Scopes:
+    """What was at work when, in order of time: the phase, and the innermost module."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, str, str]] = []
+        self.phase = ""
+        self._now = ""
+        self._stack: list[str] = []  # modules whose forward runs, below them what was at work when it began
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        self._log("")
+
+    def at(self, when: int) -> tuple[str, str]:
+        """(phase, module) of a time; "" before the first entry."""
+        index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
+        return self.entries[index][1:] if index >= 0 else ("", "")
+
+    def last_module(self, when: int) -> str | None:
+        """The module that was at work last in the phase that then was; None where there was none yet."""
+        index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
+        phase = self.entries[index][1] if index >= 0 else ""
+        while index >= 0 and self.entries[index][1] == phase:
+            if self.entries[index][2]:
+                return self.entries[index][2]
+            index -= 1
+        return None
+
+    def change_after(self, when: int) -> int | None:
+        """When something else was at work; None if never."""
+        index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0])
+        return self.entries[index][0] if index < len(self.entries) else None
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Log the modules of `model`: before and after their forward, and when their result's gradient comes, which
+        is where their backward begins."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._entering(name)))
+            handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stack.clear()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if not self._stack:
+                self._stack.append(self._now)
+            self._stack.append(name)
+            self._log(name)
+
+        return hook
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: Any, output: Any) -> None:
+            self._stack.pop()
+            self._log(self._stack[-1])
+            if len(self._stack) == 1:
+                self._stack.pop()
+            for result in output if isinstance(output, tuple) else (output,):
+                passed_on = any(result is given for given in inputs)  # whose gradient is another module's beginning
+                if isinstance(result, Tensor) and result.requires_grad and not passed_on:
+                    result.register_hook(lambda _: self._log(name))
+
+        return hook
+
+    @torch.compiler.disable  # times are taken when it runs, not when a compiled block is traced
+    def _log(self, scope: str) -> None:
+        self._now = scope
+        with record_function(f"{MARK}{len(self.entries)}"):
+            self.entries.append((time.time_ns(), self.phase, scope))
+
+    def by_marks(self, times: dict[str, int]) -> None:
+        """Take the profiler's times (ns, by the names of its events) for those of the system's clock."""
+        self.entries = [(times[f"{MARK}{i}"], *entry[1:]) for i, entry in enumerate(self.entries)]
+
+
+class Recording:
+    """The events of a stretch of time, and what lay on the device before it.
+
+    Args:
+        device: CUDA records in its allocator; any other device is taken for the CPU, whose profiler records.
+        owned: tensors that exist already, by what they are. Those of one storage count once.
+    """
+
+    def __init__(self, device: torch.device, owned: Iterable[tuple[str, Tensor]]) -> None:
+        self.device, self.scopes = device, Scopes()
+        self.snapshot: Any = None  # the CUDA allocator's, for PyTorch's viewer
+        self.events: list[Event] = []
+        self.before: dict[int, tuple[str, int]] = {}  # address: what it is, bytes
+        for owner, tensor in owned:
+            storage = tensor.untyped_storage()
+            if storage.device.type == device.type:
+                self.before.setdefault(storage.data_ptr(), (owner, storage.nbytes()))
+        if device.type == "cuda":  # mostly what matrix products keep for themselves
+            rest = torch.cuda.memory_allocated(device) - sum(size for _, size in self.before.values())
+            self.before[-1] = ("matrix-product workspace", max(0, rest))
+
+    @contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        with self.scopes.watching(model), self._cuda() if self.device.type == "cuda" else self._cpu():
+            yield
+
+    def allocations(self) -> list[Allocation]:
+        """All, in order of their beginning."""
+        open_ = {at: Allocation(size, at, 0, None, "", "", owner) for at, (owner, size) in self.before.items()}
+        ended = []
+        for event in sorted(self.events, key=lambda event: event.time):
+            if event.size > 0:
+                phase, scope = self.scopes.at(event.time)
+                open_[event.address] = Allocation(event.size, event.address, event.time, None, phase, scope)
+            elif event.address in open_:
+                gone = open_.pop(event.address)
+                ended.append(Allocation(**{**vars(gone), "end": event.time}))
+        return sorted([*ended, *open_.values()], key=lambda allocation: allocation.start)
+
+    @contextmanager
+    def _cpu(self) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile
+
+        marks: dict[str, int] = {}
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+
+        def walk(event: Any) -> None:
+            if event.name.startswith(MARK):
+                marks[event.name] = event.start_time_ns
+            if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+                fields = event.extra_fields
+                self.events.append(Event(event.start_time_ns, fields.ptr, fields.alloc_size))
+            for child in event.children:
+                walk(child)
+
+        results = profiler.profiler.kineto_results if profiler.profiler else None
+        for root in results.experimental_event_tree() if results else ():
+            walk(root)
+        self.scopes.by_marks(marks)
+
+    @contextmanager
+    def _cuda(self) -> Iterator[None]:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=10_000_000)
+        try:
+            yield
+        finally:
+            self.snapshot = torch.cuda.memory._snapshot(self.device)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self.events += events_of(self.snapshot["device_traces"][index])
+
+
+def events_of(trace: Iterable[dict[str, Any]]) -> Iterator[Event]:
+    """The entries of a CUDA allocator's history that change what tensors hold.
+
+    Sizes are those that were asked for, addresses those of blocks, times Unix microseconds. What counts as
+    allocated ends with "free_requested"; "free_completed" follows when no stream uses the block any more.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    for entry in trace:
+        if sign := signs.get(entry["action"]):
+            yield Event(entry["time_us"] * 1000, entry["addr"], sign * -(-entry["size"] // ROUND) * ROUND)
+
+
+def moments(
+    allocations: Iterable[Allocation], kind_of: Callable[[Allocation], str], scopes: Scopes
+) -> list[tuple[str, Moment]]:
+    """What was held after every change, by kinds, with the phase of each."""
+    changes: list[tuple[int, int, Allocation]] = []
+    for allocation in allocations:
+        changes.append((allocation.start, allocation.size, allocation))
+        if allocation.end is not None:
+            changes.append((allocation.end, -allocation.size, allocation))
+    held: dict[str, int] = {}
+    found = []
+    for when, size, allocation in sorted(changes, key=lambda change: change[0]):
+        kind = kind_of(allocation)
+        held[kind] = held.get(kind, 0) + size
+        phase, _ = scopes.at(when)
+        found.append((phase, Moment({kind: size for kind, size in held.items() if size})))
+    return found
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """A recorded step. Bytes; `moments` in order, each with its phase; `kept_by_block` what each block's forward left
+    for its backward."""
+
+    peak: Moment
+    phases: dict[str, Moment]
+    kept_by_block: dict[str, int]
+    moments: list[tuple[str, Moment]] = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total
+
+
+def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) -> MemoryProfile:
+    """What the recording of one optimizer step shows.
+
+    Args:
+        model: whose modules were watched; blocks are the children of its `blocks`.
+        activation_bytes: bytes of an element of the activations: copies of weights in that width are autocast's.
+    """
+    allocations = recording.allocations()
+    last = {phase: max((e[0] for e in recording.scopes.entries if e[1] == phase), default=0) for phase in PHASES}
+    copies = {
+        name: activation_bytes * module.weight.numel()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.element_size() != activation_bytes
+    }
+    step = min((e[0] for e in recording.scopes.entries if e[1] == "step"), default=float("inf"))
+
+    def kind_of(a: Allocation) -> str:
+        if a.owner:
+            return a.owner
+        if a.phase == "backward" and (a.end is None or a.end >= step):
+            return "gradients"
+        if a.phase == "step":
+            return "optimizer state"
+        if copies.get(a.scope) == a.size:
+            return "autocast copies"
+        if a.scope == "" and a.phase == "forward":
+            last = recording.scopes.last_module(a.start)
+            if last in (None, "embedding"):  # behind which comes its cast to autocast's dtype
+                return "batch and tables" if last is None else "residual stream"
+        kind = kind_of_module(a.scope)
+        if kind == "attention" and a.end is not None:
+            change = recording.scopes.change_after(a.start)
+            if change is None or a.end <= change:  # gone before anything else ran
+                return "attention workspace"
+        return kind
+
+    found = moments(allocations, kind_of, recording.scopes)
+    peaks = {phase: _fullest(m for p, m in found if p == phase) for phase in PHASES}
+    kept: dict[str, int] = {}
+    for a in allocations:
+        parts = a.scope.split(".")
+        lives = a.end is None or a.end > last["forward"]
+        if a.phase == "forward" and lives and parts[0] == "blocks" and kind_of(a) != "autocast copies":
+            name = ".".join(parts[:2])
+            kept[name] = kept.get(name, 0) + a.size
+    return MemoryProfile(_fullest(m for _, m in found), peaks, kept, found)
+
+
+PHASES = ("forward", "backward", "step")
+
+
+def kind_of_module(scope: str) -> str:
+    """What a module's allocations are, by its name in `flash_train.model.Transformer`."""
+    name = scope.rpartition(".")[2]
+    if name.endswith("norm"):
+        return "norms"
+    for part, kind in (("attention", "attention"), ("mlp", "mlp"), ("blocks", "residual stream")):
+        if part in scope.split("."):
+            return kind
+    return "residual stream" if name == "embedding" else "logits and loss"
+
+
+def _fullest(found: Iterable[Moment]) -> Moment:
+    return max(found, key=lambda moment: moment.total, default=Moment({}))

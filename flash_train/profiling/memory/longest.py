@@ -1,0 +1,189 @@
+"""The longest row that trains: a search in few trials, and how its results are told."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from flash_train.profiling.memory.plot import MODES
+from flash_train.records.markdown import markdown_table
+from flash_train.records.plots import save_figure
+
+UNIT = 64  # lengths are multiples of it
+
+
+@dataclass(frozen=True)
+class Longest:
+    """What a search found: `seq_len` fits (0: nothing tried did); `too_long`, where it is known, does not."""
+
+    seq_len: int
+    too_long: int | None
+    trials: tuple[tuple[int, bool], ...]
+
+    def within(self, tolerance: float, limit: int) -> bool:
+        """Whether the answer is that close, or as long as was asked for."""
+        if self.seq_len >= limit:
+            return True
+        return self.too_long is not None and self.too_long - self.seq_len <= max(UNIT, tolerance * self.too_long)
+
+
+def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4, tolerance: float = 0.02) -> Longest:
+    """The longest row that fits, to `tolerance`, by at most so many trials.
+
+    A good guess takes two: it fits, and what is longer by the tolerance does not. Where it was wrong, steps grow until
+    the answer lies between two trials, which are then halved.
+
+    Args:
+        fits: tries a length.
+        guess: where to begin.
+        limit: no longer row is tried.
+    """
+    limit = max(UNIT, limit // UNIT * UNIT)
+    found = Longest(0, None, ())
+    length, stride = _whole(guess, limit), tolerance
+    while len(found.trials) < trials:
+        fit = fits(length)
+        found = Longest(
+            length if fit else found.seq_len,
+            found.too_long if fit else length,
+            (*found.trials, (length, fit)),
+        )
+        if found.within(tolerance, limit) or (not fit and length == UNIT):
+            break
+        if found.too_long is None:
+            length = _whole(math.ceil(found.seq_len * (1 + stride) / UNIT) * UNIT, limit)
+        elif found.seq_len == 0:
+            length = _whole(found.too_long * (1 - min(stride, 0.75)), limit)
+        else:
+            length = _whole((found.seq_len + found.too_long) / 2, limit)
+        stride *= 3
+    return found
+
+
+def _whole(length: float, limit: int) -> int:
+    return min(limit, max(UNIT, int(length) // UNIT * UNIT))
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one attention backend and memory mode.
+
+    Args:
+        found: no row at all where `status` is not ok.
+        predicted: the longest that was predicted to fit, no longer than `limit`; None where nothing is predicted.
+        peak_gib: of the longest that fitted, where it was measured.
+        exact: whether a row longer by the search's tolerance was found not to fit.
+        limit: tokens; no longer row was asked for.
+        status: ok, oom (nothing that was tried fitted), failed or unavailable.
+        reason: why it is not ok.
+    """
+
+    attention: str
+    memory: str
+    found: Longest
+    predicted: int | None
+    peak_gib: float | None
+    exact: bool
+    limit: int
+    status: str = "ok"
+    reason: str | None = None
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the limit ended the search: what is longer may fit, too."""
+        return self.status == "ok" and self.found.seq_len >= self.limit
+
+    def told(self, unit: str = "") -> str:
+        """The answer in a few words, with a unit after its number."""
+        if self.status != "ok":
+            return {"oom": "nothing fitted"}.get(self.status, self.status)
+        return (
+            ("" if self.exact else "≥ ") + f"{self.found.seq_len:,}{unit}" + (" (the limit)" if self.at_limit else "")
+        )
+
+
+def markdown(rows: Sequence[Row], title: str) -> str:
+    return f"# {title}\n\n{table(rows)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A row per backend and memory mode; below it what a limit is, and why a row has no answer."""
+    lines = []
+    for row in rows:
+        peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        predicted = "–"
+        if row.predicted is not None:
+            predicted = ("≥ " if row.predicted >= row.limit else "") + f"{row.predicted:,}"
+        lines.append((row.attention, row.memory, row.told(), peak, predicted, str(len(row.found.trials))))
+    header = ("attention", "memory", "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
+    text = markdown_table(header, lines, left=2)
+    if any(row.at_limit for row in rows):
+        text += "\n(the limit): no longer row was tried; find_max.limit=… allows it.\n"
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.reason:
+            reasons.setdefault((row.attention, row.told(), row.reason), []).append(row.memory)
+    notes = [
+        f"- attention={attention}, memory={', '.join(modes)}: {words}: {reason}\n"
+        for (attention, words, reason), modes in reasons.items()
+    ]
+    return text + ("\n" + "".join(notes) if notes else "")
+
+
+def to_record(row: Row, tolerance: float) -> dict[str, Any]:
+    """Plain values; `tolerance` is what an exact answer is exact to."""
+    return {
+        "attention": row.attention,
+        "memory": row.memory,
+        "seq_len": row.found.seq_len,
+        "too_long": row.found.too_long,
+        "predicted_seq_len": row.predicted,
+        "peak_memory_gib": row.peak_gib,
+        "exact_to": tolerance if row.exact else None,
+        "limit": row.limit,
+        "status": row.status,
+        "reason": row.reason,
+        "trials": [{"seq_len": length, "fits": fit} for length, fit in row.found.trials],
+    }
+
+
+def from_record(record: Mapping[str, Any]) -> Row:
+    trials = tuple((trial["seq_len"], trial["fits"]) for trial in record["trials"])
+    return Row(
+        record["attention"],
+        record["memory"],
+        Longest(record["seq_len"], record["too_long"], trials),
+        record["predicted_seq_len"],
+        record["peak_memory_gib"],
+        record["exact_to"] is not None,
+        record["limit"],
+        record["status"],
+        record["reason"],
+    )
+
+
+def plot_longest(
+    rows: Sequence[Row], path: str | os.PathLike[str], title: str, *, metadata: dict[str, str] | None = None
+) -> Path:
+    """A bar for each backend and memory mode."""
+    figure = Figure(figsize=(8, 1.4 + 0.45 * len(rows)), layout="constrained")
+    panel = figure.subplots()
+    places = range(len(rows))
+    lengths = [row.found.seq_len for row in rows]
+    panel.barh(places, lengths, color=[MODES[row.memory][0] for row in rows], height=0.7)
+    for place, row in zip(places, rows, strict=True):
+        panel.text(row.found.seq_len, place, f" {row.told()}", va="center", fontsize=9)
+    panel.set_yticks(list(places), [f"{row.attention}, memory={row.memory}" for row in rows])
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.3 * max([*lengths, UNIT]))
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    panel.set_xlabel("longest row that trains (tokens)")
+    panel.set_title(title, fontsize=11, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    return save_figure(figure, path, metadata=metadata)

@@ -1,0 +1,74 @@
+"""Decoding from a cache: the split kernel against the reference, in the interpreter and on the card."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_train.attention import AttentionSpec, cached_attention
+from tests.support.attention.decoding import CASES, error
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def results():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.attention.decoding"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {row["case"]: row["result"] for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_interpreted(results, name):
+    result = results[name]
+    assert not isinstance(result, str), result
+    assert result <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_the_card(case, dtype):
+    assert error(replace(case, dtype=dtype, head_dim=128), "cuda") <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, len_q", [(70_000, 1), (1, 131_072)])
+def test_more_programs_than_a_second_axis_holds(batch, len_q):
+    """65,535 is the most; the last sequences, or queries, are as if they were alone."""
+    q = torch.randn(batch, len_q, 8, 16, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(batch, 40, 2, 16, device="cuda", dtype=torch.float16) for _ in "kv")
+    lengths = torch.full((batch,), 37, dtype=torch.int32, device="cuda")
+    whole, _ = cached_attention(q, k, v, lengths, AttentionSpec(), num_splits=2)
+    last = [x[-9:] for x in (q[:, -9:], k, v, lengths)]
+    alone, _ = cached_attention(*last, AttentionSpec(), num_splits=2)
+    assert alone.abs().max() > 0
+    assert (whole[-9:, -9:].float() - alone.float()).abs().max() < 2**-10 * alone.abs().max()
+
+
+@pytest.mark.gpu
+def test_a_long_cache_in_a_graph():
+    """131,072 keys of 8 heads for 32: equal to attention in fp32, and when replayed after the cache has grown."""
+    n = 131_072
+    q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, n, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    lengths = torch.tensor([n - 5], dtype=torch.int32, device="cuda")
+
+    def exact(length):
+        heads = [x[:, :length].float().repeat_interleave(4, 2).transpose(1, 2) for x in (k, v)]
+        return torch.nn.functional.scaled_dot_product_attention(q.float().transpose(1, 2), *heads).transpose(1, 2)
+
+    cached_attention(q, k, v, lengths, AttentionSpec())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = cached_attention(q, k, v, lengths, AttentionSpec())
+    for length in (n - 5, n):
+        lengths.fill_(length)
+        graph.replay()
+        assert (out.float() - exact(length)).abs().max() < 2**-9 * exact(length).abs().max() + 2**-12

@@ -1,0 +1,89 @@
+"""Packing and padding: round trips, what flash-attn's callers read from them, and gradients."""
+
+import pytest
+import torch
+
+from flash_train.attention import AttentionSpec, Causal, attention
+from flash_train.attention.flash_attn.api import flash_attn_varlen_func
+from flash_train.attention.flash_attn.padding import pad_input, unpad_input
+
+#: with a row without tokens, gaps inside a row, and padding on either side
+MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 3)])
+def test_round_trip(dtype, trailing):
+    hidden = torch.randn(*MASK.shape, *trailing)
+    tokens, indices, cu_seqlens, longest, used = unpad_input(hidden, MASK.to(dtype))
+    assert torch.equal(tokens, hidden[MASK.bool()])
+    assert torch.equal(indices, torch.tensor([0, 1, 2, 11, 13, 14, 19]))
+    assert cu_seqlens.tolist() == [0, 3, 3, 6, 7]
+    assert used.tolist() == [3, 0, 3, 1]
+    assert longest == 3
+    assert isinstance(longest, int)
+    assert cu_seqlens.dtype == used.dtype == torch.int32
+    padded = pad_input(tokens, indices, *MASK.shape)
+    visible = MASK.bool().view(*MASK.shape, *(1 for _ in trailing))
+    assert torch.equal(padded, torch.where(visible, hidden, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_unused_tokens_are_packed_and_not_counted(dtype):
+    unused = torch.tensor([[0, 0, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]])
+    hidden = torch.randn(*MASK.shape, 2)
+    tokens, indices, cu_seqlens, longest, used = unpad_input(hidden, MASK.to(dtype), unused.to(dtype))
+    assert torch.equal(tokens, hidden[(MASK + unused).bool()])
+    assert torch.equal(indices, (MASK + unused).flatten().nonzero()[:, 0])
+    assert cu_seqlens.tolist() == [0, 4, 5, 8, 13]
+    assert used.tolist() == [3, 0, 3, 1]
+    assert longest == 5
+
+
+def test_nothing_at_all():
+    tokens, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 4), torch.zeros(2, 3))
+    assert tokens.shape == (0, 4)
+    assert cu_seqlens.tolist() == [0, 0, 0]
+    assert longest == 0
+    assert torch.equal(pad_input(tokens, indices, 2, 3), torch.zeros(2, 3, 4))
+    assert unpad_input(torch.randn(0, 3, 4), torch.zeros(0, 3))[2].tolist() == [0]
+    assert used.tolist() == [0, 0]
+
+
+def test_gradients_pass_through():
+    hidden = torch.randn(*MASK.shape, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(hidden)
+    tokens, indices, *_ = unpad_input(hidden, MASK)
+    assert torch.autograd.gradcheck(lambda x: unpad_input(x, MASK)[0], hidden)
+    assert torch.autograd.gradcheck(lambda x: pad_input(x, indices, *MASK.shape), tokens.detach().requires_grad_())
+    (grad,) = torch.autograd.grad((pad_input(tokens, indices, *MASK.shape) * weight).sum(), hidden)
+    assert torch.equal(grad, torch.where(MASK.bool()[..., None], weight, 0.0))
+
+
+def test_packed_attention_equals_each_row_alone():
+    """Padding on the left and on the right, through the whole path that replaces a padded batch."""
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]])
+    q, k, v = (torch.randn(3, 7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    packed_q, indices, cu_seqlens, longest, _ = unpad_input(q, mask)
+    packed_k, packed_v = unpad_input(k, mask)[0], unpad_input(v, mask)[0]
+    packed = flash_attn_varlen_func(
+        packed_q, packed_k, packed_v, cu_seqlens, cu_seqlens, longest, longest, causal=True, backend="reference"
+    )
+    out = pad_input(packed, indices, 3, 7)
+    for row, tokens in enumerate(mask.bool()):
+        alone = attention(*(x[row, None, tokens] for x in (q, k, v)), AttentionSpec(Causal()), backend="reference")
+        torch.testing.assert_close(out[row, tokens], alone[0])
+        assert (out[row, ~tokens] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: unpad_input(torch.randn(2, 3, 4), torch.ones(3, 2)), r"attention_mask has shape \(3, 2\)"),
+        (lambda: unpad_input(torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2)), r"unused_mask has shape \(2,\)"),
+        (lambda: pad_input(torch.randn(3, 4), torch.arange(2), 1, 4), r"indices have shape \(2,\)"),
+    ],
+)
+def test_bad_shapes(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,260 @@
+"""Hopper's kernels against the contract, in the emulator of Gluon: no GPU is needed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_func
+from flash_train.attention.kernels.hopper import launch, tiles
+from flash_train.attention.kernels.hopper.descriptors import describable
+from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
+from flash_train.attention.kernels.launch_cache import Form
+from flash_train.attention.kernels.tile_lists import list_tiles
+from flash_train.attention.masks import Document, Full, Tree, Window
+from tests.support.attention.cases import BY_NAME, CASES
+from tests.support.attention.contract import Case, build, run
+from tests.support.attention.emulated import ASSEMBLY, hopper_on_cpu
+from tests.support.attention.recipes import Blocks, Documents
+
+#: cases of the contract that these kernels do not take, and why
+REFUSED = {
+    "no-keys": "there are no keys",
+    "head-dim-1": "TMA takes multiples of 16 bytes",
+    "strided-columns": "TMA takes multiples of 16 bytes",
+    "narrower-values": "TMA takes multiples of 16 bytes",
+    "dropout-unaligned-shard": "no multiple of 16",
+    "all-terms": "no multiple of 16",
+    **dict.fromkeys(("blocks", "blocks-gqa", "blocks-packed", "blocks-empty", "everything"), "not multiples of 128"),
+}
+ONE_TILE = [case for case in CASES if case.name not in REFUSED]
+
+
+def same(*lengths):
+    return tuple((n, n) for n in lengths)
+
+
+#: lists of blocks of 128 queries, by tiles of 192 (a random draw)
+LISTED = Case(
+    "blocks-long", ((221, 329),), heads=3, kv_heads=3, head_dim=40, v_head_dim=64, band=Full(),
+    terms=(Blocks((128, 128), 0.9, per_head=True, shape=(3, 3)),), sinks=True, learns=False, packed=True, tail=(3, 7),
+    strided="wide", dout="row", dtype=torch.float16, seed=810525970,
+)  # fmt: skip
+#: more than a tile, at each width of the tiles
+WIDE = [
+    Case("causal-64", same(333, 70), head_dim=64, heads=4, kv_heads=2),
+    Case("full-64", ((200, 333),), head_dim=56, band=Full()),
+    Case("window-dropout-64", ((333, 200),), head_dim=64, band=Window(90, 20), dropout=0.2, sinks=True),
+    Case("packed-64", ((5, 5), (0, 9), (300, 300), (140, 270)), head_dim=64, packed=True, tail=(20, 7), dropout=0.1),
+    Case("causal-128", same(333), head_dim=128, heads=4, kv_heads=1),
+    Case("full-dropout-128", ((200, 290),), head_dim=72, v_head_dim=128, band=Full(), dropout=0.5),
+    # maxima that grow by more than what the forward lets pass, in some rows and not in others
+    Case("large-scores-128", same(520), head_dim=128, spread=2.5),
+    Case("large-scores-dropout-256", ((260, 390),), head_dim=256, band=Full(), spread=2.0, dropout=0.1, sinks=True),
+    Case("softcap-128", same(290), head_dim=128, softcap=3.0, terms=(Documents(90),)),
+    Case("packed-128", ((130, 130), (0, 0), (257, 140)), head_dim=128, packed=True, tail=(9, 9), strided="wide"),
+    Case(
+        "blocks-128",
+        same(400),
+        head_dim=128,
+        heads=3,
+        kv_heads=3,
+        terms=(Blocks((128, 128), 0.6, per_head=True),),
+        band=Full(),
+    ),
+    Case("blocks-of-256-64", same(600), head_dim=64, heads=4, terms=(Blocks((256, 128), 0.5),)),
+    Case("documents-64", same(600), head_dim=64, band=Full(), terms=(Documents(200),)),
+    Case("causal-256", same(150), head_dim=256, dropout=0.1),
+    Case("documents-256", same(600), head_dim=256, heads=1, kv_heads=1, terms=(Documents(400),)),
+    Case("softcap-256", ((90, 150),), head_dim=200, heads=4, kv_heads=2, band=Full(), softcap=3.0, slopes="heads"),
+    Case("packed-256", ((70, 130), (0, 0), (129, 129)), head_dim=256, packed=True, tail=(9, 9), strided="wide"),
+]
+
+
+#: enough of them that programs of some clear and finish the sums of others
+MANY_HEADS = [
+    Case("more-queries", ((400, 130),), heads=12, kv_heads=6, head_dim=64, band=Full()),
+    Case("more-keys", ((130, 300), (90, 200)), heads=6, kv_heads=3, head_dim=128),
+    Case("packed", ((130, 260), (140, 0), (200, 90)), heads=6, kv_heads=6, head_dim=64, packed=True, tail=(150, 7)),
+]
+
+OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
+
+
+def kernels_of(case, repeatable=False):
+    """Those that a call runs: dQ has a kernel of its own for wide heads, and where it must."""
+    if case.head_dim > 128:
+        return [*OURS[:2], "hopper_backward_wide", "hopper_backward_dq"]
+    return [*OURS[:3], "hopper_backward_dq"] if repeatable or (case.slopes and case.learns) else OURS
+
+
+def check(case, seed=0, repeatable=False, **options):
+    with hopper_on_cpu(seed, **options) as ran:
+        errors = run(case, "hopper", "cpu")
+    assert all(e.ok for e in errors), errors
+    ours = [name for name in ran if name != list_tiles.__name__]  # which runs before any that follows lists
+    assert ours == kernels_of(case, repeatable) * (case.layout.rows(0) > 0)
+
+
+@pytest.mark.parametrize("case", ONE_TILE, ids=str)
+def test_contract(case):
+    check(replace(case, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["gqa", "packed-cross", "softcap", "alibi-fixed", "dropout", "tree"])
+def test_contract_in_fp16(name):
+    check(replace(BY_NAME[name], dtype=torch.float16), seed=1)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_more_than_a_tile(case, monkeypatch):
+    """Also by groups of heads that follow one another: of one key head, and of two at last."""
+    case = replace(case, dtype=torch.bfloat16)
+    check(case)
+    monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
+    check(case, seed=1, programs=5)
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Whether weights were too large, of every time that a consumer looked."""
+    told, exceeds = [], ASSEMBLY[WARP_EXCEEDS.value]
+
+    def tell(sums):
+        found = exceeds(sums)
+        told.append(bool(found.any()))
+        return found
+
+    monkeypatch.setitem(ASSEMBLY, WARP_EXCEEDS.value, tell)
+    return told
+
+
+DOCUMENTS = Document(torch.tensor([150, 20, 230]).repeat_interleave(torch.tensor([150, 20, 230])).int())
+MASKS = {
+    "causal": Causal(),
+    "full": Full(),
+    "window": Window(120, 0),
+    "both-sides": Window(100, 70),
+    "documents": DOCUMENTS,
+    "causal-documents": Causal() & DOCUMENTS,
+    "tree": Causal() & Tree([-1, *(max(0, i - 1 - i % 3) for i in range(1, 60))]),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_block_is_computed_once(mask, head_dim, again):
+    """Where scores are of one size: a walk begins where its queries see something, whatever they don't see later."""
+    q, k, v = torch.randn(3, 1, 400, 2, head_dim, generator=torch.Generator().manual_seed(0)).half()
+    with hopper_on_cpu():
+        attention(q, k, v, AttentionSpec(MASKS[mask]), backend="hopper")
+    assert again and not any(again)
+
+
+@pytest.mark.parametrize("case", [case for case in WIDE if case.name.startswith("large-scores")], ids=str)
+def test_large_scores_are_computed_again(case, again):
+    check(replace(case, dtype=torch.bfloat16))
+    assert any(again) and not all(again)
+
+
+@pytest.mark.parametrize("case", MANY_HEADS, ids=str)
+def test_sums_are_finished(case, monkeypatch):
+    """Of the first heads by the backward, of the last two by the kernel behind it."""
+    launched, finish = [], launch.finish_launch
+    monkeypatch.setattr(launch, "finish_launch", lambda *args: launched.append(finish(*args)) or launched[-1])
+    monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
+    check(replace(case, dtype=torch.bfloat16))
+    slots, heads = launched[0].arguments[-2:]
+    assert launched[0].grid[0] == slots * heads * 2 // 6
+
+
+@pytest.mark.parametrize("case", [*WIDE, BY_NAME["gqa"], BY_NAME["everything"]], ids=str)
+def test_repeatable_gradients(case):
+    """As ``torch.use_deterministic_algorithms`` wants them: dQ in a kernel of its own."""
+    if case.name == "everything":
+        case = replace(case, terms=(Documents(20), Blocks((128, 128), 0.8)), packed=False, tail=(0, 0), slopes="")
+        case = replace(case, lengths=same(150, 150))
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(replace(case, dtype=torch.bfloat16), repeatable=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tile", [(3, 128, 2, 3, 3), (3, 64, 1, 2, 3), (2, 64, 2, 4, 2, False)], ids=str)
+def test_other_tiles(tile, monkeypatch):
+    """Three consumers, and consumers that take no turns."""
+    monkeypatch.setitem(tiles.FORWARD, 64, tiles.ForwardTile(*tile))
+    check(replace(WIDE[0], dtype=torch.bfloat16))
+    check(replace(WIDE[3], dtype=torch.bfloat16), seed=1)
+
+
+@pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
+def test_long_calls(case, monkeypatch):
+    """By the tiles that narrow heads get where queries walk over many keys."""
+    monkeypatch.setattr(tiles, "LONG_WALK", 0)
+    check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("far", ["q", "k", "v", "dout"])
+def test_far_rows(far, packed):
+    """Row offsets inside a tile that pass 2**31 elements."""
+    case = Case("far", same(140), heads=1, kv_heads=1, head_dim=64, far=far, packed=packed, dtype=torch.float16)
+    check(case)
+
+
+def test_rows_that_tma_cannot_reach_are_refused():
+    def form(shape, stride):
+        return Form(shape, stride, torch.bfloat16, 0)
+
+    dense, rows = form((1, 9, 2, 64), (1152, 128, 64, 1)), 2**30 + 1
+    assert launch._unavailable(dense, dense, dense, None, None) is None
+    many = form((1, rows, 2, 64), (128 * rows, 128, 64, 1))
+    assert "has 1073741825 rows" in launch._unavailable(dense, many, dense, None, None)
+    for far in (form((1, 9, 2, 64), (2**40, 2**39, 64, 1)), form((9, 2, 64), (2**34, 64, 1))):
+        assert not describable(far)
+    assert describable(form((9, 2, 64), (2**34 - 8, 64, 1))) and describable(form((1, 9, 2, 64), (2**40, 2**38, 64, 1)))
+
+
+def test_no_queries_of_any_strides():
+    k = torch.randn(2, 20, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)[:, :0].expand(2, 0, 1, 64).requires_grad_()
+    with hopper_on_cpu():
+        out = attention(q, k, k, backend="hopper")
+        out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape and not k.grad.any()
+
+
+def test_deterministic_is_not_promised():
+    x = torch.zeros(1, 16, 1, 64, dtype=torch.bfloat16)
+    with hopper_on_cpu() as ran, pytest.raises(ValueError, match="deterministic=True, and backend=hopper"):
+        flash_attn_func(x, x, x, deterministic=True, backend="hopper")
+    assert ran == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused(name):
+    with hopper_on_cpu() as ran, pytest.raises(ValueError, match="the hopper backend cannot run this") as raised:
+        run(replace(BY_NAME[name], dtype=torch.bfloat16), "hopper", "cpu")
+    assert REFUSED[name] in str(raised.value) and str(raised.value).endswith("; flash can")
+    assert ran == []
+
+
+def test_other_devices_are_refused():
+    x = torch.zeros(1, 16, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the hopper backend cannot run here"):
+        attention(x, x, x, AttentionSpec(Causal()), backend="hopper")
+
+
+@pytest.mark.parametrize("case", [WIDE[0], WIDE[6]], ids=str)
+def test_one_result_for_every_schedule(case):
+    """Neither the order of partitions and copies, nor the number of processors, reaches the forward's bits."""
+    problem = build(replace(case, dtype=torch.bfloat16), "cpu")
+    results = []
+    for seed, programs in ((0, 1), (1, 3), (2, 7)):
+        with hopper_on_cpu(seed, programs):
+            results.append(attention(*(problem.inputs[x] for x in "qkv"), problem.spec, backend="hopper"))
+    assert all(torch.equal(out, results[0]) for out in results)

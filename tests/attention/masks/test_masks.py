@@ -1,0 +1,399 @@
+"""A mask has several readers; on random masks, alone and composed, none contradicts the rule itself."""
+
+import ast
+import functools
+import operator
+import subprocess
+import sys
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from flash_train.attention.masks import (
+    PARTIAL,
+    SKIPPED,
+    WHOLE,
+    And,
+    BlockSparse,
+    Causal,
+    Document,
+    Full,
+    MaskFunction,
+    Tree,
+    Window,
+    function_named,
+)
+from flash_train.attention.packing import Entry
+
+HEADS = 2
+CPU = torch.device("cpu")
+LENGTHS = st.integers(0, 80)
+SIDES = st.none() | st.integers(0, 90)
+
+
+def seeded(build):
+    """A strategy from a function of a generator."""
+    return st.integers(0, 2**32 - 1).map(lambda seed: build(torch.Generator().manual_seed(seed)))
+
+
+def random_parents(n, generator):
+    """A forest in which parents come before and after their children."""
+    rank = torch.randperm(n, generator=generator).tolist()  # a parent is any node of smaller rank, or none
+    draw = torch.randint(2**31, (n,), generator=generator).tolist()
+    below = {r: [i for i in range(n) if rank[i] < r] for r in range(n)}
+    return [below[rank[i]][draw[i] % rank[i]] if rank[i] and draw[i] % 7 else -1 for i in range(n)]
+
+
+def block_masks(sizes=None):
+    def build(args):
+        shape, sizes, share, seed = args
+        pattern = torch.rand(*shape, 81, 81, generator=torch.Generator().manual_seed(seed)) < share
+        return BlockSparse(pattern[..., : -(-80 // sizes[0]), : -(-80 // sizes[1])], sizes)
+
+    sizes = st.tuples(st.integers(1, 40), st.integers(1, 40)) if sizes is None else st.just(sizes)
+    shapes = st.sampled_from([(), (HEADS,)])
+    return st.tuples(shapes, sizes, st.sampled_from([0.1, 0.5, 0.95]), st.integers(0, 2**32 - 1)).map(build)
+
+
+BANDS = st.just(Full()) | st.just(Causal()) | st.builds(Window, SIDES, SIDES)
+DOCUMENTS = seeded(
+    lambda g: Document(*(torch.randint(4, (2, 80), generator=g).sort(-1)[0].int() for _ in "qk"))
+) | seeded(lambda g: Document(torch.randint(3, (80,), generator=g).int()))
+TREES = st.builds(
+    lambda n, seed: Tree([random_parents(n, torch.Generator().manual_seed(seed + row)) for row in range(2)]),
+    st.integers(1, 80),
+    st.integers(0, 2**31),
+)
+FUNCTION = MaskFunction(None, lambda entry, head, q, k, period: (3 * q + 5 * k + head + entry.index) % period != 0,
+                        (torch.tensor(4),))  # fmt: skip
+TERMS = BANDS | block_masks() | block_masks((16, 16)) | DOCUMENTS | TREES | st.just(FUNCTION)
+COMPOSED = st.lists(TERMS, min_size=1, max_size=3).map(lambda terms: functools.reduce(operator.and_, terms))
+
+
+def terms_of(mask):
+    return mask.terms if isinstance(mask, And) else (mask,)
+
+
+def shaped(mask, len_q, len_k):
+    """The mask with documents cut to the lengths of the call, as a caller has them."""
+    kept = [
+        Document(term.q_ids[..., :len_q], (term.q_ids if term.k_ids is None else term.k_ids)[..., :len_k])
+        if isinstance(term, Document)
+        else term
+        for term in terms_of(mask)
+    ]
+    return functools.reduce(operator.and_, kept)
+
+
+def blocks_of(dense, block_q, block_k):
+    """(any pair, every pair) of each block, written out."""
+    rows = [range(i, min(i + block_q, dense.shape[1])) for i in range(0, dense.shape[1], block_q)]
+    columns = [range(j, min(j + block_k, dense.shape[2])) for j in range(0, dense.shape[2], block_k)]
+    cut = [[[head[r.start : r.stop, c.start : c.stop] for c in columns] for r in rows] for head in dense]
+    shape = (dense.shape[0], len(rows), len(columns))
+    return (
+        torch.tensor([[[bool(block.any()) for block in row] for row in head] for head in cut]).view(shape),
+        torch.tensor([[[bool(block.all()) for block in row] for row in head] for head in cut]).view(shape),
+    )
+
+
+@given(COMPOSED, LENGTHS, LENGTHS, st.integers(1, 50), st.integers(1, 50), st.integers(0, 1))
+@example(Window(3, 2) & Tree([[-1, 0, 0], [-1, 0, 1]]), 80, 80, 16, 32, 1)
+@example(Causal() & FUNCTION, 0, 5, 16, 16, 0)
+@settings(max_examples=500, deadline=None)
+def test_readers_agree(mask, len_q, len_k, block_q, block_k, batch):
+    mask = shaped(mask, len_q, len_k)
+    entry = Entry(batch, batch, 0, 0, len_q, len_k)
+    mask.validate(2, len_q, len_k, HEADS, CPU, packed=False)
+    dense = mask.dense(entry, HEADS)
+    assert dense.dtype == torch.bool
+    assert dense.shape[0] in (1, HEADS)
+    assert dense.shape[1:] == (len_q, len_k)
+    dense = dense.expand(HEADS, -1, -1)
+    assert mask.pairs(entry, HEADS) == int(dense.sum())
+
+    any_pair, every_pair = blocks_of(dense, block_q, block_k)
+    states = mask.blocks(entry, block_q, block_k, HEADS).expand(HEADS, -1, -1)
+    assert states.shape == any_pair.shape
+    assert states.dtype == torch.int8
+    assert not any_pair[states == SKIPPED].any()
+    assert every_pair[states == WHOLE].all()
+    assert ((states == SKIPPED) | (states == PARTIAL) | (states == WHOLE)).all()
+
+    left, right, names, tensors, tail = mask.lower()
+    band = Window(None if left < 0 else left, None if right < 0 else right)
+    within = band.dense(entry)
+    assert (within | ~dense).all()
+    if not names and not any(isinstance(term, BlockSparse) for term in terms_of(mask)):
+        assert torch.equal(within.expand_as(dense), dense)
+    if tail >= 0:  # before the tail, the element-wise terms let all pass
+        free = functools.reduce(operator.and_, (t for t in terms_of(mask) if isinstance(t, BlockSparse)), band)
+        before = max(len_k - tail, 0)
+        assert torch.equal(dense[:, :, :before], free.dense(entry, HEADS).expand_as(dense)[:, :, :before])
+    counts = {"document": 2, "tree": 1}
+    assert len(tensors) == sum(counts.get(name) or function_named(name).n_tensors for name in names.split(",") if name)
+
+
+@given(COMPOSED, LENGTHS, LENGTHS, st.booleans(), st.integers(0, 1))
+@settings(max_examples=400, deadline=None)
+def test_maps_of_blocks_leave_no_pair_out(mask, len_q, len_k, packed, batch):
+    mask = shaped(mask, len_q, len_k)
+    if len({term.sizes for term in terms_of(mask) if term.sizes is not None}) > 1:
+        with pytest.raises(ValueError, match="BlockSparse terms have blocks of .*: must be equal to be composed"):
+            mask.block_map(len_q, len_k, packed)
+        return
+    found = mask.block_map(len_q, len_k, packed)
+    if found is None:
+        assert not any(isinstance(term, BlockSparse) for term in terms_of(mask))
+        return
+    entry = Entry(batch, batch, 0, 0, len_q, len_k)
+    any_pair, _ = blocks_of(mask.dense(entry, HEADS).expand(HEADS, -1, -1), found.block_q, found.block_k)
+    own = found.states[batch if found.states.shape[0] > 1 else 0].expand(HEADS, -1, -1)
+    rows, columns = any_pair.shape[1:]
+    assert own.shape[1] >= rows
+    assert own.shape[2] >= columns
+    own = own[:, :rows, :columns]
+    assert not any_pair[own == SKIPPED].any()
+    band = Window(*(None if bound < 0 else bound for bound in mask.lower()[:2])).dense(entry)
+    _, every_pair = blocks_of((mask.dense(entry, HEADS) | ~band).expand(HEADS, -1, -1), found.block_q, found.block_k)
+    assert every_pair[own == WHOLE].all()
+    if all(isinstance(term, BlockSparse) for term in terms_of(mask)):  # and none in that holds nothing
+        assert torch.equal(own == WHOLE, any_pair)
+
+
+@given(COMPOSED, st.integers(1, 80), st.integers(1, 80), st.integers(0, 1), st.data())
+@settings(max_examples=200, deadline=None)
+def test_pieces_are_cut_from_the_whole(mask, len_q, len_k, batch, data):
+    mask = shaped(mask, len_q, len_k)
+    entry = Entry(batch, batch, 0, 0, len_q, len_k)
+    a, b = (sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in (len_q, len_k))
+    piece = mask.dense(entry, HEADS, queries=range(*a), keys=range(*b))
+    assert torch.equal(piece, mask.dense(entry, HEADS)[:, a[0] : a[1], b[0] : b[1]])
+    if not mask.per_entry:
+        other = Entry(1 - batch, 1 - batch, 0, 0, len_q, len_k)
+        assert torch.equal(mask.dense(other, HEADS), mask.dense(entry, HEADS))
+
+
+@given(st.lists(TERMS, min_size=1, max_size=4), LENGTHS, LENGTHS)
+@settings(max_examples=200, deadline=None)
+def test_and_is_and(terms, len_q, len_k):
+    terms = [shaped(term, len_q, len_k) for term in terms]
+    entry = Entry(1, 1, 0, 0, len_q, len_k)
+    dense = [term.dense(entry, HEADS).expand(HEADS, -1, -1) for term in terms]
+    composed = functools.reduce(operator.and_, terms)
+    expected = functools.reduce(operator.and_, dense)
+    assert torch.equal(composed.dense(entry, HEADS).expand_as(expected), expected)
+
+
+def test_composed_maps_are_one_map():
+    """Blocks are visited only where every term has them, over the blocks that every term knows."""
+    torch.manual_seed(0)
+    patterns = torch.rand(HEADS, 5, 4) < 0.5, torch.rand(4, 6) < 0.5
+    ids = torch.stack([torch.arange(64) // 20, torch.arange(64) // 50]).int()
+    mask = functools.reduce(operator.and_, [*(BlockSparse(pattern, 16) for pattern in patterns), Document(ids)])
+    found = mask.block_map(64, 64, packed=False)
+    documents = Document(ids).block_map(64, 64, packed=False, block=(16, 16)).states
+    assert found[1:] == (16, 16)
+    assert torch.equal(found.states, documents * (patterns[0][None, :, :4, :4] & patterns[1][:4, :4]))
+    assert documents.tolist() == [
+        [[[2, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]],
+        [[[2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 1], [1, 1, 1, 1]]],
+    ]
+    assert mask.block_map(64, 64, packed=True).states.shape == (1, HEADS, 4, 4)
+    assert mask.block_map(64, 64, packed=True).states.max() == PARTIAL  # as far as blocks know
+
+
+def test_composed_bands_are_one_band():
+    assert Causal() & Window(7) == Window(7, 0)
+    assert Window(7, 3) & Window(5, 9) & Full() == Window(5, 3)
+    assert Causal() & Full() == Causal() & Causal() == Causal()
+    assert Full() & Full() == Full()
+    assert isinstance(Window() & Causal(), Causal)
+    documents = Document(torch.zeros(4, dtype=torch.int32))
+    assert Full() & documents is documents
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Causal() & True
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows"),
+    [
+        (Causal(), ["xxx..", "xxxx.", "xxxxx"]),  # three queries at the end of five keys
+        (Window(1, 0), [".xx..", "..xx.", "...xx"]),
+        (Window(0, 1), ["..xx.", "...xx", "....x"]),
+        (Window(None, 1), ["xxxx.", "xxxxx", "xxxxx"]),
+        (Full(), ["xxxxx"] * 3),
+        (BlockSparse(torch.tensor([[False, True, True], [True, False, False]]), 2), ["..xxx", "..xxx", "xx..."]),
+        (Document(torch.tensor([0, 1, 1]).int(), torch.tensor([0, 0, 1, 1, 2]).int()), ["xx...", "..xx.", "..xx."]),
+        (Tree([-1, 0, 0]), ["xxx..", "xxxx.", "xxx.x"]),
+        (Tree([-1, 0, 0]) & Window(2), ["xxx..", ".xxx.", "..x.x"]),
+    ],
+)
+def test_small_masks_drawn_out(mask, rows):
+    dense = mask.dense(Entry.of_lengths(3, 5))[0]
+    assert ["".join("x" if seen else "." for seen in row) for row in dense.tolist()] == rows
+
+
+def test_queries_before_the_first_key_see_nothing():
+    dense = Causal().dense(Entry.of_lengths(5, 3))[0]
+    assert not dense[:2].any()
+    assert dense[2].tolist() == [True, False, False]
+
+
+def test_packed_documents_read_their_own_rows():
+    ids = torch.tensor([9, 0, 0, 1, 5, 5]).int()
+    entry = Entry(1, 0, 1, 4, 3, 2)
+    assert Document(ids, torch.tensor([0, 0, 0, 0, 1, 0]).int()).dense(entry)[0].tolist() == [
+        [False, True],
+        [False, True],
+        [True, False],
+    ]
+
+
+@given(st.integers(1, 70), st.integers(0, 2**31), st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_trees_are_sets_of_ancestors(n, seed, prefix):
+    parents = random_parents(n, torch.Generator().manual_seed(seed))
+    dense = Tree(parents).dense(Entry.of_lengths(n, n + prefix))[0]
+    for node in range(n):
+        seen, at = set(range(prefix)), node
+        while at >= 0:
+            seen.add(prefix + at)
+            at = parents[at]
+        assert set(dense[node].nonzero().flatten().tolist()) == seen
+    assert torch.equal(Tree(torch.tensor(parents)).bits, Tree([parents]).bits)
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), [(2, 9), (7, 9), (7, 3)])
+def test_trees_may_be_longer_or_shorter_than_the_call(len_q, len_k):
+    """The last queries are the last nodes; queries before the tree see its prefix alone."""
+    parents = [-1, 0, 1, 0, 3]
+    whole = Tree(parents).dense(Entry.of_lengths(20, 20))[0]
+    assert whole[:, :15].all()
+    assert not whole[:15, 15:].any()
+    part = Tree(parents).dense(Entry.of_lengths(len_q, len_k))[0]
+    assert torch.equal(part, whole[20 - len_q :, 20 - len_k :])
+
+
+def test_a_tree_per_sequence():
+    mask = Tree([[-1, 0, 0], [-1, 0, 1]])
+    assert mask.per_entry
+    for index, row in enumerate(([True, False, True], [True, True, True])):
+        assert mask.dense(Entry(index, 0, 0, 0, 3, 3))[0, 2].tolist() == row
+
+
+def test_bits_are_packed_by_words_of_32():
+    bits = Tree(list(range(-1, 69))).bits
+    assert bits.shape == (1, 70, 3)
+    assert bits.dtype == torch.int32
+    assert [word % 2**32 for word in bits[0, 65].tolist()] == [2**32 - 1, 2**32 - 1, 3]
+
+
+def test_functions_have_one_name_per_kernel():
+    def kernel():
+        pass
+
+    one, two = (MaskFunction(kernel, lambda entry, head, q, k, x: q >= x, (torch.tensor(n),)) for n in (1, 2))
+    other = MaskFunction(lambda: None, one.twin, one.tensors)
+    assert one.name == two.name != other.name
+    assert one.lower().terms == one.name
+    assert two.lower().tensors[0] is two.tensors[0]
+    assert function_named(two.name).kernel is kernel
+
+
+NAMES = """
+import triton
+from flash_train.attention import MaskFunction
+from tests.support.attention.rules import budget, budget_twin, parity, parity_twin
+kinds = {"parity": (parity, parity_twin), "budget": (budget, budget_twin)}
+print({name: MaskFunction(*kinds[name]).name for name in %r.split()})
+"""
+
+
+def test_kernels_have_the_same_name_in_every_process():
+    """A saved program would otherwise find that of another mask."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    orders = ("parity budget", "budget parity")
+    outputs = [subprocess.check_output([sys.executable, "-c", NAMES % order], text=True) for order in orders]
+    one, two = (ast.literal_eval(output) for output in outputs)
+    assert one == two == {name: f"tests.support.attention.rules.{name}" for name in ("parity", "budget")}
+    with pytest.raises(ValueError, match="kernel rules.other is not known here: make its MaskFunction before"):
+        function_named("rules.other")
+
+
+def test_kernels_get_contiguous_ids():
+    ids = torch.arange(20).int()[::2]
+    assert all(x.is_contiguous() for x in Document(ids).lower().tensors)
+
+
+def int32(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+BAD_MASKS = [
+    (lambda: Window(-1), r"Window\(left=-1\): must be an integer >= 0"),
+    (lambda: Window(3, 0.5), r"Window\(right=0.5\): must be an integer >= 0"),
+    (lambda: BlockSparse(torch.zeros(3, 3)), r"BlockSparse pattern is torch.float32 of shape \(3, 3\): must be bool"),
+    (lambda: BlockSparse(torch.zeros(3, dtype=torch.bool)), r"of shape \(3,\): must be bool"),
+    (lambda: BlockSparse(torch.zeros(3, 3).bool(), 0), "block=0.: must be a positive integer or two"),
+    (lambda: BlockSparse(torch.zeros(3, 3).bool(), (4, 0.5)), "must be a positive integer or two"),
+    (lambda: BlockSparse(torch.zeros(3, 3).bool(), (4,)), "must be a positive integer or two"),
+    (lambda: Document(torch.zeros(3)), "Document q_ids is torch.float32 .*: must be int32"),
+    (lambda: Document(int32(3), int32(1, 2, 3)), r"Document k_ids is torch.int32 of shape \(1, 2, 3\)"),
+    (lambda: Tree([0.5]), "Tree parents are torch.float32"),
+    (lambda: Tree(torch.zeros(0, dtype=torch.int64)), "n at least 1"),
+    (lambda: Tree([-1, 2]), "Tree parents name node 2 of 2: must be 0 to 1, or -1"),
+    (lambda: Tree([-1, -2]), "Tree parents name node -2 of 2"),
+    (lambda: Tree([[-1, 0, 0], [1, 2, 0]]), "run in a circle: must lead to a root"),
+]
+
+
+@pytest.mark.parametrize("returned", [None, True, torch.zeros(4, 4)], ids=repr)
+def test_a_function_needs_a_twin_of_bool_tensors(returned):
+    with pytest.raises(TypeError, match="twin=None.: must be the kernel's rule as a function in PyTorch"):
+        MaskFunction(None, None)
+    given = "torch.float32" if torch.is_tensor(returned) else repr(returned)
+    with pytest.raises(TypeError, match=f"MaskFunction's twin returned {given}: must return a bool tensor"):
+        (Causal() & MaskFunction(None, lambda *_: returned)).dense(Entry.of_lengths(4, 4))
+
+
+@pytest.mark.parametrize(("build", "message"), BAD_MASKS, ids=[message for _, message in BAD_MASKS])
+def test_masks_that_cannot_be(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+META = torch.device("meta")
+BAD_CALLS = [
+    (BlockSparse(torch.zeros(4, 4).bool(), 16), {"device": META}, "BlockSparse pattern is on cpu and q on meta"),
+    (BlockSparse(torch.zeros(3, 4, 4).bool(), 16), {}, "BlockSparse pattern has 3 heads and q 2"),
+    (BlockSparse(torch.zeros(4, 3).bool(), 16), {}, r"has \(4, 3\) blocks and the lengths need \(4, 4\)"),
+    (BlockSparse(torch.zeros(3, 4).bool(), (16, 16)), {}, r"has \(3, 4\) blocks and the lengths need \(4, 4\)"),
+    (Document(int32(2, 64)), {"device": META}, "Document q_ids is on cpu and q on meta"),
+    (Document(int32(3, 64)), {}, r"Document q_ids has shape \(3, 64\): must be \(64,\) or \(2, 64\)"),
+    (Document(int32(64), int32(63)), {}, r"Document k_ids has shape \(63,\)"),
+    (Document(int32(2, 64)), {"packed": True}, r"must be \(64,\)$"),
+    (Tree([[-1]] * 3), {}, "Tree has 3 trees for 2 sequences: must be 1 or as many"),
+    (Tree([-1]), {"device": META}, "Tree parents is on cpu and q on meta"),
+    (replace(FUNCTION, tensors=(torch.zeros(3),)), {"device": META}, "MaskFunction tensor is on cpu and q on meta"),
+    (replace(FUNCTION, tensors=(torch.zeros(3, 2).t(),)), {}, r"strides \(1, 2\): must be contiguous"),
+]
+
+
+@pytest.mark.parametrize(("mask", "changes", "message"), BAD_CALLS, ids=[message for *_, message in BAD_CALLS])
+@pytest.mark.parametrize("composed", [False, True], ids=["alone", "composed"])
+def test_masks_that_do_not_fit_the_call(mask, changes, message, composed):
+    call = {"batch": 2, "len_q": 64, "len_k": 64, "n_heads": HEADS, "device": CPU, "packed": False} | changes
+    with pytest.raises(ValueError, match=message):
+        (Causal() & mask if composed else mask).validate(**call)
+
+
+def test_patterns_may_be_shorter_than_packed_tensors():
+    mask = BlockSparse(torch.ones(1, 2).bool(), 16)
+    mask.validate(3, 640, 640, HEADS, CPU, packed=True)
+    dense = mask.dense(Entry(0, 0, 0, 0, 40, 40))[0]
+    assert dense[:16, :32].all()
+    assert dense.sum() == 16 * 32

@@ -1,0 +1,29 @@
+"""The kernels' reader of masks against the masks themselves: what they visit, and what they let through."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+ROOT = Path(__file__).parents[3]
+DRAWS = 300
+
+
+def test_the_device_reads_what_the_mask_says():
+    """Random terms and compositions, in both orientations; in a process of its own, for the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.attention.readers", str(DRAWS)],
+        cwd=ROOT, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)
+    assert counts.pop("draws") >= DRAWS
+    assert counts.pop("whole in spite of terms") >= 20, counts
+    states = [n for name, n in counts.items() if not name.startswith("of ")]
+    assert len(states) == 6 and min(states) >= 500, counts  # skipped, partial and whole, both ways
+    terms = [n for name, n in counts.items() if name.startswith("of ")]
+    assert len(terms) == 4 and min(terms) >= 20, counts

@@ -1,0 +1,37 @@
+"""The published peaks of memory were measured on an H200; what is predicted today must still agree."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_train.cli.bench_memory import FIXED
+from flash_train.cli.config.compose import compose_config
+from flash_train.cli.run import memory_check as module
+from flash_train.cli.run import resolve
+from flash_train.profiling.memory.prediction import predict
+
+PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "memory.json"
+CLOSE = 0.005  # of a peak, much less than a prediction may be off by: a change of what a step holds is to show
+STEPS = [r for r in json.loads(PUBLISHED.read_text())["records"] if r["kind"] == "step" and r["status"] == "ok"]
+
+
+def test_there_is_something_to_hold_it_to():
+    assert len(STEPS) > 100
+    assert {record["memory"] for record in STEPS} == {"none", "selective", "checkpoint"}
+    assert {"flash", "standard"} <= {record["attention"] for record in STEPS}
+
+
+@pytest.mark.parametrize("model", sorted({record["model"] for record in STEPS}))
+def test_predictions_still_agree_with_what_was_measured(model, monkeypatch):
+    monkeypatch.setattr(module, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    off = []
+    for record in (r for r in STEPS if r["model"] == model):
+        monkeypatch.setattr(resolve, "choose_attention", lambda *_, name=record["attention"]: (name, ""))
+        step, _ = module.step_before_run(compose_config((*FIXED, "hardware=cuda", *record["overrides"])))
+        difference = predict(step).peak_bytes - record["measured_bytes"]
+        if abs(difference) > CLOSE * record["measured_bytes"]:
+            off.append(f"{record['case']}: {difference / 2**20:+.0f} MiB")
+    assert not off, off

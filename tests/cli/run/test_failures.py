@@ -1,0 +1,144 @@
+"""What can go wrong under way ends in one line, and tells scripts by its status what it was."""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+
+from flash_train.cli.config.compose import compose_config
+from flash_train.cli.config.errors import OutOfMemoryError, UsageError, one_line_errors
+from flash_train.cli.run import failures
+from flash_train.cli.run.failures import known_failures
+from flash_train.cli.train import main
+from flash_train.model import ModelConfig
+from flash_train.profiling.memory.prediction import predict
+from flash_train.profiling.memory.step import Step
+from flash_train.training import CausalLMModule, NonFiniteLossError
+from flash_train.training.callbacks import SnapshotOnError
+
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.fixture(scope="module")
+def config():
+    return compose_config(["hardware=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of GPU memory at seq_len=16384"),
+        (RuntimeError(ALLOCATOR), "out of memory at seq_len=16384"),
+        (MemoryError(), "out of memory at seq_len=16384"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out of memory at seq_len=16384"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory"),
+    ],
+)
+def test_exhausted_memory(config, capsys, error, says):
+    with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config):
+        raise error
+    assert stop.value.code == OutOfMemoryError.status == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line and "memory=checkpoint" in line
+
+
+def test_the_step_that_failed_is_written_down_with_a_way_out(config, tmp_path):
+    model = ModelConfig(vocab_size=320, n_layers=8, width=256, n_heads=4, n_kv_heads=4, head_dim=64, mlp_width=704)
+    with pytest.raises(OutOfMemoryError) as caught, known_failures(config) as under_way:
+        under_way.step, under_way.run_dir = Step(model, 16384), tmp_path
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert "memory=selective takes" in str(caught.value) and "out_of_memory.md" in str(caught.value)
+    text = (tmp_path / "out_of_memory.md").read_text()
+    assert "Tried to allocate 2 GiB" in text and "| mlp |" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def test_the_way_out_fits_the_device(config, tmp_path, monkeypatch):
+    """selective takes less, but more than there is."""
+    model = ModelConfig(vocab_size=320, n_layers=8, width=256, n_heads=4, n_kv_heads=4, head_dim=64, mlp_width=704)
+    limit = predict(Step(model, 16384, memory="checkpoint")).peak_bytes
+    monkeypatch.setattr(failures, "capacity", lambda device: limit)
+    monkeypatch.setattr(failures, "flash_runs", lambda step, device: True)
+    with pytest.raises(OutOfMemoryError, match="GPU memory .*memory=checkpoint takes"), known_failures(config) as way:
+        way.step, way.device, way.run_dir = Step(model, 16384), torch.device("cuda"), tmp_path
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monkeypatch, tmp_path):
+    """Lightning takes the model off the device before the error reaches the command."""
+    seen = []
+
+    def step(module, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def look(watch, trainer, module, error):
+        seen.append((trainer.callbacks.index(watch), trainer.strategy.lightning_module is module))
+        watch.snapshot = {"segments": []}
+
+    monkeypatch.setattr(CausalLMModule, "training_step", step)
+    monkeypatch.setattr(SnapshotOnError, "on_exception", look)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged = []
+    monkeypatch.setattr(failures, "log_artifact", lambda logger, _, files: logged.append((type(logger), len(files))))
+    moved, move = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: moved.append(Path(new).name) or move(old, new))
+    code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1", "logger=wandb")
+    wandb.finish()  # which the end of the process does for a command
+    assert code == OutOfMemoryError.status and "out_of_memory.md, out_of_memory.pickle" in errors[-1]
+    assert logged == [(WandbLogger, 2)]
+    assert seen == [(0, True)] and (tmp_path / "run" / "out_of_memory.pickle").is_file()
+    assert {"out_of_memory.md", "out_of_memory.pickle"} <= set(moved)  # whole or not at all
+
+
+def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: f"of {device}")
+    cases = (("cuda", torch.OutOfMemoryError(), "of cuda"), ("cuda", ValueError(), None), ("cpu", MemoryError(), None))
+    for device, error, expected in cases:
+        watch = SnapshotOnError()
+        watch.on_exception(None, SimpleNamespace(device=torch.device(device)), error)
+        assert watch.snapshot == expected
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError(ALLOCATOR)])
+def test_memory_of_the_host_is_not_called_the_gpus(config, error):
+    with pytest.raises(UsageError, match="^out of memory at"), known_failures(config) as under_way:
+        under_way.device = torch.device("cuda")
+        raise error
+
+
+def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(failures, "_outlast", waited.append)
+    with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config) as under_way:
+        under_way.rank = 1
+        raise NonFiniteLossError("the training loss is nan at step 3")
+    assert stop.value.code == 1 and waited == [os.getppid()]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_rank_is_waited_for_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 1.0)
+    begin = time.monotonic()
+    failures._outlast(os.getppid() + 1)  # it has ended, and another process has taken its place
+    assert time.monotonic() - begin < 1
+    begin = time.monotonic()
+    failures._outlast(os.getppid())
+    assert 1 <= time.monotonic() - begin < 10
+
+
+def test_the_allocator_of_this_machine(config):
+    with pytest.raises(OutOfMemoryError), known_failures(config):
+        torch.empty(2**50, dtype=torch.uint8)
+
+
+def test_other_errors_stay_what_they_are(config):
+    with pytest.raises(RuntimeError, match="shape"), known_failures(config):
+        raise RuntimeError("shape mismatch")
+    with pytest.raises(UsageError) as caught, known_failures(config):
+        raise NonFiniteLossError("the training loss is nan at step 3")
+    assert caught.value.status == 1

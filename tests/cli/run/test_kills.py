@@ -1,0 +1,26 @@
+"""A few of the draws of tests/support/cli/kills.py, which runs many by `python -m tests.support.cli.kills`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and process groups of Unix")
+def test_runs_that_are_killed_and_resumed_lose_nothing():
+    """In a process of its own: the runs are forked from one that has imported everything."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.cli.kills", "--kills", "6", "--seed", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *kills, last = done.stdout.splitlines()
+    assert len(kills) == 6 and last.endswith("nothing lost, losses bitwise")

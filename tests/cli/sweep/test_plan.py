@@ -1,0 +1,99 @@
+"""The axes of an ablation, as cells."""
+
+import os
+
+import pytest
+
+from flash_train.cli.config.compose import compose_config
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.overrides import quote, read
+from flash_train.cli.sweep.plan import plan
+from flash_train.files import write_text
+
+
+def planned(*arguments: str):
+    return plan(read(["hardware=cpu", *arguments]))
+
+
+def test_cells_are_all_combinations_shortest_first(tmp_path):
+    sweep = planned(
+        f"run_dir={tmp_path}", "sweep.seq_len=[64,128]", "sweep.attention=[standard,sdpa]", "sweep.memory=[none]"
+    )
+    assert [cell.cell.name for cell in sweep.cells] == [
+        f"seq_len={n},memory=none,attention={name}" for n in (64, 128) for name in ("standard", "sdpa")
+    ]
+    assert sweep.cells[0].axes == {
+        **{"seed": 0, "model": "nano", "precision": "fp32", "packing": "best_fit", "dropout": 0.0},
+        **{"seq_len": 64, "memory": "none", "attention": "standard"},
+    }
+    assert {cell.config.seed for cell in sweep.cells} == {0}
+    assert all(cell.config.callbacks.step_times and not cell.config.trainer.checkpoints for cell in sweep.cells)
+
+
+def test_the_runs_of_several_seeds_lie_apart_and_validate_on_the_same_tokens(tmp_path):
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seed=[3,1]", "sweep.seq_len=[64,128]", "attention=sdpa")
+    assert [(cell.config.seed, cell.axes["seed"], cell.axes["seq_len"]) for cell in sweep.cells] == [
+        *((3, 3, 64), (3, 3, 128), (1, 1, 64), (1, 1, 128))
+    ]
+    assert {(cell.config.data.val_tokens, cell.config.data.val_batches) for cell in sweep.cells} == {(32768, None)}
+    (only,) = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "seed=5").cells
+    assert only.axes["seed"] == only.config.seed == 5
+
+
+def test_a_key_that_is_given_is_no_axis(tmp_path):
+    sweep = planned(f"run_dir={tmp_path}", "seq_len=96", "attention=sdpa", "sweep.dropout=[0.0,0.1]", "max_steps=7")
+    assert [(cell.axes["seq_len"], cell.axes["dropout"], cell.config.max_steps) for cell in sweep.cells] == [
+        (96, 0.0, 7),
+        (96, 0.1, 7),
+    ]
+
+
+def test_the_runs_are_a_group_at_wandb(tmp_path):
+    sweep = planned(f"run_dir={tmp_path / 'a=1, b'}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]")
+    (only,) = sweep.cells
+    assert only.config.logger.name == "wandb"
+    (again,) = [text for text in only.cell.overrides if text.startswith("logger.group")]
+    assert again == "logger.group='a=1, b'"
+    assert only.config.logger.group == "a=1, b"  # with which the table is logged
+    quiet = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]", "logger=none")
+    assert not [text for text in quiet.cells[0].cell.overrides if text.startswith("logger.group")]
+
+
+@pytest.mark.parametrize("group", ["it's", "runs of mine"])
+def test_a_group_at_wandb_may_have_any_name(tmp_path, group):
+    axes = ("sweep.seq_len=[64]", "sweep.attention=[sdpa]")
+    for arguments in ((f"run_dir={tmp_path / group}",), (f"run_dir={tmp_path}", quote("logger.group", group))):
+        (only,) = planned(*arguments, *axes).cells
+        assert compose_config(only.cell.overrides).logger.group == group
+
+
+def test_what_an_experiment_gives_is_no_axis(tmp_path):
+    arguments = (f"run_dir={tmp_path}", "experiment=long_context_131k")
+    (only,) = planned(*arguments).cells
+    assert [only.axes[name] for name in ("model", "seq_len", "attention", "memory")] == [
+        *("1b3", 131072, "flash", "checkpoint")
+    ]
+    asked = planned(*arguments, "sweep.seq_len=[64,128]").cells
+    assert [(cell.axes["seq_len"], cell.axes["attention"]) for cell in asked] == [(64, "flash"), (128, "flash")]
+
+    write_text(tmp_path / "experiment" / "mine.yaml", "# @package _global_\nattention:\n  backend: sdpa\n")
+    own = planned(f"run_dir={tmp_path}", "experiment=mine", "--config-dir", str(tmp_path)).cells
+    assert [(cell.axes["seq_len"], cell.axes["attention"]) for cell in own] == [(n, "sdpa") for n in (256, 512, 1024)]
+
+
+def test_cells_at_once_share_the_machine(tmp_path, monkeypatch):
+    arguments = (f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "sweep.jobs=3")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert planned(*arguments).environs == ({"OMP_NUM_THREADS": "4"},) * 3
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,4,6,8,9")
+    on_gpus = [*arguments, "trainer.accelerator=cuda", "trainer.devices=2"]
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in planned(*on_gpus).environs] == ["0,2", "4,6", "8,9"]
+    with pytest.raises(UsageError, match=r"sweep.jobs=4: needs 8 GPUs, and there are 6; allowed: 3"):
+        planned(*on_gpus, "sweep.jobs=4")
+
+
+def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):
+    sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.precision=[fp32,fp16-mixed]", "attention=sdpa")
+    assert [cell.unavailable and "needs a GPU" in cell.unavailable for cell in sweep.cells] == [None, True]

@@ -1,0 +1,175 @@
+"""The predicted memory of a training step beside what PyTorch's profiler measures on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flash_train.attention import Packing
+from flash_train.model import ModelConfig, Transformer
+from flash_train.model.ops import MAX_LOGIT_TOKENS
+from flash_train.profiling.memory.allocations import Recording, profile_of
+from flash_train.profiling.memory.prediction import KINDS, predict
+from flash_train.profiling.memory.step import Step
+from flash_train.training.optimizer import OptimizerConfig, build_adamw
+
+MODEL = ModelConfig(
+    vocab_size=320, n_layers=3, width=192, n_heads=4, n_kv_heads=2, head_dim=48, mlp_width=528, tied_embeddings=False
+)
+OTHER = ModelConfig(
+    vocab_size=4096, n_layers=2, width=256, n_heads=4, n_kv_heads=4, head_dim=32, mlp_width=384, qk_norm=True,
+    residual_dropout=0.1, tied_embeddings=True,
+)  # fmt: skip
+DROPS = replace(MODEL, attention_dropout=0.1)
+
+
+def measured(step: Step):
+    """The second optimizer step, as `CausalLMModule` takes it: gradients go as soon as they were used."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if step.precision == "bf16-true" else torch.float32
+    model = Transformer(step.model, attention=step.attention, memory=step.memory).to(dtype)
+    optimizer = build_adamw(model, OptimizerConfig())
+    n = step.seq_len
+    tokens, labels = (torch.randint(step.model.vocab_size, (1, n)) for _ in "ab")
+    positions, cu = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32)
+    context = {"positions": positions, "packing": Packing(cu, cu, lengths=(n,))}
+
+    def take(recording=None):
+        begin = recording.scopes.begin if recording else lambda phase: None
+        for _ in range(step.accumulate):
+            begin("forward")
+            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed", cache_enabled=False):
+                loss, _ = model.loss(tokens, labels, **context)
+            begin("backward")
+            loss.backward()
+        begin("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        begin("end")
+
+    take()
+    owned = [
+        *(("weights", p) for p in model.parameters()),
+        *(("optimizer state", t) for state in optimizer.state.values() for t in state.values()),
+        *(("batch and tables", t) for t in (tokens, labels, positions)),
+    ]
+    recording = Recording(torch.device("cpu"), owned)
+    with recording.recording(model):
+        take(recording)
+    return profile_of(recording, model, 4 if step.precision == "fp32" else 2)
+
+
+STEPS = [
+    Step(MODEL, 2048, precision="fp32", memory=memory, attention="sdpa", fused=False)
+    for memory in ("none", "selective", "checkpoint")
+]
+STEPS += [
+    replace(STEPS[0], precision="bf16-mixed"),
+    replace(STEPS[1], precision="bf16-mixed"),
+    replace(STEPS[2], precision="bf16-mixed"),
+    replace(STEPS[2], precision="bf16-mixed", seq_len=512),
+    replace(STEPS[0], precision="bf16-true"),
+    replace(STEPS[0], accumulate=2),
+    replace(STEPS[2], model=OTHER, seq_len=256, accumulate=2),
+    replace(STEPS[0], seq_len=777),
+    replace(STEPS[0], attention="standard", seq_len=1024),
+    replace(STEPS[2], attention="standard", seq_len=1024),
+    replace(STEPS[0], attention="chunked", seq_len=1500),
+    replace(STEPS[0], model=OTHER, seq_len=1500),
+    replace(STEPS[2], model=OTHER, seq_len=1500),
+    replace(STEPS[0], model=DROPS, seq_len=1024),
+    replace(STEPS[0], model=DROPS, seq_len=1024, precision="bf16-mixed"),
+    replace(STEPS[1], model=DROPS, seq_len=1024),
+    replace(STEPS[2], model=DROPS, seq_len=1024),
+    replace(STEPS[0], model=DROPS, seq_len=1024, attention="standard"),
+    replace(STEPS[0], model=DROPS, seq_len=1500, attention="chunked"),
+]
+
+
+def label(step: Step) -> str:
+    model = {id(OTHER): "other", id(DROPS): "drops"}.get(id(step.model), "model")
+    return f"{model}-{step.seq_len}-{step.memory}-{step.attention}-{step.precision}-{step.accumulate}"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=label)
+def test_the_peak_is_as_predicted(step):
+    found, expected = measured(step), predict(step)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+    for kept in found.kept_by_block.values():
+        assert expected.per_layer == pytest.approx(kept, rel=0.05)
+
+
+def test_parts_add_up_and_have_known_names():
+    for step in STEPS:
+        prediction = predict(replace(step, fused=True, attention="flash"))
+        assert prediction.peak_bytes == max(m.total for _, m in prediction.moments)
+        assert set(prediction.peak.parts) <= set(KINDS)
+        assert prediction.peak == max(prediction.phases.values(), key=lambda m: m.total)
+
+
+def test_nothing_is_left_but_what_stays():
+    """After a step there are weights, gradients, optimizer state, the batch and its tables."""
+    for step in STEPS:
+        prediction = predict(step)
+        _, last = prediction.moments[-1]
+        static = {"weights", "gradients", "optimizer state", "batch and tables", "matrix-product workspace"}
+        assert {kind for kind, size in last.parts.items() if size} <= static
+
+
+B3 = ModelConfig(
+    vocab_size=320, n_layers=24, width=2048, n_heads=16, n_kv_heads=16, head_dim=128, mlp_width=5632,
+    tied_embeddings=False,
+)  # fmt: skip
+
+
+def test_under_autocast_the_loss_has_a_copy_of_the_head():
+    """The logits of a chunk, the gradients that are made with them, and the head in 16 bits."""
+
+    def of_the_loss(precision: str) -> int:
+        parts = predict(Step(B3, 4096, precision=precision)).phases["loss"].parts
+        return parts["logits and loss"] + parts.get("autocast copies", 0)
+
+    head, hidden = B3.vocab_size * B3.width, 4096 * B3.width
+    common = 2 * hidden + 4 * head + 4 * 4096 + 2 * MAX_LOGIT_TOKENS * B3.vocab_size
+    copies = 2 * B3.n_layers * (4 * 2048 * 2048 + 3 * 2048 * 5632)
+    assert of_the_loss("bf16-true") == common
+    assert of_the_loss("bf16-mixed") == common + 2 * head + copies
+
+
+def test_pytorchs_attention_sums_the_gradient_of_the_queries_in_fp32():
+    def predicted(attention: str, dropout: float = 0.0, **options):
+        return predict(Step(replace(B3, attention_dropout=dropout), 4096, attention=attention, **options))
+
+    def workspace(attention: str, **device: bool) -> int:
+        return max(m.parts.get("attention workspace", 0) for _, m in predicted(attention, **device).moments)
+
+    rows, heads = 4096 * 16, 4096 * 2048
+    assert workspace("flash") == 2 * 4 * rows and workspace("sdpa") == 4 * (rows + heads)
+    assert (
+        workspace("flash", hopper=True) == 4 * (2 * rows + heads) and workspace("triton", hopper=True) == 2 * 4 * rows
+    )
+    # With dropout it takes a document at a time, and the results are joined; unless they are a batch.
+    for documents, joined in (((4000, 96), 2 * heads), ((1024,) * 4, 0)):
+        own, theirs = (
+            predicted(name, 0.1, lengths=documents).per_layer - predicted(name, lengths=documents).per_layer
+            for name in ("flash", "sdpa")
+        )
+        assert (own, theirs) == (0, joined)
+
+
+@pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])
+def test_attention_grows_linearly_with_flash_and_with_the_square_of_the_length_without(memory):
+    def attention(backend: str, length: int) -> int:
+        step = Step(MODEL, length, memory=memory, attention=backend)
+        return max(
+            m.parts.get("attention", 0) + m.parts.get("attention workspace", 0) for _, m in predict(step).moments
+        )
+
+    assert attention("flash", 65536) == pytest.approx(4 * attention("flash", 16384), rel=0.01)
+    assert attention("standard", 65536) == pytest.approx(16 * attention("standard", 16384), rel=0.05)
+
+
+@pytest.mark.parametrize("field", ["precision", "memory", "attention"])
+def test_unknown_settings_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field}=nonsense is not known"):
+        predict(replace(STEPS[0], **{field: "nonsense"}))

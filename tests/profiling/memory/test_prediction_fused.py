@@ -1,0 +1,59 @@
+"""The predicted memory of the path that CUDA takes, beside a measurement without a GPU.
+
+What a step allocates does not depend on what its kernels compute. So here the fused operations and the
+attention run on a CPU with Triton kernels that do nothing, and PyTorch's profiler counts the tensors around them.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+import torch
+
+from flash_train.model import ModelConfig
+from flash_train.profiling.memory.prediction import predict
+from flash_train.profiling.memory.step import Step
+from tests.profiling.memory.test_prediction import measured
+from tests.support.fused import fused_on_cpu
+
+MODEL = ModelConfig(
+    vocab_size=320, n_layers=3, width=256, n_heads=2, n_kv_heads=2, head_dim=128, mlp_width=704, tied_embeddings=False
+)
+OTHER = replace(MODEL, n_kv_heads=1, qk_norm=True, tied_embeddings=True, attention_dropout=0.1, residual_dropout=0.1)
+STEPS = [
+    Step(model, 512, precision=precision, memory=memory)
+    for model in (MODEL, OTHER)
+    for precision in ("bf16-mixed", "bf16-true")
+    for memory in ("none", "selective", "checkpoint")
+]
+STEPS += [replace(step, model=replace(MODEL, n_layers=1, mlp_width=4096)) for step in (STEPS[0], STEPS[3])]
+STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), replace(STEPS[3], seq_len=3000)]
+
+
+@pytest.fixture
+def empty_kernels(monkeypatch):
+    launched: list[str] = []
+    fused_on_cpu(monkeypatch, lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
+    with torch.backends.mkldnn.flags(enabled=False):  # whose products take memory of their own, on a CPU
+        yield launched
+
+
+def label(step: Step) -> str:
+    model = "other" if step.model is OTHER else "model" if step.model is MODEL else "wide"
+    return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=label)
+def test_the_peak_is_as_predicted(step, empty_kernels):
+    found, expected = measured(step), predict(step)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    backward, measured_backward = expected.phases["backward"], found.phases["backward"]
+    assert backward.total == pytest.approx(measured_backward.total, rel=0.02)
+    for kept in found.kept_by_block.values():
+        assert expected.per_layer == pytest.approx(kept, rel=0.01)
+    kinds = ("norms", "attention", "residual stream") if step.model is MODEL else ()  # else norms of q and k are either
+    for kind in kinds:
+        assert backward.parts[kind] == pytest.approx(measured_backward.parts[kind], rel=0.02), kind
+    assert {"attention_backward_dq", "rotary_kernel", "cross_entropy_kernel", "gradients_kernel"} <= set(empty_kernels)

@@ -1,0 +1,361 @@
+"""The compile tier: every kernel with every shipped tile, to machine code for GPUs that are absent.
+
+``python -m tests.support.attention.compiled --all`` checks that each binary fits into its chip's shared memory, and
+that it spills no more than a stated number of bytes. Without ``--all`` the command takes the few kernels that the tests
+compile. A stand-in driver names the target, so that Triton stops after the binary. A process keeps the driver that it
+starts with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+
+from flash_train.attention.decoding.cache_rows import CacheRows
+from flash_train.attention.functional import operands_of
+from flash_train.attention.kernels import call as arguments
+from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.hopper import tiles as hopper_tiles
+from flash_train.attention.kernels.portable import launch, launch_decode
+from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, decode_tile, tiles_for, variant_of
+from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
+from flash_train.attention.packing import Packing
+from flash_train.attention.spec import AttentionSpec
+from tests.support.attention.machine_code import Resources, resources_of
+
+#: shared memory that one program may take, bytes
+SHARED_LIMIT = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+}
+TENSOR_MEMORY_LIMIT = 512  # columns, of chips that have such a memory
+MEETINGS = 3  # of all warps of a partition, in a step of a kernel for Hopper
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+LENGTH = 256  # rows of the tensors; the code depends on whether 16 divides it, no more
+HEADS = 4
+
+
+class AbsentDevice:
+    """What Triton asks of a driver when it only compiles."""
+
+    def __init__(self) -> None:
+        self.capability = (9, 0)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability[0] * 10 + self.capability[1], 32)
+
+    def get_current_device(self) -> tuple[int, int]:
+        return self.capability
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of call on a chip: all that decides the tiles and the code of its kernels.
+
+    ``mask`` is one of ``MASKS``; ``extras`` are softcap, ALiBi and sinks with their gradients. ``kernels`` are the
+    portable ones (``triton``) or ``hopper``'s.
+    """
+
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    head_dim: int
+    mask: str = "causal"
+    dropout: bool = False
+    packed: bool = False
+    group: int = 1
+    extras: bool = False
+    kernels: str = "triton"
+
+    def __str__(self) -> str:
+        chip = f"sm_{self.capability[0]}{self.capability[1]}"
+        flags = [name for name in ("dropout", "packed", "extras") if getattr(self, name)]
+        group = [f"group{self.group}"] if self.group > 1 else []
+        own = ["hopper"] if self.kernels == "hopper" else []
+        return " ".join((chip, *own, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
+
+    @property
+    def row(self) -> str:
+        """The variant in the table of tiles."""
+        rule = MASKS[self.mask]().lower()
+        return variant_of(rule.right >= 0, self.dropout, bool(rule.terms))
+
+    def tiles(self) -> Tiles:
+        return tiles_for(SHARED_LIMIT[self.capability], self.dtype, self.head_dim, self.row, self.capability[0])
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k (or v) and the log-sum-exp."""
+        rows = (LENGTH,) if self.packed else (1, LENGTH)
+        q = torch.empty(*rows, HEADS, self.head_dim, dtype=self.dtype)
+        k = torch.empty(*rows, HEADS // self.group, self.head_dim, dtype=self.dtype)
+        return q, k, torch.empty(launch.lse_shape(q))
+
+    def call(self, q: torch.Tensor, k: torch.Tensor) -> launch.Call:
+        """The operator's arguments of such a call on these tensors."""
+        cu = torch.zeros(9, dtype=torch.int32)
+        softcap, dropout = 30.0 if self.extras else 0.0, 0.1 if self.dropout else 0.0
+        spec = AttentionSpec(MASKS[self.mask](), softcap=softcap, dropout=dropout)
+        per_head = torch.empty(q.shape[-2]) if self.extras else None
+        rng = torch.zeros(2, dtype=torch.int64) if self.dropout else None
+        packing = Packing(cu, cu) if self.packed else None
+        return launch.Call(*operands_of(q, k, spec, packing, rng, (0, 0, 0, 0), per_head, per_head))
+
+
+def _documents() -> Mask:
+    return Causal() & Document(torch.zeros(LENGTH, dtype=torch.int32)) & Tree([-1, 0, 0])
+
+
+MASKS = {
+    "full": Full,
+    "causal": Causal,
+    "window": lambda: Window(100, 30) & BlockSparse(torch.ones(2, 2, dtype=torch.bool)),
+    "terms": _documents,
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of a variant and what is wrong with it, in words: nothing where ``problems`` is empty."""
+
+    variant: Variant
+    kernel: str
+    tile: Tile | None
+    resources: Resources | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.tile is None:
+            return f"{self.variant} {self.kernel}"
+        m, n, warps, stages = astuple(self.tile)
+        return f"{self.variant} {self.kernel} {m}x{n}, {warps} warps, {stages} stages"
+
+
+def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
+    """Name, tile and launch of every kernel that such a call may start. A new kernel is added here."""
+    q, k, lse = variant.tensors()
+    call = variant.call(q, k)
+    if call.has_lists:
+        tiles = tiles.within(*call.bounds[3:])
+    dslope = None if call.alibi_slopes is None else lse
+
+    yield "forward", tiles.forward, launch.forward_launch(q, k, k, q, lse, call, tiles.forward)
+    alone = tiles.dv is not None
+    yield "dkdv", tiles.dkdv, launch.dkdv_launch(q, k, k, q, lse, lse, k, None if alone else k, call, tiles.dkdv)
+    if alone:
+        yield "dv", tiles.dv, launch.dkdv_launch(q, k, k, q, lse, lse, None, k, call, tiles.dv)
+    yield "dq", tiles.dq, launch.dq_launch(q, k, k, q, lse, lse, q, dslope, call, tiles.dq)
+    if variant.mask == "full" and not variant.dropout:  # which these rows know nothing of
+        yield "rows", None, launch.rows_launch(q, q, lse, lse, lse, lse, call)
+    if not variant.packed and variant.mask in ("full", "window"):
+        yield from decode_launches(variant)
+
+
+def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
+    """The same of Hopper's kernels."""
+    q, k, lse = variant.tensors()
+    call, counter = variant.call(q, k), torch.zeros(1, dtype=torch.int32)
+    yield "forward", None, hopper.forward_launch(q, k, k, q, lse, counter, call)
+    long = hopper_tiles.forward_tile(block_d(variant.head_dim), 2 * hopper_tiles.LONG_WALK, call)
+    if long != hopper_tiles.forward_tile(block_d(variant.head_dim), LENGTH, call):
+        yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
+    sums = hopper.make_sums(q, call)
+    yield "prepare", None, hopper.prepare_launch(k, q, q, lse, lse, sums, call)
+    if block_d(variant.head_dim) <= hopper_tiles.WIDEST_SUM:
+        yield "backward", None, hopper.backward_launch(q, k, k, q, sums, q, k, k, call)
+        yield "finish", None, hopper.finish_launch(sums, q, k, call)
+    dslope = None if call.alibi_slopes is None else lse
+    alone = hopper.make_sums(q, call, with_dq=False)
+    yield "dkdv", None, hopper.backward_launch(q, k, k, q, alone, q, k, k, call)
+    yield "dq", None, hopper.dq_launch(q, k, k, q, alone, q, dslope, call)
+
+
+def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
+    """One query of each of eight heads to a key head, against a cache in pages (full) or in rows."""
+    group = 8
+    q = torch.empty(2, 1, 2 * group, variant.head_dim, dtype=variant.dtype)
+    caches = torch.empty(4, LENGTH, 2, variant.head_dim, dtype=variant.dtype)
+    pages = torch.zeros(2, 2, dtype=torch.int32) if variant.mask == "full" else None
+    index = torch.zeros(2, dtype=torch.int32)
+    rows = CacheRows(index, None if variant.mask == "full" else index, None, pages)
+    cache_of = launch_decode.cache_argument(caches, rows)
+    part, part_lse = torch.empty(4, 2, 1, 2 * group, variant.head_dim), torch.empty(4, 2, 1, 2 * group)
+    tile = decode_tile(torch.device("cuda"), variant.dtype, variant.head_dim, group)
+    call = variant.call(q, caches)
+    decode = launch_decode.decode_launch(q, cache_of, cache_of, variant.head_dim, 2, part, part_lse, index, call, tile)
+    yield "decode", tile, decode
+    yield "merge", None, launch_decode.merge_launch(part, part_lse, q, part_lse, call.sinks)
+
+
+def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled]:
+    """Compile its kernels and hold them to the limits; with ``tile`` in place of the table's."""
+    _driver().capability = variant.capability
+    if variant.kernels == "hopper":
+        all_launches = hopper_launches(variant)
+    else:
+        all_launches = launches(variant, variant.tiles() if tile is None else Tiles(tile, tile, tile))
+    done = []
+    for name, own, found in _with_first(all_launches):
+        constants = found.constants | {key: value for key, value in _on_gpu().items() if key in found.constants}
+        try:
+            kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
+        except (TritonError, RuntimeError) as failure:
+            done.append(Compiled(variant, name, own, problems=[f"does not compile: {str(failure).splitlines()[0]}"]))
+            continue
+        resources = resources_of(kernel)
+        done.append(Compiled(variant, name, own, resources, problems_of(variant, resources)))
+    return done
+
+
+def _with_first(launches: Iterable[tuple[str, Tile | None, launch.Launch]]) -> Iterator[tuple[str, Any, launch.Launch]]:
+    for name, tile, found in launches:
+        yield from ((f"{name}-{first.kernel.__name__}", None, first) for first in found.first)
+        yield name, tile, found
+
+
+@cache
+def _on_gpu() -> dict[str, Any]:
+    """What the tensors, which lie on the CPU, would choose differently on a GPU."""
+    tile = Tile(16, 16, 4, 1)
+    cpu, gpu = (arguments.constants(16, 16, 1, tile, torch.device(name)) for name in ("cpu", "cuda"))
+    return {key: gpu[key] for key in gpu if gpu[key] != cpu[key]}
+
+
+@cache
+def _driver() -> AbsentDevice:
+    """This process's stand-in driver."""
+    driver = AbsentDevice()
+    triton.runtime.driver.set_active(driver)
+    return driver
+
+
+def problems_of(variant: Variant, found: Resources) -> list[str]:
+    stack, spills = allowed_spills(variant)
+    limits = (
+        ("bytes of shared memory", found.shared, SHARED_LIMIT[variant.capability]),
+        ("columns of tensor memory", found.tensor_memory, TENSOR_MEMORY_LIMIT),
+        ("bytes of stack a thread", found.stack, stack),
+        ("instructions that spill or reload", found.spills, spills),
+        ("divisions in loops by what may be 0", found.divisions, 0),
+    )
+    problems = [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
+    if variant.kernels == "hopper":  # of the portable ones, Triton decides what is in flight, and where warps meet
+        if found.serial:
+            problems.append("the assembler runs every product by itself")
+        if found.meetings > MEETINGS:
+            problems.append(f"all warps wait for each other {found.meetings} times a step, allowed are {MEETINGS}")
+    return problems
+
+
+def allowed_spills(variant: Variant) -> tuple[int, int]:
+    """Bytes of stack a thread, and instructions that spill or reload: what the shipped tiles keep to, and little more.
+
+    A head dimension that 16 does not divide leaves the heads' addresses unaligned as far as Triton knows: loads then go
+    through registers, number by number.
+    """
+    if variant.kernels == "hopper":
+        if variant.mask == "terms":  # the forward has the mask twice: also where it computes a block once more
+            return 560, 832
+        return (192, 200) if variant.dropout or variant.extras else (144, 128)
+    if variant.head_dim % 16:
+        return 1536, 1536
+    stack, spills = (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 160)
+    if variant.mask == "terms" and variant.dropout:  # beside a loop over clear blocks, which asks no term
+        return stack + 144, spills + 112
+    return stack, spills
+
+
+def all_variants() -> list[Variant]:
+    """Every row of the table on every chip that it serves, and what else changes the code on some of them."""
+    chips, dims = list(SHARED_LIMIT), (64, 128, 256)
+    half, flags = torch.bfloat16, (False, True)
+    newest = [(8, 6), (9, 0), (10, 0)]
+    found = [
+        *(Variant(*key) for key in product(chips, [half, torch.float32], dims, ["full", "causal", "terms"], flags)),
+        *(Variant(*key) for key in product(newest[:2], [torch.float16], dims, ["full", "causal", "terms"], flags)),
+        *(Variant(*key, packed=True, group=2) for key in product(newest, [half], dims, ["full", "causal"], flags)),
+        *(Variant(*key, extras=True) for key in product(chips, [half], dims, ["window"], flags)),
+        *(Variant(*key, extras=True) for key in product(newest, [torch.float32], dims[:2], ["window"], flags)),
+        *(Variant(*key) for key in product(newest, [half], [40, 72, 80, 192], ["causal"], flags)),
+        *hopper_variants((half, torch.float16), ("full", "causal", "window", "terms")),
+    ]
+    return found
+
+
+def hopper_variants(dtypes: tuple[torch.dtype, ...], masks: tuple[str, ...]) -> list[Variant]:
+    """Hopper's kernels in every width; fp16, packed rows and shared keys with one mask, as they change little."""
+    own, flags, dims = (9, 0), (False, True), (64, 128, 256)
+    found = [Variant(own, dtypes[0], d, mask, drop) for d, mask, drop in product(dims, masks, flags)]
+    found += [Variant(own, dtypes[0], d, "causal", drop, packed=True, group=2) for d, drop in product(dims, flags)]
+    found += [Variant(own, dtype, d, "causal", True) for dtype, d in product(dtypes[1:], dims)]
+    found += [Variant(own, dtypes[0], d, "causal", extras=True) for d in dims]
+    return [replace(variant, kernels="hopper") for variant in found]
+
+
+def sampled_variants() -> list[Variant]:
+    """A few of each kind, mostly for Hopper."""
+    half, hopper = torch.bfloat16, (9, 0)
+    return [
+        *(Variant(hopper, half, d, "causal", dropout) for d, dropout in product((64, 128, 256), (False, True))),
+        *(Variant(hopper, half, d, "terms", True) for d in (64, 128, 256)),
+        Variant(hopper, half, 128, "full"),
+        Variant(hopper, half, 128, "window", True, extras=True),
+        Variant(hopper, half, 128, "causal", packed=True, group=2),
+        Variant(hopper, torch.float16, 80, "causal"),
+        Variant(hopper, torch.float32, 128, "causal", True),
+        Variant((8, 0), half, 128, "causal", True),
+        Variant((8, 6), half, 128, "terms", True),
+        Variant((8, 9), half, 64, "causal", True),
+        Variant((8, 9), torch.float32, 64, "full", True),
+        Variant((10, 0), half, 128, "causal"),
+        Variant((12, 0), half, 256, "causal", True),
+        *(v for v in hopper_variants((half,), ("causal",)) if v.head_dim == 128 or not v.packed),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every row of the table for every chip: long, on few cores")
+    parser.add_argument("--only", default="", help="variants whose name contains this, such as 'sm_90 bf16 d128'")
+    parser.add_argument(
+        "--tile", nargs=4, type=int, metavar=("M", "N", "WARPS", "STAGES"), help="in place of the table's"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--verbose", action="store_true", help="also print what compiled well")
+    options = parser.parse_args(argv)
+    tile = None if options.tile is None else Tile(*options.tile)
+    variants = [v for v in (all_variants() if options.all else sampled_variants()) if options.only in str(v)]
+    kernels = failures = 0
+    # Triton keeps what it compiled: processes are replaced now and then
+    with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=20) as pool:
+        for compiled in pool.imap_unordered(partial(compile_variant, tile=tile), variants):
+            for found in compiled:
+                kernels += 1
+                failures += bool(found.problems)
+                if found.problems:
+                    print(f"FAILED {found}: {'; '.join(found.problems)}", flush=True)
+                elif options.verbose:
+                    print(f"{found}: {found.resources}", flush=True)
+    print(f"compiled {kernels} kernels, {failures} failures")
+    return int(failures > 0 or kernels == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

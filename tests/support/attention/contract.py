@@ -1,0 +1,396 @@
+"""The suite every backend with this project's semantics must pass: what a case is, and the rule it is judged by.
+
+The rule is FlashAttention's: the largest error against fp64 is at most twice (gradients: three times) that of PyTorch
+in the same precision, plus what rounding the result, or the two numbers that each row has in the backward, alone costs.
+PyTorch's error is the largest of up to ``PROBLEMS`` problems of the same kind. Inputs are fresh random numbers.
+Uninitialised memory and rows that belong to no entry are NaN: a missing write shows, and a read of such rows, too.
+``tests.support.attention.cases`` has the named cases, ``tests.support.attention.properties`` draws others.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from flash_train.attention import AttentionSpec, Causal, Packing, RngState, attention
+from flash_train.attention.dense.reference import reference_attention
+from flash_train.attention.masks import Band
+from flash_train.attention.packing import entries
+from tests.support.attention.recipes import Layout, Recipe, compose
+from tests.support.attention.same_dtype import same_dtype_attention
+
+#: part of a tensor with more heads and columns; every other row; heads before rows; columns before rows
+STRIDED = ("wide", "rows", "heads", "columns")
+FAR_STEP = 2**24 + 2**18  #: elements from row to row of a ``far`` tensor: 127 of them pass 2**31
+KERNELS = ("flash", "triton", "hopper")  #: backends that sum dP in fp32
+PROBLEMS = 6  #: of one kind, whose largest error in PyTorch counts: in a single one PyTorch may be right by luck
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, as plain data. ``lengths`` and ``tail`` are those of ``Layout``; contents come from ``seed``.
+
+    ``slopes`` and ``sinks`` learn where ``learns``. ``strided`` says how q, k and v lie in memory: "" (dense), or one
+    of ``STRIDED``. ``dout`` says it of the output's gradient: ``dense``, ``row`` (one row for all, of stride 0),
+    ``scalar`` (one number), or one of ``STRIDED``. ``far`` names one of q, k, v and dout whose rows lie so far apart
+    that the offset of a tile's last row passes 2**31. ``uses`` says what the loss depends on. ``spread`` is the
+    standard deviation of q and k; ``offset`` is what all logits have in common.
+    """
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    v_head_dim: int | None = None
+    band: Band = Causal()
+    terms: tuple[Recipe, ...] = ()
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+    slopes: str = ""  # "", "heads", "entries"
+    sinks: bool = False
+    learns: bool = True
+    packed: bool = False
+    tail: tuple[int, int] = (0, 0)
+    strided: str = ""
+    dout: str = "dense"
+    far: str = ""
+    uses: str = "both"  # "both", "out", "lse", or "plain": no log-sum-exp is asked for
+    spread: float = 1.0
+    offset: float = 0.0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.lengths, self.heads, self.packed, self.tail)
+
+    @property
+    def source(self) -> str:
+        """The case as Python, without what is as by default: to be pasted among the kept ones."""
+        given = ((f, getattr(self, f.name)) for f in fields(self))
+        return f"Case({', '.join(f'{f.name}={value!r}' for f, value in given if value != f.default)})"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors."""
+
+    inputs: dict[str, Tensor]  #: q, k, v, and slopes and sinks where there are any
+    spec: AttentionSpec
+    packing: Packing | None
+    rng: RngState
+    dout: Tensor
+    dlse: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.dout.device
+
+
+@dataclass(frozen=True)
+class Error:
+    """Largest error of one tensor, and the largest that the rule allows."""
+
+    tensor: str
+    error: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+
+def run(case: Case, backend: str, device: str, poison: bool = True) -> list[Error]:
+    """Forward and backward of the case on a backend, against fp64; without ``poison``, in memory as it is allocated.
+
+    Raises AssertionError where infinities or exact zeros are in other places than they must be.
+    """
+    problem = build(case, device)
+    leaves = {name: _place(name, x, case).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()}
+    with poisoned_memory() if poison else nullcontext():
+        out, lse = _attend(problem, case, leaves, backend)
+        ours = _results(problem, case, leaves, out, lse)
+    rounds_dp = backend not in KERNELS
+    exact, theirs, rounding = _expected(problem, case, rounds_dp)
+    assert torch.isfinite(torch.stack(list(theirs.values()))).all(), f"PyTorch overflows: {case.source}"
+    _assert_exact(problem, ours, exact)
+    found = _distances(ours, exact)
+    errors = _judged(found, theirs, rounding)
+    for again in range(1, PROBLEMS):
+        if all(error.ok for error in errors):  # more problems would allow more, and change nothing
+            break
+        _, *more = _expected(build(case, device, again), case, rounds_dp)
+        theirs, rounding = (_larger(*both) for both in zip((theirs, rounding), more, strict=True))
+        errors = _judged(found, theirs, rounding)
+    return errors
+
+
+def _judged(found: dict[str, Tensor], theirs: dict[str, Tensor], rounding: dict[str, Tensor]) -> list[Error]:
+    """The rule, for each tensor: our error, PyTorch's, and what rounding alone costs."""
+    table = torch.stack([torch.stack([x[name] for name in found]) for x in (found, theirs, rounding)]).tolist()
+    return [
+        Error(name, error, (3 if name.startswith("d") else 2) * same + floor)
+        for name, error, same, floor in zip(found, *table, strict=True)
+    ]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Tensors that Python allocates without a value hold NaN inside, and integers junk."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fill(*args: Any, **options: Any) -> Tensor:
+            x = allocate(*args, **options)
+            if x.dtype != torch.bool:
+                x.detach().fill_(float("nan") if x.is_floating_point() else 0x5A)
+            return x
+
+        return fill
+
+    where = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
+    with ExitStack() as stack:
+        for owner, name in where:
+            stack.enter_context(patch.object(owner, name, poisoned(getattr(owner, name))))
+        yield
+
+
+def build(case: Case, device: str, again: int = 0) -> Problem:
+    """The case's tensors; ``again`` draws other numbers of the same kind."""
+    kind = replace(case, name="draw") if case.seed else case  # a kept draw keeps its numbers
+    seed = zlib.crc32(f"{kind} {case.seed}".encode())
+    choices = torch.Generator().manual_seed(seed)  # what must not differ between devices, nor between draws
+    spec = AttentionSpec(
+        compose(case.band, case.terms, case.layout, choices, device), case.scale, case.softcap, case.dropout
+    )
+    rng = RngState(int(torch.randint(2**62, (), generator=choices)), 7, *case.origin)
+    numbers = torch.Generator(device).manual_seed(seed + again)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers, device=device)
+
+    v_head_dim = case.v_head_dim or case.head_dim
+    batch = () if case.packed else (len(case.lengths),)
+    rows_q, rows_k = (*batch, case.layout.rows(0)), (*batch, case.layout.rows(1))
+    inputs = {
+        "q": normal(*rows_q, case.heads, case.head_dim) * case.spread,
+        "k": normal(*rows_k, case.kv_heads, case.head_dim) * case.spread,
+        "v": normal(*rows_k, case.kv_heads, v_head_dim),
+    }
+    if case.offset:  # a coordinate that is the same in all rows
+        inputs["q"][..., 0] = 8.0
+        inputs["k"][..., 0] = case.offset / spec.scale_for(case.head_dim) / 8.0
+    inputs = {name: x.to(case.dtype) for name, x in inputs.items()}
+    dout = _output_gradient(case, normal, (*rows_q, case.heads, v_head_dim))
+    for x, tail in zip((*inputs.values(), dout), (*case.tail, case.tail[1], case.tail[0]), strict=True):
+        if tail and x.stride(0) != 0:
+            x[-tail:] = float("nan")
+    if case.slopes:
+        shape = (case.heads,) if case.slopes == "heads" else (len(case.lengths), case.heads)
+        inputs["slopes"] = (normal(*shape).abs() * 0.2).bfloat16().float()  # exact in every dtype
+    if case.sinks:
+        inputs["sinks"] = normal(case.heads).bfloat16().float()
+    dlse = normal(*((case.heads, *rows_q) if case.packed else (*batch, case.heads, rows_q[1])))
+    return Problem(inputs, spec, _packing(case, device), rng, dout, dlse)
+
+
+def _output_gradient(case: Case, normal, shape: tuple[int, ...]) -> Tensor:
+    if case.dout == "row":
+        return normal(shape[-1]).to(case.dtype).expand(shape)
+    if case.dout == "scalar":
+        return normal(1).to(case.dtype).expand(shape)
+    dout = normal(*shape).to(case.dtype)
+    if case.far == "dout":
+        return _spread_rows(dout)
+    return dout if case.dout == "dense" else _restride(dout, case.dout)
+
+
+def _packing(case: Case, device: str) -> Packing | None:
+    if not case.packed:
+        return None
+    cu = [torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0).int().to(device) for side in (0, 1)]
+    return Packing(*cu)
+
+
+def _place(name: str, x: Tensor, case: Case) -> Tensor:
+    if case.far == name:
+        return _spread_rows(x)
+    return _restride(x, case.strided) if case.strided and name in "qkv" else x.clone()
+
+
+def _restride(x: Tensor, strided: str) -> Tensor:
+    """The same numbers in another place of a tensor (..., rows, heads, head_dim); what lies between them is NaN."""
+    if strided == "heads":
+        view = torch.full_like(x.transpose(-3, -2).contiguous(), float("nan")).transpose(-3, -2)
+    elif strided == "columns":
+        view = torch.full_like(x.movedim(-1, -3).contiguous(), float("nan")).movedim(-3, -1)
+    elif strided == "rows":
+        view = x.new_full((*x.shape[:-3], 2 * x.shape[-3], *x.shape[-2:]), float("nan"))[..., ::2, :, :]
+    else:
+        assert strided == "wide", strided
+        view = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8), float("nan"))
+        view = view[..., 1:, : x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def _spread_rows(x: Tensor) -> Tensor:
+    """The same numbers, rows ``FAR_STEP`` elements apart. What lies between them is not written: it is gigabytes."""
+    rows = x.shape[:-2].numel()
+    steps = [FAR_STEP * x.shape[-3], FAR_STEP] if x.dim() == 4 else [FAR_STEP]
+    size = FAR_STEP * (rows - 1) + x.shape[-2:].numel() if rows else 0
+    store = torch.empty(size, dtype=x.dtype, device=x.device)
+    view = store.as_strided(x.shape, (*steps, x.shape[-1], 1))
+    view.copy_(x)
+    return view
+
+
+def _learns(name: str, case: Case) -> bool:
+    return case.learns or name in "qkv"
+
+
+def _attend(problem: Problem, case: Case, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp, which ``sdpa`` does not have."""
+    options = {"packing": problem.packing, "alibi_slopes": leaves.get("slopes"), "sinks": leaves.get("sinks")}
+    tensors = (leaves["q"], leaves["k"], leaves["v"], problem.spec)
+    if backend == "sdpa":
+        return attention(*tensors, **options, backend=backend), None
+    rng = problem.rng if problem.spec.dropout else None
+    if case.uses == "plain":
+        return attention(*tensors, **options, rng=rng, backend=backend), None
+    return attention(*tensors, **options, rng=rng, backend=backend, return_lse=True)
+
+
+def _expected(
+    problem: Problem, case: Case, rounds_dp: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The exact results; PyTorch's largest errors in the case's dtype; and what rounding alone costs."""
+    leaves, out, lse = _reference(problem, case, torch.float64)
+    exact = _results(problem, case, leaves, out, lse)
+    eps = torch.finfo(case.dtype).eps
+    rounding = {name: eps * (_largest(x.nan_to_num(0, 0, 0)) + 0.3) for name, x in exact.items()}
+    if lse.requires_grad:
+        for name, x in _rounding_of_rows(problem, case, leaves, out, lse, rounds_dp).items():
+            rounding[f"d{name}"] = rounding[f"d{name}"] + x
+    same = _results(problem, case, *_reference(problem, case, case.dtype, same_dtype_attention))
+    return exact, _distances(same, exact), rounding
+
+
+def _rounding_of_rows(
+    problem: Problem, case: Case, leaves: dict[str, Tensor], out: Tensor, lse: Tensor, rounds_dp: bool
+) -> dict[str, Tensor]:
+    """What it costs each gradient to round two numbers of each row: its log-sum-exp, and D = sum(dout * out).
+
+    Gradients of scores are P * (dP - D + dlse) with P = exp(S - lse), where the log-sum-exp is fp32. An error of it
+    scales the row: it reaches the gradients as the row's dout and dlse do, in proportion. An error of D reaches them as
+    one of dlse does; D cancels dP where a row sees a single key, and PyTorch's autograd may then be right by luck.
+    With ``rounds_dp``, products of matrices round dP in the dtype of the inputs, as those of plain PyTorch do.
+    """
+    eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
+    uses_out, uses_lse = case.uses != "lse", case.uses in ("both", "lse")
+    dout, dlse = problem.dout.double().nan_to_num(0) * uses_out, problem.dlse.double() * uses_lse
+    terms = dout * out.detach()
+    # each term is rounded in the dtype of out, their partial sums in fp32, one after the other
+    of_d = (eps + eps32 * terms.shape[-1] ** 0.5) * terms.norm(dim=-1).transpose(-1, -2)
+    if rounds_dp:
+        of_d = of_d + eps / 2 * terms.sum(-1).abs().transpose(-1, -2)
+    of_lse = eps32 * (lse.detach().nan_to_num(0, 0, 0).abs() + 1)
+
+    def cost(names: list[str], sign: Tensor | float = 1.0) -> dict[str, Tensor]:
+        by_row = (of_lse * sign).transpose(-1, -2)[..., None]
+        weights = [dout * by_row, (dlse * of_lse + of_d) * sign]
+        return _gradients({name: leaves[name] for name in names}, [out, lse], weights)
+
+    costs = {name: _largest(x) for name, x in cost(["q", "k", "v"]).items()}
+    few = [name for name, x in leaves.items() if name not in costs and x.requires_grad]
+    if few:  # a few numbers, each a sum over all rows, whose errors have either sign
+        flips = torch.Generator(problem.device).manual_seed(0)
+        signs = (torch.randint(0, 2, lse.shape, generator=flips, device=problem.device) * 2 - 1 for _ in range(4))
+        probes = [cost(few, sign) for sign in signs]
+        costs |= {name: 4 * _largest(torch.stack([p[name] for p in probes]).square().mean(0).sqrt()) for name in few}
+    return costs
+
+
+def _reference(
+    problem: Problem, case: Case, dtype: torch.dtype, function: Callable[..., Any] = reference_attention
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    leaves = {
+        name: x.detach().to(dtype, copy=True).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()
+    }
+    out, lse = function(
+        leaves["q"], leaves["k"], leaves["v"], problem.spec, problem.packing, problem.rng.as_tensor(problem.device),
+        origin=problem.rng.origin, alibi_slopes=leaves.get("slopes"), sinks=leaves.get("sinks"),
+    )  # fmt: skip
+    return leaves, out, lse
+
+
+def _results(
+    problem: Problem, case: Case, leaves: dict[str, Tensor], out: Tensor, lse: Tensor | None
+) -> dict[str, Tensor]:
+    """Output, log-sum-exp where there is one, and all gradients, in fp64."""
+    results = {"out": out} if lse is None else {"out": out, "lse": lse}
+    weights = {"out": problem.dout, "lse": problem.dlse}
+    wanted = {"both": ("out", "lse"), "plain": ("out",)}.get(case.uses, (case.uses,))
+    used = [name for name in wanted if name in results and results[name].requires_grad]
+    grads = _gradients(leaves, [results[name] for name in used], [weights[name] for name in used])
+    named = results | {f"d{name}": grad for name, grad in grads.items()}
+    return {name: x.detach().double() for name, x in named.items()}
+
+
+def _gradients(leaves: dict[str, Tensor], outputs: list[Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of what learns, by name; 0 where nothing depends on it."""
+    learning = {name: x for name, x in leaves.items() if x.requires_grad}
+    if not outputs:
+        return {name: torch.zeros_like(x) for name, x in learning.items()}
+    grads = torch.autograd.grad(
+        outputs, list(learning.values()), [w.to(x.dtype) for w, x in zip(weights, outputs, strict=True)],
+        allow_unused=True, materialize_grads=True, retain_graph=True,
+    )  # fmt: skip
+    return dict(zip(learning, grads, strict=True))
+
+
+def _distances(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Largest error of each result, where the exact one is finite; NaN and infinity count."""
+    return {name: _largest(torch.where(exact[name].isinf(), 0.0, x - exact[name])) for name, x in results.items()}
+
+
+def _larger(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.maximum(a[name], b[name]) for name in a}
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())
+
+
+def _assert_exact(problem: Problem, ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Infinities where the reference has them; exactly 0 for what no pair reaches."""
+    for name, x in ours.items():
+        assert torch.equal(torch.isinf(x), torch.isinf(exact[name])), f"{name}: infinities where there must be none"
+    seeing, seen = _reached(problem)
+    for name, rows in (("out", seeing), ("dq", seeing), ("dk", seen), ("dv", seen)):
+        assert (ours[name][~rows] == 0).all(), f"{name}: rows that must be exactly 0 are not"
+
+
+def _reached(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Queries that see a key, (..., heads), and keys that a query sees, (..., kv_heads)."""
+    q, k = problem.inputs["q"], problem.inputs["k"]
+    seeing, seen = (torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device) for x in (q, k))
+    for entry in entries(q, k, problem.packing):
+        visible = problem.spec.mask.dense(entry, q.shape[-2], q.device).expand(q.shape[-2], -1, -1)
+        rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
+        per_group = visible.any(1).unflatten(0, (k.shape[-2], q.shape[-2] // k.shape[-2])).any(1)
+        (seeing if problem.packing else seeing[entry.batch])[rows] = visible.any(2).t()
+        (seen if problem.packing else seen[entry.batch])[columns] = per_group.t()
+    return seeing, seen

@@ -1,0 +1,121 @@
+"""Hopper's kernels in the emulator of Gluon: the operator on a CPU, with ``backend="hopper"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+
+from flash_train.attention import backends
+from flash_train.attention.kernels import call as arguments
+from flash_train.attention.kernels.hopper import dropout, packed16
+from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.hopper.backward import hopper_backward, tma_reduce_add
+from flash_train.attention.kernels.hopper.dq_sum import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
+from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
+from flash_train.attention.kernels.hopper.pipeline import ONCE
+from tests.support import gluon
+
+COMPILER_OPTIONS = ("num_stages", "maxnreg")
+
+
+@contextmanager
+def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
+    """Inside it, the launches of Hopper's kernels run in the emulator, on ``programs`` processors; ``seed`` draws in
+    which order partitions and copies go on. Gives the names of the kernels that ran. All launches share one counter of
+    tasks, as on a stream: what one leaves in it, the next begins with."""
+    ran: list[str] = []
+    counter = torch.zeros(1, dtype=torch.int32)
+
+    def start(launch: arguments.Launch) -> None:
+        ran.append(launch.kernel.__name__)
+        constants = {name: value for name, value in launch.constants.items() if name not in COMPILER_OPTIONS}
+        gluon.launch(
+            launch.kernel, launch.grid, *launch.arguments, seed=seed, assembly=ASSEMBLY,
+            replaced={tma_reduce_add: gluon.tma_reduce_add}, in_order=launch.kernel is hopper_backward, **constants,
+        )  # fmt: skip
+
+    make_sums = hopper.make_sums
+
+    def poisoned(*args, **options) -> hopper.Sums:
+        sums = make_sums(*args, **options)
+        for x in (sums.delta, sums.lse2, sums.dq):
+            if x is not None:
+                x.fill_(float("nan"))
+        if sums.counters is not None:
+            sums.counters.fill_(1000)
+        return sums
+
+    with (
+        patch.object(arguments.Launch, "start", start),
+        patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
+        patch.object(hopper, "device_unavailable", lambda device: None),
+        patch.object(hopper, "processors", lambda device: programs),
+        patch.object(hopper, "_task_counter", lambda q: counter),
+        patch.object(hopper, "make_sums", poisoned),
+    ):
+        yield ran
+    assert counter.item() == 0
+
+
+def _keep(transposed: bool):
+    """``draws.keep_wide``, on fragments [a, b, c, d, A, B, C, D] and flags of even and odd columns."""
+
+    def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
+        _, b, _, _, _, B, _, D = np.ix_(*map(np.arange, x.shape))
+        return np.where(_flag(np.where(D == 1, odd, even), b, B, transposed), x, np.zeros_like(x))
+
+    return keep
+
+
+def _keep_pairs(transposed: bool):
+    """``draws.keep``, on fragments [a, b, c, d, A, B, C]."""
+
+    def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
+        _, b, _, _, _, B, _ = np.ix_(*map(np.arange, x.shape))
+        low = np.where(_flag(even, b, B, transposed), 0xFFFF, 0)
+        high = np.where(_flag(odd, b, B, transposed), -0x10000, 0)
+        return x & (low | high).astype(np.int32)
+
+    return keep
+
+
+def _flag(flags: np.ndarray, b: np.ndarray, B: np.ndarray, transposed: bool) -> np.ndarray:
+    byte = 2 * B + b if transposed else 2 * b + B
+    return (flags >> (8 * byte + 7).astype(flags.dtype)) & 1
+
+
+def _pack(dtype: torch.dtype):
+    """``pairs.pack`` of even and odd columns."""
+
+    def bits(x: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(dtype).view(torch.int16).numpy().astype(np.int32)
+
+    return lambda even, odd: (bits(even) & 0xFFFF) | (bits(odd) << 16)
+
+
+def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
+    carry = (words & 0x7F7F7F7F) + low
+    return ~((words & added) | (words & carry) | (added & carry))
+
+
+def _exceeds(sums: np.ndarray) -> np.ndarray:
+    """Of a warp's sixteen rows, any."""
+    told = (~(sums <= 2.0**15)).reshape(4, 16, 8).any((1, 2), keepdims=True)
+    return np.broadcast_to(told, (4, 16, 8)).reshape(sums.shape).astype(np.int32)
+
+
+ASSEMBLY = {
+    WARP_EXCEEDS.value: _exceeds,
+    dropout.BELOW.value: _below,
+    dropout.SWAP.value: lambda flags: np.flip(flags, 2),  # along d of [a, c, d, A, C]
+    **{code.value: lambda x: x for code in (ONCE, WRITTEN, WRITTEN_BUT_TWO, ACQUIRED)},
+    packed16.rounding(gl.bfloat16): _pack(torch.bfloat16),
+    packed16.rounding(gl.float16): _pack(torch.float16),
+    **{dropout.keep_pairs(transposed): _keep_pairs(transposed) for transposed in (False, True)},
+    **{dropout.keep_singles(transposed): _keep(transposed) for transposed in (False, True)},
+}

@@ -1,0 +1,329 @@
+"""Long runs of random calls against the contract: ``python -m tests.support.attention.fuzz --draws 2000``.
+
+On a CPU the kernels run in the Triton interpreter; those of ``--backend hopper``, in the emulator of Gluon. Draw ``i``
+of seed ``s`` is the same call on every run, with any number of workers; ``--one I`` runs it alone. Consecutive draws
+share a variant, for which kernels are compiled. With ``--state FILE`` a run that was cut off goes on where it stopped;
+``--start`` begins at another draw. A worker that dies or hangs is a failure of the draw it was at. Failures are printed
+as cases for ``KEPT`` in ``tests/support/attention/cases.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+BACKENDS = ("triton", "hopper", "standard", "chunked")
+PATIENCE_S = 600  #: for one draw, kernels to be compiled included
+PER_VARIANT = {"cpu": 1, "cuda": 100}  #: draws: the interpreter compiles nothing
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is drawn for: the kernels, by the backend's name, where they run, and the seed."""
+
+    seed: int
+    device: str
+    backend: str = "triton"  #: one of ``BACKENDS``
+
+
+def draw(subject: Subject, number: int) -> Any:
+    """The case of this number, a ``tests.support.attention.contract.Case``."""
+    from tests.support.attention import properties
+
+    group, own = number // PER_VARIANT[subject.device], subject.backend == "hopper"
+    if subject.device == "cuda":
+        limits = properties.HOPPER if own else properties.CARD
+    else:
+        limits = properties.HOPPER_SMALL if own else properties.SMALL
+    chosen = properties.variant(random.Random(f"{subject.seed} variant {group}").choice, limits)
+    case = properties.problem(chosen, random.Random(f"{subject.seed} draw {number}").choice)
+    return properties.for_hopper(case) if own else case
+
+
+def judge(subject: Subject, number: int) -> str:
+    """What is wrong with the kernels in this case, or nothing."""
+    from tests.support.attention.contract import run
+
+    case = draw(subject, number)
+    with contextlib.ExitStack() as stack:
+        if subject.backend == "hopper":  # small calls by the tiles of long ones, and by as many groups of heads, too
+            from flash_train.attention.kernels import launch_cache
+            from flash_train.attention.kernels.hopper import launch, tiles
+
+            launch_cache._plans.clear()  # which are made with the tiles and groups of before
+            long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_WALK
+            stack.enter_context(mock.patch.object(tiles, "LONG_WALK", long))
+            stack.enter_context(mock.patch.object(launch, "_at_once", lambda *_: 1 + number % 3))
+        if subject.backend == "hopper" and subject.device == "cpu":
+            from tests.support.attention.emulated import hopper_on_cpu
+
+            stack.enter_context(hopper_on_cpu(seed=number, programs=1 + number % 5))
+        try:
+            errors = run(case, subject.backend, subject.device)
+        except ValueError as error:
+            if subject.backend == "hopper" and "there are no keys" in str(error):
+                return ""
+            raise
+    if case.far and subject.device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()  # the other workers share the card's memory
+    wrong = [error for error in errors if not error.ok]
+    return "; ".join(f"{e.tensor}: error {e.error:.3g}, allowed {e.allowed:.3g}" for e in wrong)
+
+
+def compiled(subject: Subject) -> int:
+    """Variants of kernels that this process has compiled or loaded, where they are compiled."""
+    if subject.device == "cpu" or subject.backend in ("standard", "chunked"):
+        return 0
+    if subject.backend == "hopper":
+        from flash_train.attention.kernels.hopper import backward, forward
+    else:
+        from flash_train.attention.kernels.portable import backward, forward
+
+    kernels = {x for module in (forward, backward) for x in vars(module).values() if hasattr(x, "device_caches")}
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+
+def work(pipe: Connection, subject: Subject) -> None:
+    """A worker: judges the groups of draws it is sent, and says which draw it is at."""
+    import torch
+
+    torch.set_num_threads(1)
+    while (numbers := pipe.recv()) is not None:
+        for number in numbers:
+            pipe.send(("at", number, None))
+            try:
+                wrong = judge(subject, number)
+            except (AssertionError, RuntimeError, ValueError, TypeError):
+                wrong = traceback.format_exc()
+            if wrong:
+                pipe.send(("failure", number, wrong))
+                if subject.device == "cuda" and not _alive():
+                    os._exit(1)  # the failure is told, and a broken context fails every draw that follows
+        pipe.send(("done", numbers[-1], compiled(subject)))
+
+
+def _alive() -> bool:
+    """Whether the CUDA context still works."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass
+class Record:
+    """What has been done so far, kept in a file where there is one."""
+
+    subject: Subject
+    path: Path | None = None
+    done: set[int] = field(default_factory=set)  #: draws
+    failures: dict[int, str] = field(default_factory=dict)
+    kernels: int = 0
+
+    @classmethod
+    def resume(cls, subject: Subject, path: Path | None) -> Record:
+        record = cls(subject, path)
+        if path is not None and path.exists():
+            saved = json.loads(path.read_text())
+            if saved["subject"] != vars(subject):
+                raise SystemExit(f"{path} is of {saved['subject']}: give the same, or another file")
+            record.done = {n for first, stop in saved["done"] for n in range(first, stop)}
+            record.failures = {int(n): wrong for n, wrong in saved["failures"].items()}
+            record.kernels = saved["kernels"]
+        return record
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        saved = {"subject": vars(self.subject), "done": _ranges(self.done), "failures": self.failures}
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text(json.dumps(saved | {"kernels": self.kernels}))
+        partial.replace(self.path)
+
+
+def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if ranges and ranges[-1][1] == n:
+            ranges[-1] = (ranges[-1][0], n + 1)
+        else:
+            ranges.append((n, n + 1))
+    return ranges
+
+
+class Worker:
+    """A process, the draws it has been sent, and the one it is at."""
+
+    def __init__(self, subject: Subject) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, subject), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.numbers: list[int] = []
+        self.at: int | None = None
+        self.kernels = 0
+        self.since = time.monotonic()
+
+    def give(self, numbers: list[int]) -> None:
+        self.numbers, self.at, self.since = numbers, None, time.monotonic()
+        self.pipe.send(numbers)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    @property
+    def left(self) -> list[int]:
+        """Draws after the one it is at."""
+        return [n for n in self.numbers if self.at is None or n > self.at]
+
+
+class Run:
+    """Workers that share the draws of a record."""
+
+    def __init__(self, record: Record, numbers: range, workers: int) -> None:
+        self.record, self.numbers = record, numbers
+        self.groups = self._groups()
+        self.workers = [Worker(record.subject) for _ in range(workers)]
+        self.began, self.before, self.told = time.monotonic(), len(record.done), 0.0
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Draws still to be made, those of a variant together."""
+        size = PER_VARIANT[self.record.subject.device]
+        for group in range(self.numbers.start // size, -(-self.numbers.stop // size)):
+            own = range(max(group * size, self.numbers.start), min((group + 1) * size, self.numbers.stop))
+            left = [n for n in own if n not in self.record.done]
+            if left:
+                yield left
+
+    def run(self) -> None:
+        try:
+            for worker in list(self.workers):
+                self._next(worker)
+            while self.workers:
+                ready = wait([worker.pipe for worker in self.workers], timeout=10)
+                for worker in [w for w in self.workers if w.pipe in ready]:
+                    self._hear(worker)
+                for worker in list(self.workers):
+                    if time.monotonic() - worker.since > PATIENCE_S:
+                        self._lose(worker, f"no answer for {PATIENCE_S} seconds")
+                self._tell()
+        finally:
+            for worker in self.workers:
+                worker.stop()
+            self.record.save()
+
+    def _next(self, worker: Worker) -> None:
+        group = next(self.groups, None)
+        if group is None:
+            worker.stop()
+            self.workers.remove(worker)
+        else:
+            worker.give(group)
+
+    def _hear(self, worker: Worker) -> None:
+        try:
+            kind, number, value = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join()
+            return self._lose(worker, f"the worker died with exit status {worker.process.exitcode}")
+        worker.since = time.monotonic()
+        if worker.at is not None and kind != "failure":
+            self.record.done.add(worker.at)
+        worker.at = number
+        if kind == "failure":
+            self._fail(number, value)
+        elif kind == "done":
+            self.record.kernels += value - worker.kernels
+            worker.kernels = value
+            self.record.save()
+            self._next(worker)
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        """Put another worker in the place of one that is gone, at the draw after the one that it was at."""
+        worker.stop()
+        self.workers.remove(worker)
+        if worker.at is None:
+            raise SystemExit(f"a worker did not start: {why}")
+        if worker.at not in self.record.failures:
+            self._fail(worker.at, why)
+        self.record.done.add(worker.at)
+        fresh = Worker(self.record.subject)
+        self.workers.append(fresh)
+        if worker.left:
+            fresh.give(worker.left)
+        else:
+            self._next(fresh)
+
+    def _fail(self, number: int, wrong: str) -> None:
+        self.record.failures[number] = wrong
+        self.record.save()
+        source = draw(self.record.subject, number).source
+        print(f"\nFAILED seed {self.record.subject.seed} draw {number}: {wrong}\n    {source},\n", flush=True)
+
+    def _tell(self) -> None:
+        now, done = time.monotonic(), len(self.record.done)
+        if now - self.told < 10 and self.workers:
+            return
+        self.told = now
+        rate = (done - self.before) / max(now - self.began, 1e-9)
+        left = f", {(len(self.numbers) - done) / rate:.0f} s left" if rate else ""
+        print(
+            f"{done} of {len(self.numbers)} draws, {len(self.record.failures)} failed, {rate:.1f}/s{left}", flush=True
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=2000, help="how many (default: 2000)")
+    parser.add_argument("--start", type=int, default=0, help="number of the first (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the Triton interpreter")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="what is judged (default: triton)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
+    parser.add_argument("--state", type=Path, help="file by which a run that was cut off goes on")
+    parser.add_argument("--one", type=int, metavar="I", help="judge draw I in this process, and say what it is")
+    chosen = parser.parse_args(arguments)
+    subject = Subject(chosen.seed, chosen.device, chosen.backend)
+    if chosen.device == "cpu" and chosen.backend == "triton":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, here and in the workers
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if chosen.one is not None:
+        print(draw(subject, chosen.one).source)
+        wrong = judge(subject, chosen.one)
+        print(wrong or "right")
+        return int(bool(wrong))
+    record = Record.resume(subject, chosen.state)
+    numbers = range(chosen.start, chosen.start + chosen.draws)
+    print(f"seed {chosen.seed}, draws {numbers.start} to {numbers.stop - 1}, {chosen.workers} workers", flush=True)
+    Run(record, numbers, chosen.workers).run()
+    variants = len({n // PER_VARIANT[chosen.device] for n in numbers})
+    kernels = f" ({record.kernels} kernels compiled)" if chosen.device == "cuda" else ""
+    made = sum(n in record.done for n in numbers)
+    failed = sum(n in record.failures for n in numbers)
+    print(f"seed {chosen.seed}: {made} draws, {variants} variants{kernels}, {failed} failures", flush=True)
+    return int(failed > 0 or made < len(numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

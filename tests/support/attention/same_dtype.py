@@ -1,0 +1,78 @@
+"""Attention as one writes it in PyTorch, every step in the dtype of the inputs: the contract compares with its error.
+
+It shares the mask, the logits and the dropout mask with ``reference``; in 16 bits it has PyTorch's own softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_train.attention import AttentionSpec, Packing
+from flash_train.attention.dense.reference import dropout_mask, scores
+from flash_train.attention.packing import Entry, entries
+
+
+def same_dtype_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    packing: Packing | None = None,
+    rng: Tensor | None = None,
+    *,
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp as ``reference_attention`` returns them, both in the dtype of q."""
+    found = entries(q, k, packing)
+    outs, lses, end = [], [], 0
+    for entry in found:
+        rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
+        tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
+        out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
+        outs.append(out)
+        lses.append(lse)
+        end = rows.stop
+    if packing is None:
+        return torch.stack(outs), torch.stack(lses)
+    tail = q.shape[0] - end
+    outs.append(q.new_zeros(tail, q.shape[1], v.shape[2]))
+    lses.append(q.new_full((q.shape[1], tail), float("-inf")))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    entry: Entry,
+    rng: Tensor | None,
+    origin: tuple[int, int, int, int],
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    n_heads = q.shape[1]
+    group = n_heads // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = scores(q, k, spec, entry, slopes)
+    visible = spec.mask.dense(entry, n_heads, q.device).expand_as(logits)
+    if sinks is not None:  # a column that every query sees, and that has no value
+        column = sinks.to(logits.dtype)[:, None, None].expand(-1, entry.len_q, 1)
+        logits = torch.cat([logits, column], -1)
+        visible = torch.cat([visible, visible.new_ones(column.shape)], -1)
+    seeing = visible.any(-1, keepdim=True)
+    logits = torch.where(seeing, logits.masked_fill(~visible, float("-inf")), 0.0)  # no softmax of -inf alone
+    lse = logits.logsumexp(-1, keepdim=True)
+    # fp32 takes the weights from the log-sum-exp, as the kernels' backward does; in 16 bits that is far too coarse
+    shares = logits.softmax(-1) if logits.dtype.itemsize < 4 else torch.exp(logits - lse)
+    weights = torch.where(visible, shares, 0.0)[..., : entry.len_k]
+    lse = torch.where(seeing, lse, float("-inf"))[..., 0]
+    if spec.dropout > 0:
+        assert rng is not None
+        keep = dropout_mask(rng, entry, n_heads, spec, origin)
+        weights = torch.where(keep, weights * (256 / spec.keep_threshold), 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse

@@ -1,0 +1,23 @@
+"""What CUDA runs, on a CPU: this project's kernels in all of a model, each launch of which goes to the test."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from flash_train.attention import backends
+from flash_train.model import ops
+from flash_train.model.kernels import cross_entropy
+
+
+def fused_on_cpu(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> None:
+    """``launch`` takes the place of ``JITFunction.run``: the kernel, its arguments, and ``grid`` and ``warmup``."""
+
+    def linear_cross_entropy(hidden, weight, labels):
+        return cross_entropy.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
+    monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
+    monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
