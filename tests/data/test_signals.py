@@ -33,6 +33,12 @@ def children() -> list[int]:
     return found
 
 
+def has_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a signal sent to the process waits for it. A second one of its kind would be lost until then."""
+    pending = Path(f"/proc/{pid}/status").read_text().split("ShdPnd:")[1].split()[0]
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
 @pytest.fixture
 def batches():
     corpus = RecallCorpus(n_pairs=4, n_keys=8, n_values=8)
@@ -120,8 +126,11 @@ def test_the_main_process_ends_workers_however_they_are_started(method):
     worker = int(next(iterator))
     subprocess.run(["kill", "-TERM", str(worker)], check=True)  # another process's: ignored
     assert int(next(iterator)) == worker
-    os.kill(worker, signal.SIGTERM)
     deadline = time.monotonic() + 30
+    while has_pending(worker, signal.SIGTERM):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(worker, signal.SIGTERM)
     while iterator._workers[0].is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.01)

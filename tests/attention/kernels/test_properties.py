@@ -173,7 +173,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
 PLANT = """
 import os, sys
 sys.argv = ["fuzz", "--draws", "8", "--workers", "2", "--state", sys.argv[1]]
-from tests.attention import fuzz
+from tests.support.attention import fuzz
 def judge(subject, number):
     if number == 1:
         os._exit(9)
@@ -187,7 +187,7 @@ if __name__ == "__main__":
 
 
 def test_failures_name_their_draws(tmp_path):
-    """A wrong answer, an error, and a worker that dies: each is told, and the other draws are still made."""
+    """A wrong answer, an error, and a worker that dies: each is reported, and the other draws are still made."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     (tmp_path / "planted.py").write_text(PLANT)
     state = tmp_path / "state.json"
