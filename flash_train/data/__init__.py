@@ -1,4 +1,4 @@
-"""Corpora → tokens → packed rows → batches. Knows nothing of models and training."""
+"""Corpora → tokens → packed rows → batches. Imports neither models nor training."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ _CORPORA = {"stdlib": StdlibCorpus, "text": TextCorpus, "hub": HubCorpus, "recal
 
 
 def __getattr__(name: str) -> Any:
-    """The data module when it is asked for: Lightning takes seconds to import, and nothing else here needs it."""
+    """Import the data module on first use: it needs Lightning, which takes seconds to import."""
     if name in ("PackedDataModule", "Validated"):
         from flash_train.data import datamodule
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_corpus(kind: str, **options) -> Corpus | RecallCorpus:
-    """The corpus called stdlib, text, hub or recall, made with `options`. Raises ValueError for another name."""
+    """Make the corpus stdlib, text, hub or recall with its `options`. Raises ValueError for another name."""
     if kind not in _CORPORA:
-        raise ValueError(f"data={kind}: allowed are {', '.join(_CORPORA)}")
+        raise ValueError(f"data={kind}: must be one of {', '.join(_CORPORA)}")
     return _CORPORA[kind](**options)

@@ -2,15 +2,16 @@
 
 A cache is a folder ``<corpus>-<key>`` with
 
-    tokens.bin    the tokens of all documents after one another, uint16 or uint32
+    tokens.bin    the tokens of all documents, concatenated, uint16 or uint32
     offsets.npy   int64 (documents + 1,): document i is tokens[offsets[i]:offsets[i + 1]]
     sizes.npy     int64 (documents,): bytes of text of each document
     keys.npy      uint64 (documents,): hash of each document's identity, which decides its part
-    meta.json     what the cache is, and a hash of each .npy file: written last, so a cache without it is not one
+    meta.json     a description, and a hash of each .npy file; written last, so a cache without it is incomplete
 
-The key covers the corpus's content, the tokenizer and VERSION. One process builds a cache, others that need the same
-wait for it. It is built in a scratch folder beside its place and renamed: a reader sees a whole one or none, and where
-files cannot be locked, processes that build the same at once do not disturb each other.
+The key covers the corpus's content, the tokenizer and VERSION. When several processes need the same cache, one builds
+it and the others wait. It is built in a scratch folder in the same parent and then renamed, so readers see a whole
+cache or none. On file systems without locks several processes may build the same cache at once without disturbing each
+other. (`flash_train.files.whole_folder` does not fit: it assumes one writer per folder.)
 """
 
 import errno
@@ -35,27 +36,27 @@ from flash_train.data.corpus import Corpus, Document, hash_file, hash_strings
 from flash_train.data.lock import exclusive
 from flash_train.data.notice import say, say_if_slow
 from flash_train.data.tokenizer import Tokenizer
+from flash_train.files import write_json
 
 VERSION = "1"
 INDICES = ("offsets.npy", "sizes.npy", "keys.npy")
-BATCH_DOCUMENTS, BATCH_BYTES = 256, 4 << 20  # encoded at once: enough for the tokenizer's threads, small in memory
+BATCH_DOCUMENTS, BATCH_BYTES = 256, 4 << 20  # encoded together: enough for the tokenizer's threads, small in memory
 
 
 def default_cache_dir() -> Path:
-    """``~/.cache/flash_train``. Raises OSError where no home folder is known."""
+    """``~/.cache/flash_train``. Raises OSError if no home folder is known."""
     try:
         return Path.home() / ".cache" / "flash_train"
     except RuntimeError as error:
         raise OSError(
-            "data.cache_dir=null: tokens are kept in the home folder, and none is known (HOME is not set); "
-            "allowed: data.cache_dir=FOLDER"
+            "data.cache_dir=null: must be a folder, because no home folder is known (HOME is not set)"
         ) from error
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A built cache. Its arrays are mapped on first use in each process, read-only: processes of one machine share the
-    memory. They are not pickled.
+    """A built cache. Its arrays are memory-mapped on first use, read-only; processes on one machine share
+    the memory. Arrays are not pickled.
     """
 
     folder: Path
@@ -84,17 +85,17 @@ class TokenCache:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """What `meta.json` says."""
+        """The contents of `meta.json`."""
         return json.loads((self.folder / "meta.json").read_text())
 
     def __getstate__(self) -> dict:
         return {"folder": self.folder, "corpus_hash": self.corpus_hash, "dtype": self.dtype}
 
     def is_whole(self) -> bool:
-        """Whether every file is there as it was written.
+        """Whether every file is present and undamaged.
 
-        The indices are hashed. Tokens are only counted, since reading them takes a second or more per GB at every
-        start: that finds files cut off or copied in part, not bytes that changed in place.
+        The indices are hashed. Tokens are only counted, because reading them takes a second or more per GB at every
+        start. Counting finds truncated or partly copied files, but not bytes that changed in place.
         """
         try:
             hashes = json.loads((self.folder / "meta.json").read_text())["hashes"]
@@ -107,11 +108,12 @@ class TokenCache:
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None = None) -> TokenCache:
-    """Opens the cache of `corpus` under `tokenizer`, building it first where it is missing or damaged.
+    """Opens the cache of `corpus` for `tokenizer`; builds it first if it is missing or damaged.
 
-    Waits for a process that is building it. Raises ValueError if the corpus has no text, OSError where it cannot write.
+    If another process is building it, waits for this process. Raises ValueError if the corpus has no text, OSError if
+    the cache cannot be written.
     """
-    with say_if_slow(f"hashing the corpus {corpus.name!r}, by which its tokens are found"):
+    with say_if_slow(f"hashing the corpus {corpus.name!r} to find its tokens in the cache"):
         corpus_hash = corpus.fingerprint()
     key = hash_strings([VERSION, corpus_hash, tokenizer.fingerprint])
     folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
@@ -128,47 +130,47 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
 
 
 def build_if_missing(cache: TokenCache, write: Callable[[Path], None]) -> None:
-    """Builds a cache that is missing or damaged by `write`, which fills a folder; waits for a process that builds it.
+    """If a cache is missing or damaged, builds it: `write` fills the folder that it is given.
 
-    Raises what `write` raises; OSError where the folder is full or cannot be written.
+    If another process is building the cache, waits for this process. Raises the errors of `write`, and OSError if the
+    folder is full or cannot be written.
     """
     folder = cache.folder
-    with _naming_the_place(folder):
+    with _name_cache_dir_in_errors(folder):
         if cache.is_whole():
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that tokenises into {folder}"
-        with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_alone:
-            if not cache.is_whole():  # by now another process may have built it
-                if is_alone:
-                    _make_room(folder)
+        with exclusive(folder.with_name(f".{folder.name}.lock"), waiting) as is_locked:
+            if not cache.is_whole():  # another process may have built it meanwhile
+                if is_locked:
+                    _remove_leftovers(folder)
                 with say_if_slow(f"tokenising into {folder}"):
                     _build(cache, write)
 
 
 @contextmanager
-def _naming_the_place(folder: Path) -> Iterator[None]:
-    """An OSError about a cache, its scratch folder, its lock or a folder above names `data.cache_dir`.
+def _name_cache_dir_in_errors(folder: Path) -> Iterator[None]:
+    """Adds `data.cache_dir` to an OSError about a cache, its scratch folder, its lock or a parent folder.
 
-    Others pass unchanged: those about the corpus, which is read meanwhile.
+    Other errors pass unchanged, for example those about the corpus, which is read in the same block.
     """
     try:
         yield
     except OSError as error:
-        about = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-        place = folder.parent
-        own = about is not None and any(name.lstrip(".").startswith(folder.name) for name in about.parts)
-        if about is None or not (own or place.is_relative_to(about)):
+        path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        cache_dir = folder.parent
+        in_cache = path is not None and any(name.lstrip(".").startswith(folder.name) for name in path.parts)
+        if path is None or not (in_cache or cache_dir.is_relative_to(path)):
             raise
         raise type(error)(
-            f"data.cache_dir={place}: tokens can't be kept there ({error.strerror}: {about}); "
-            "allowed: a folder to write in"
+            f"data.cache_dir={cache_dir}: must be a folder that can be written ({error.strerror}: {path})"
         ) from error
 
 
 def _build(cache: TokenCache, write: Callable[[Path], None]) -> None:
-    """Writes a cache in a scratch folder and moves it into its place."""
-    scratch = _scratch(cache.folder)
+    """Writes a cache into a scratch folder, then renames the folder."""
+    scratch = _scratch_path(cache.folder)
     scratch.mkdir()
     try:
         write(scratch)
@@ -177,15 +179,18 @@ def _build(cache: TokenCache, write: Callable[[Path], None]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason = f"{os.strerror(error.errno)} while tokenising into {cache.folder}"
-        raise OSError(f"{reason}; data.cache_dir= names another place") from error
+        raise OSError(f"{reason}; give another folder by data.cache_dir=") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_tokens(folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, enough: int | None = None) -> bool:
-    """Writes the tokens and indices of `documents` into `folder`; whether it came to their end.
+def write_tokens(
+    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, min_tokens: int | None = None
+) -> bool:
+    """Writes the tokens and indices of `documents` into `folder`; returns whether it wrote all documents.
 
-    It stops after the batch of documents that brings the tokens to `enough`, and has taken none after it.
+    With `min_tokens` it stops after the batch of documents that reaches this number of tokens, without reading the
+    next one.
     """
     offsets, sizes, keys = array("q", [0]), array("q"), array("Q")
     is_end, skipped = True, 0
@@ -200,11 +205,11 @@ def write_tokens(folder: Path, documents: Iterable[Document], tokenizer: Tokeniz
                     keys.append(_key_hash(document.key))
                 else:
                     skipped += 1
-            if enough is not None and offsets[-1] >= enough:
+            if min_tokens is not None and offsets[-1] >= min_tokens:
                 is_end = False
                 break
         file.flush()
-        os.fsync(file.fileno())  # or a crash of the machine might leave a file of the right size without its content
+        os.fsync(file.fileno())  # else a crash of the machine could leave a file with the right size and wrong content
     if skipped:
         say(f"data.errors=skip: documents that are not UTF-8, left out: {skipped:,}")
     for name, index in zip(INDICES, (offsets, sizes, keys), strict=True):
@@ -213,13 +218,13 @@ def write_tokens(folder: Path, documents: Iterable[Document], tokenizer: Tokeniz
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes what a cache is, with a hash of each index: the last of its files."""
+    """Writes `meta.json`, the cache's last file: the description `meta`, and a hash of each index."""
     hashes = {name: hash_file(folder / name).hex() for name in INDICES}
-    (folder / "meta.json").write_text(json.dumps({"version": VERSION, **meta, "hashes": hashes}, indent=2))
+    write_json(folder / "meta.json", {"version": VERSION, **meta, "hashes": hashes})
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in groups bounded in number and, but for one large document, in bytes."""
+    """Groups of documents, limited in number and in bytes; a larger document is a group by itself."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -232,7 +237,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _move_into_place(scratch: Path, cache: TokenCache) -> None:
-    """Renames `scratch` to the cache's folder, unless another process has put a whole cache there meanwhile."""
+    """Renames `scratch` to the cache's folder, unless another process has built a whole cache there meanwhile."""
     while True:
         try:
             os.rename(scratch, cache.folder)
@@ -242,30 +247,30 @@ def _move_into_place(scratch: Path, cache: TokenCache) -> None:
                 raise
         if cache.is_whole():
             return
-        _remove(cache.folder)
+        _remove_cache(cache.folder)
 
 
-def _make_room(folder: Path) -> None:
-    """Removes a damaged cache, and what builders that were killed have left; only for who builds alone.
+def _remove_leftovers(folder: Path) -> None:
+    """Removes a damaged cache, and the scratch folders of killed builders; call it only with the lock held.
 
-    What another host has left stays: its locks may not reach this one, and it may be building.
+    Scratch folders of other hosts stay: file locks may not reach across hosts, so those may still be in use.
     """
-    for left in folder.parent.glob(glob.escape(_scratch_prefix(folder)) + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for scratch in folder.parent.glob(glob.escape(_scratch_prefix(folder)) + "*"):
+        shutil.rmtree(scratch, ignore_errors=True)
     if folder.exists():
-        _remove(folder)
+        _remove_cache(folder)
 
 
-def _remove(folder: Path) -> None:
-    """Removes a damaged cache; it is out of the way in one move, so that a whole one can take its place at once."""
-    aside = _scratch(folder)
-    with suppress(FileNotFoundError):  # another process moved it first
-        os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+def _remove_cache(folder: Path) -> None:
+    """Removes a damaged cache. It is renamed first, so that a whole one can be put there at once."""
+    renamed = _scratch_path(folder)
+    with suppress(FileNotFoundError):  # another process renamed it first
+        os.rename(folder, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _scratch(folder: Path) -> Path:
-    """A new name beside `folder`, for what is not a cache yet or no longer."""
+def _scratch_path(folder: Path) -> Path:
+    """A new hidden name next to `folder`."""
     return folder.with_name(_scratch_prefix(folder) + secrets.token_hex(4))
 
 

@@ -1,4 +1,4 @@
-"""Where text comes from. A corpus yields documents in a fixed order and knows a fingerprint of its content."""
+"""Corpora: sources of documents. A corpus yields documents in a fixed order and has a fingerprint of its content."""
 
 import hashlib
 import io
@@ -15,7 +15,7 @@ EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True)
 class Document:
-    """One document: `key` is its identity, which decides its part, train or validation; `source` its name in errors."""
+    """One document. `key` is its identity, which decides its part; `source` names it in errors."""
 
     key: str
     source: str
@@ -28,7 +28,7 @@ class Corpus(Protocol):
     name: str
 
     def fingerprint(self) -> str:
-        """Hash of the content, in hexadecimal. Finding it reads the corpus once at most; nothing is kept in memory."""
+        """Hash of the content, in hexadecimal. Reads the corpus at most once and keeps nothing in memory."""
 
     def documents(self) -> Iterator[Document]:
         """The documents, always in the same order, one in memory at a time."""
@@ -37,10 +37,10 @@ class Corpus(Protocol):
 class StdlibCorpus:
     """The ``.py`` files of the running interpreter's standard library, one document each.
 
-    Real, uneven text of tens of megabytes on every machine. Installed packages are left out; so is
-    what a distribution left out of the library itself (some ship no tests). Every document is UTF-8, so that any
-    tokenizer takes it: files in another encoding are decoded as they declare, and the few that declare none (tests of
-    Python's own parser) are left out. Raises FileNotFoundError if `root` has no such file.
+    Every machine has these tens of megabytes of real text with documents of uneven lengths. Installed packages are
+    excluded. Distributions differ in which files they ship (some omit the tests). Every document is UTF-8, so any
+    tokenizer can encode it: files in another encoding are decoded as they declare, and the few that are not UTF-8 and
+    declare no encoding (tests of Python's own parser) are excluded. Raises FileNotFoundError if `root` has no .py file.
     """
 
     name = "stdlib"
@@ -59,7 +59,7 @@ class StdlibCorpus:
         return whole.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """One document per file that is text, in the order of their paths."""
+        """One document per file that is text, sorted by path."""
         for file in self.files:
             text = python_text((self.root / file).read_bytes())
             if text is not None:
@@ -67,7 +67,7 @@ class StdlibCorpus:
 
 
 def python_text(content: bytes) -> bytes | None:
-    """Python source as UTF-8: as it is, or decoded as it declares (PEP 263); None where it is neither."""
+    """Python source as UTF-8, decoded as it declares (PEP 263) if necessary; None if it cannot be decoded."""
     try:
         content.decode()
         return content
@@ -80,7 +80,7 @@ def python_text(content: bytes) -> bytes | None:
 
 
 def python_files(root: Path) -> list[str]:
-    """Relative POSIX paths of the ``.py`` files under `root`, sorted; installed packages are left out."""
+    """Relative POSIX paths of the ``.py`` files under `root`, sorted; installed packages are excluded."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
@@ -89,7 +89,7 @@ def python_files(root: Path) -> list[str]:
 
 
 def hash_files(files: Iterable[tuple[str, Path]]) -> str:
-    """Hash of the (name, content) of files."""
+    """Hash of the names and contents of files."""
     whole = hashlib.blake2b(digest_size=16)
     for name, path in files:
         _add(whole, name, hash_file(path))
@@ -102,7 +102,7 @@ def _add(whole: Any, name: str, content_hash: bytes) -> None:
 
 
 def hash_file(path: Path) -> bytes:
-    """Hash of a file's content, 16 bytes, read a block at a time."""
+    """Hash of a file's content, 16 bytes; reads one block at a time."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
 

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from flash_train.data.packing import PackedIndex
 from flash_train.data.split import Part
 
-IGNORE = -100  # the label of a position that has none
-PADDING_ROW = -1  # the index of a row of nothing but padding
+IGNORE = -100  # the label of a position without a label
+PADDING_ROW = -1  # the index of a row that is all padding
 
 Row = dict[str, Any]
 Batch = dict[str, Any]
@@ -22,13 +22,13 @@ class PackedRows(Dataset):
 
     A row is a dict:
         tokens      int64 (seq_len,)       `pad` in the unused tail
-        labels      int64 (seq_len,)       the next token of the same document, also across pieces; -100 where there is
-                                           none. With packing "concat" the whole part is one stream, as one document
+        labels      int64 (seq_len,)       the next token of the same document, also across pieces; -100 if there is
+                                           none. With packing "concat" the whole part is one stream, like one document
         positions   int64 (seq_len,)       position within the entry
         cu_seqlens  int32 (capacity + 1,)  where entries begin and end; the last value is repeated up to `capacity`
-        lengths     tuple[int, ...]        lengths of the entries, the unused tail's among them; they sum to seq_len
+        lengths     tuple[int, ...]        lengths of the entries, including the unused tail; they sum to seq_len
 
-    Index -1 (PADDING_ROW) is a row of padding without labels, which fills up the last batch of a finite epoch.
+    Index -1 (PADDING_ROW) is a row of padding without labels; it fills the last batch of a finite epoch.
     """
 
     def __init__(self, part: Part, index: PackedIndex, pad: int, capacity: int) -> None:
@@ -44,19 +44,22 @@ class PackedRows(Dataset):
         end = 0
         for document, start, length in segments:
             begin, end = end, end + length
-            known = min(length + 1, int(self.part.lengths[document]) - start)  # with the next piece's first token
-            ids = self.part.tokens(document, start, known)
+            # One token more than the segment: the label of its last position is in the document's next piece.
+            n_read = min(length + 1, int(self.part.lengths[document]) - start)
+            ids = self.part.tokens(document, start, n_read)
             tokens[begin:end] = ids[:length]
-            labels[begin : begin + known - 1] = ids[1:]
+            labels[begin : begin + n_read - 1] = ids[1:]
         if self.index.one_stream and segments:
-            self._join(row, tokens, labels, segments)
+            self._label_document_ends(row, tokens, labels, segments)
         lengths = [self.index.seq_len] if self.index.one_stream else [length for _, _, length in segments]
         if sum(lengths) < self.index.seq_len:
             lengths.append(self.index.seq_len - sum(lengths))
         return as_row(tokens, labels, lengths, self.capacity)
 
-    def _join(self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: list[tuple[int, int, int]]) -> None:
-        """Labels the ends of documents with the beginnings of those that follow them in the one stream."""
+    def _label_document_ends(
+        self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: list[tuple[int, int, int]]
+    ) -> None:
+        """In one stream, labels the last token of each document with the first token of the next document."""
         ends = np.cumsum([length for _, _, length in segments])
         labels[ends[:-1] - 1] = tokens[ends[:-1]]
         if row + 1 < len(self.index):
@@ -65,7 +68,7 @@ class PackedRows(Dataset):
 
 
 def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capacity: int) -> Row:
-    """A row as `PackedRows` has it, from its tokens and labels (int64, (seq_len,)) and the lengths of its entries."""
+    """A row in the format of `PackedRows`, from tokens and labels (int64, (seq_len,)) and its entries' lengths."""
     positions = np.concatenate([np.arange(length) for length in lengths])
     return {
         "tokens": torch.from_numpy(tokens),
@@ -77,7 +80,7 @@ def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capac
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """Rows → a batch, whose packed stream is the rows after one another.
+    """A batch from rows; its packed stream is the concatenated rows.
 
     tokens, labels, positions: int64 (batch_size, seq_len); cu_seqlens: int32 (batch_size * capacity + 1,) from 0 to
     batch_size * seq_len, the last value repeated; lengths: the entries' lengths in order, Python ints.
@@ -89,7 +92,7 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def _boundaries(lengths: Sequence[int], capacity: int) -> torch.Tensor:
-    """0 and the cumulated lengths, the last repeated: int32 (capacity + 1,)."""
+    """0, then the cumulative lengths, with the last one repeated: int32 (capacity + 1,)."""
     boundaries = np.full(capacity + 1, sum(lengths), dtype=np.int32)
     boundaries[0] = 0
     boundaries[1 : len(lengths) + 1] = np.cumsum(lengths)

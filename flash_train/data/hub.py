@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, and local folders in its layouts."""
+"""Data sets from the Hugging Face hub, and local folders in the hub's layouts."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -8,26 +8,28 @@ from typing import Any
 from flash_train.data.corpus import Document, hash_files, hash_strings
 from flash_train.data.notice import say
 from flash_train.data.rows import RowText, read_rows
-from flash_train.data.search import LeftOut, walk
+from flash_train.data.search import SkippedFiles, walk
 from flash_train.data.text import kind_of, row_documents, text_documents
 from flash_train.data.tokenizer import Errors, check_errors
 
-OWN_KINDS = (".jsonl", ".ndjson", ".parquet")  # read without `datasets`, which wants the same columns in every row
-NO_DATA = frozenset({"README.md", "LICENSE", "dataset_infos.json"})  # what the hub keeps next to the data
+OWN_KINDS = (".jsonl", ".ndjson", ".parquet")  # read without `datasets`, which needs the same columns in every row
+NO_DATA = frozenset({"README.md", "LICENSE", "dataset_infos.json"})  # files next to the data on the hub
 
 Position = dict[str, Any]
 
 
 class HubCorpus:
-    """One split of whatever `datasets.load_dataset(name, config)` loads; a document is the field `text_field` of a row.
+    """One split of a data set that `datasets.load_dataset(name, config)` loads; each row's `text_field` is a document.
 
-    `name` may be a local folder of .jsonl, .parquet, … files; of several kinds `datasets` chooses one, and a line says
-    what is not read. Local .jsonl and .parquet files are read as `TextCorpus` reads them, the text field alone, with
-    its `errors`. With `streaming` rows are tokenised as they are read, while the run trains; without, all of them are
-    before it begins, and `datasets` keeps a copy of other data in its own cache. Documents are known by content.
+    `name` may be a local folder of .jsonl, .parquet, … files. If it has several kinds, `datasets` chooses one, and a
+    line lists the files that are not read. Local .jsonl and .parquet files are read like `TextCorpus` reads them: only
+    the text field, and with its `errors`. With `streaming`, rows are tokenised while the run trains. Without it, all
+    rows are tokenised before the run begins, and `datasets` copies data from the hub into its own cache. A document's
+    identity is its content.
 
-    What doesn't exist ends in a FileNotFoundError or ValueError that names `data.name`; an unreachable hub in a
-    ConnectionError, likewise.
+    Raises:
+        FileNotFoundError, ValueError: the data set does not exist; the message names `data.name`.
+        ConnectionError: the hub cannot be reached.
     """
 
     name = "hub"
@@ -46,17 +48,17 @@ class HubCorpus:
         self.text_field, self.streaming, self.errors = text_field, streaming, errors
 
     def fingerprint(self) -> str:
-        """Hash of the content of local files; of a data set on the hub, its revision's hash as `datasets` has it."""
+        """Hash of the content of local files; for a data set on the hub, the hash that `datasets` has for it."""
         builder = self._builder()
         files = [file for split in (builder.config.data_files or {}).values() for file in split]
-        self._say_what_is_not_read(builder, files)
+        self._report_unread_files(builder, files)
         local = [(Path(file).name, Path(file)) for file in files if Path(file).is_file()]
         content = hash_files(local) if files and len(local) == len(files) else f"{self.dataset} {builder.hash}"
-        how = [self.errors] if self.errors != "strict" else []
-        return hash_strings([content, builder.config.name, self.split, self.text_field, *how])
+        errors = [self.errors] if self.errors != "strict" else []
+        return hash_strings([content, builder.config.name, self.split, self.text_field, *errors])
 
     def documents(self) -> Iterator[Document]:
-        """A document for each row that has text."""
+        """One document for each row with text."""
         if self.streaming or self._own_files():
             yield from self.stream()
             return
@@ -66,7 +68,7 @@ class HubCorpus:
         yield from row_documents(rows, self.text_field, f"data.name={self.dataset}")
 
     def stream(self, position: Position | None = None) -> "HubStream":
-        """The documents from `position` on, which another stream of this corpus gave; None is the beginning."""
+        """The documents from `position` on, a value of `HubStream.position`; None is the beginning."""
         from datasets import load_dataset
 
         if files := self._own_files():
@@ -75,22 +77,22 @@ class HubCorpus:
         return _DatasetStream(rows, self, position)
 
     def _own_files(self) -> list[Path]:
-        """The files of the split, in order, where we can read them ourselves; else none."""
+        """The files of the split, in order, if all are local and of `OWN_KINDS`; else an empty list."""
         data_files = self._builder().config.data_files or {}
         files = [Path(file) for file in data_files.get(self.split, [])]
         return files if all(file.is_file() and kind_of(file)[0] in OWN_KINDS for file in files) else []
 
-    def _say_what_is_not_read(self, builder: Any, files: Iterable[str]) -> None:
-        """A line on the files of a local folder that `datasets` does not choose."""
+    def _report_unread_files(self, builder: Any, files: Iterable[str]) -> None:
+        """Print a line about the files of a local folder that `datasets` does not choose."""
         folder = Path(self.dataset).expanduser()
-        if not folder.is_dir() or builder.config.name != "default":  # files of another configuration are not missed
+        if not folder.is_dir() or builder.config.name != "default":  # a named configuration chooses files on purpose
             return
-        chosen, left = {os.path.realpath(file) for file in files}, LeftOut()
-        for _, key, file, real in walk(folder, left):
+        chosen, skipped = {os.path.realpath(file) for file in files}, SkippedFiles()
+        for _, key, file, real in walk(folder, skipped):
             if real not in chosen and file.name not in NO_DATA:
-                left.add("`datasets` reads files of one kind, and follows no links to folders", key)
-        if left.names:
-            say(f"data.name={self.dataset}: not read: {left}; data=text data.path={self.dataset} reads every kind")
+                skipped.add("`datasets` reads files of one kind, and follows no links to folders", key)
+        if skipped.names:
+            say(f"data.name={self.dataset}: not read: {skipped}; data=text data.path={self.dataset} reads every kind")
 
     def _builder(self) -> Any:
         from datasets import load_dataset_builder
@@ -98,7 +100,7 @@ class HubCorpus:
         return self._load(load_dataset_builder)
 
     def _load(self, load: Callable[..., Any], **options: Any) -> Any:
-        """Calls a loader of `datasets`; its errors come back with the key in front, in one line."""
+        """Call a loader of `datasets`; its errors are raised again as one line that begins with the key."""
         from datasets.exceptions import DatasetsError
 
         try:
@@ -106,23 +108,23 @@ class HubCorpus:
         except (FileNotFoundError, ValueError, ConnectionError) as error:
             kind = next(kind for kind in (FileNotFoundError, ValueError, ConnectionError) if isinstance(error, kind))
             raise kind(f"data.name={self.dataset}: {_first_line(error)}") from None
-        except DatasetsError as error:  # of a malformed file; the cause says what is wrong with it
+        except DatasetsError as error:  # a malformed file; the cause has the details
             raise ValueError(f"data.name={self.dataset}: {_first_line(error.__cause__ or error)}") from error
 
 
 class HubStream:
-    """Documents in order, and where the next one is."""
+    """Documents in order, with the position of the next one."""
 
     def __iter__(self) -> Iterator[Document]:
         raise NotImplementedError
 
     def position(self) -> Position:
-        """Where a stream continues after the document that came last: plain values, for a checkpoint."""
+        """Where a stream continues after the last document: plain values, for a checkpoint."""
         raise NotImplementedError
 
 
 class _FileStream(HubStream):
-    """Rows of local files. A position is a file's place in the split and the rows of it that are consumed."""
+    """Rows of local files. A position is a file's index in the split and the number of its consumed rows."""
 
     def __init__(self, files: list[Path], text_field: str, errors: Errors, position: Position | None) -> None:
         self.files, self.text_field, self.errors = files, text_field, errors
@@ -148,7 +150,7 @@ class _FileStream(HubStream):
 
 
 class _DatasetStream(HubStream):
-    """Rows of an IterableDataset. A position is its own state, and the rows consumed."""
+    """Rows of an IterableDataset. A position is the data set's state and the number of consumed rows."""
 
     def __init__(self, rows: Any, corpus: HubCorpus, position: Position | None) -> None:
         self.rows, self.corpus = rows, corpus

@@ -1,4 +1,4 @@
-"""Batches out of rows: a DataLoader made anew, from where the run is, each time it is iterated."""
+"""Batches from rows. Every iteration makes a new DataLoader, which begins where the run is."""
 
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from flash_train.data.dataset import Batch, PackedRows, collate
-from flash_train.data.progress import EpochStart
+from flash_train.data.lightning_counts import EpochStart
 from flash_train.data.recall import RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler
 from flash_train.data.signals import leave_signals_to_main, started_without_signals
@@ -15,14 +15,15 @@ from flash_train.data.stream import StreamedRows, StreamSampler
 
 
 class BatchStream(IterableDataset):
-    """Iterable over batches; `make_sampler` is asked for the batches' row indices whenever an iteration begins.
+    """Iterable over batches; each iteration calls `make_sampler` for the row indices of its batches.
 
-    Not itself a DataLoader: Lightning takes a DataLoader apart to put a DistributedSampler in, and these samplers know
-    about ranks already. Has a length if its sampler has one; with an endless sampler, `len` raises TypeError.
+    It is not a DataLoader: Lightning would replace a DataLoader's sampler by a DistributedSampler, and these samplers
+    already distribute rows over ranks. It has a length if its sampler has one; with an endless sampler, `len` raises
+    TypeError.
 
     Args:
-        epoch_start: called by Lightning as an epoch begins.
-        on_batch: called as a batch is handed out.
+        epoch_start: called by Lightning when an epoch begins.
+        on_batch: called before each batch is yielded.
     """
 
     def __init__(
@@ -35,17 +36,17 @@ class BatchStream(IterableDataset):
     ) -> None:
         self.on_batch = on_batch
         self.rows, self.make_sampler, self.num_workers = rows, make_sampler, num_workers
-        self.batch_sampler = epoch_start  # where Lightning looks for something to call as an epoch begins
+        self.batch_sampler = epoch_start  # Lightning calls `set_epoch` of this attribute
 
     def as_dataloader(self) -> DataLoader:
-        """A DataLoader of the same batches, for loops that take nothing else.
+        """A DataLoader with the same batches, for loops that need one.
 
-        Its dataset is iterable, so that nobody replaces the sampler: Fabric and Lightning do that to others.
+        Its dataset is iterable, so Fabric and Lightning cannot replace its sampler.
         """
-        return DataLoader(self, batch_size=None, collate_fn=_as_it_is, generator=torch.Generator())
+        return DataLoader(self, batch_size=None, collate_fn=_identity, generator=torch.Generator())
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing, as the data module keeps the state; by this method Lightning knows that the loader resumes."""
+        """Empty: the data module keeps the state. Lightning needs this method to treat the loader as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -62,16 +63,16 @@ class BatchStream(IterableDataset):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=leave_signals_to_main,
-            generator=torch.Generator(),  # its own, or starting an iteration would move the global random state
+            generator=torch.Generator(),  # otherwise starting an iteration would change the global random state
         )
         with started_without_signals():
             batches = iter(loader)
         for batch in batches:
             if self.on_batch is not None:
                 self.on_batch()
-            # Pinning makes a list of a tuple in some versions of PyTorch.
+            # In some versions of PyTorch, pinning turns a tuple into a list.
             yield {**batch, "lengths": tuple(batch["lengths"])}
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -1,7 +1,7 @@
-"""A lock among processes, so that one does what the others need only wait for.
+"""A lock between processes: one does the work, the others wait.
 
-It is `flock` on a file: the system gives it back when its holder ends, however that is. The file exists while somebody
-holds the lock or waits for it, and after a holder that was killed, until the next one leaves.
+It uses `flock` on a file, which the system releases when the holder ends, even if it is killed. The file exists while
+a process holds the lock or waits for it. A killed holder leaves the file behind; the next holder removes it.
 """
 
 import errno
@@ -18,17 +18,18 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what network file systems mounted without locks answer
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # the errors of network file systems without locks
 UNLINKED = (errno.ENOENT, errno.ESTALE)
 
 
 @contextmanager
 def exclusive(path: Path, waiting: str) -> Iterator[bool]:
-    """Lets in one at a time of the processes that name `path`; `waiting` is said if that takes long.
+    """Runs the block in one process at a time, for all processes that give the same `path`.
 
-    Yields whether it does: False where the system or the file system has no such locks, and others may be inside, too.
-    What is done here must be right then as well, if only done twice. That holds, too, where a file system (Lustre with
-    `localflock`) keeps its locks to each host, of which nobody is told.
+    Prints `waiting` if another process holds the lock for long. Yields whether the lock is held. It is False if the
+    operating system or the file system has no locks; several processes may then run the block at once, so the block
+    must be correct in this case too. The same can happen with True: some file systems (Lustre with `localflock`) lock
+    within one host only, and give no sign of it.
     """
     with say_if_slow(waiting):
         file = _lock(path)
@@ -39,18 +40,18 @@ def exclusive(path: Path, waiting: str) -> Iterator[bool]:
         try:
             yield True
         finally:
-            path.unlink(missing_ok=True)  # while it is held: after that it may be another's
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing it would leave the lock to processes forked in between
+            path.unlink(missing_ok=True)  # while the lock is held: later the file may belong to another process
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing would not release it in processes that were forked meanwhile
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """The file at `path`, locked; None where that cannot be."""
+    """The file at `path`, locked; None if locks are not supported."""
     while fcntl is not None:
         with ExitStack() as closing:
-            file = closing.enter_context(open(path, "ab"))  # to be written: NFS locks no other for one alone
+            file = closing.enter_context(open(path, "ab"))  # writable: NFS needs this for an exclusive lock
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                # Who held it before has unlinked it, and others may hold a new file of that name.
+                # The previous holder may have unlinked this file, and another process may hold a new one at `path`.
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     closing.pop_all()
                     return file

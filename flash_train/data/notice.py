@@ -1,4 +1,4 @@
-"""A line on the data: what takes long, for whoever waits for it, and what is not as it was."""
+"""Messages about the data: one line each, on rank 0 alone."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 5.0
 
 @contextmanager
 def say_if_slow(text: str) -> Iterator[None]:
-    """Says `text` once, on rank 0 alone, if the block takes longer than PATIENCE_SECONDS."""
+    """Prints `text` once, on rank 0 alone, if the block takes longer than PATIENCE_SECONDS."""
     timer = threading.Timer(PATIENCE_SECONDS, say, [text])
     timer.daemon = True
     timer.start()
@@ -24,6 +24,6 @@ def say_if_slow(text: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """One line on stderr, of rank 0 alone."""
+    """Prints one line on stderr, on rank 0 alone."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         output.say(f"data: {text}")

@@ -1,8 +1,10 @@
-"""Which document goes where: rows of exactly `seq_len` tokens, nothing thrown away, nothing repeated.
+"""Packing strategies: how documents fill rows of exactly `seq_len` tokens. No token is dropped or repeated.
 
 ``best_fit``  best-fit decreasing: a document that fits stays whole; a longer one is cut into pieces of `seq_len` and a
               remainder; each remainder goes to the fullest row that still has room for it. O(n log n).
-``concat``    the documents after one another, cut every `seq_len` tokens: one causal stream per row.
+``concat``    the documents are concatenated and cut every `seq_len` tokens: one causal stream per row.
+
+(`flash_train.attention.Packing` is something else: the boundaries of sequences inside a packed batch.)
 """
 
 from dataclasses import dataclass
@@ -10,8 +12,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-PackingName = Literal["best_fit", "concat"]
-PACKINGS: tuple[str, ...] = get_args(PackingName)
+PackingStrategy = Literal["best_fit", "concat"]
+PACKING_STRATEGIES: tuple[str, ...] = get_args(PackingStrategy)
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class PackedIndex:
     """Row → segments of documents, as flat arrays.
 
     Row ``r`` holds the segments ``row_offsets[r]:row_offsets[r + 1]``; segment ``s`` is the tokens
-    ``starts[s] : starts[s] + lengths[s]`` of document ``documents[s]``. All int64. `one_stream` says that a row is one
-    entry for attention, positions and labels, whatever documents it is made of.
+    ``starts[s] : starts[s] + lengths[s]`` of document ``documents[s]``. All int64. With `one_stream`, a row is a single
+    entry for attention, positions and labels, even if it holds several documents.
     """
 
     seq_len: int
@@ -34,50 +36,53 @@ class PackedIndex:
         return len(self.row_offsets) - 1
 
     def row(self, row: int) -> list[tuple[int, int, int]]:
-        """The segments of a row: (document, start, length) each."""
+        """The segments of a row, as (document, start, length)."""
         segments = slice(self.row_offsets[row], self.row_offsets[row + 1])
         columns = (self.documents[segments], self.starts[segments], self.lengths[segments])
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     @property
     def efficiency(self) -> float:
-        """Share of the positions of all rows that hold a token of a document."""
+        """Share of all positions that hold a token of a document."""
         return float(self.lengths.sum() / (len(self) * self.seq_len))
 
     @property
     def capacity(self) -> int:
-        """Most entries in any row, the padding tail counted as one, rounded up to a multiple of 8."""
+        """The largest number of entries in a row, rounded up to a multiple of 8. A padding tail counts as an entry."""
         if self.one_stream:
             return 8
         tail = np.add.reduceat(self.lengths, self.row_offsets[:-1]) < self.seq_len
         return -(-int((np.diff(self.row_offsets) + tail).max()) // 8) * 8
 
 
-def pack(lengths: np.ndarray, seq_len: int, packing: PackingName = "best_fit") -> PackedIndex:
-    """Packs documents of `lengths` tokens (each ≥ 1) into rows of `seq_len`. ValueError for an unknown `packing`."""
-    check_packing(packing)
+def pack(lengths: np.ndarray, seq_len: int, packing: PackingStrategy = "best_fit") -> PackedIndex:
+    """Packs documents of `lengths` tokens (each ≥ 1) into rows of `seq_len` by the strategy `packing`.
+
+    Raises ValueError for an unknown strategy.
+    """
+    check_packing_strategy(packing)
     lengths = np.asarray(lengths, dtype=np.int64)
     return best_fit(lengths, seq_len) if packing == "best_fit" else concat(lengths, seq_len)
 
 
-def check_packing(packing: str) -> None:
-    """Raises ValueError unless `packing` is the name of one."""
-    if packing not in PACKINGS:
-        raise ValueError(f"data.packing={packing!r}: allowed are {', '.join(PACKINGS)}")
+def check_packing_strategy(packing: str) -> None:
+    """Raises ValueError unless `packing` is the name of a strategy."""
+    if packing not in PACKING_STRATEGIES:
+        raise ValueError(f"data.packing={packing!r}: must be one of {', '.join(PACKING_STRATEGIES)}")
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> PackedIndex:
     """Best-fit decreasing over the documents' pieces."""
-    full, rest = lengths // seq_len, lengths % seq_len
+    full, remainder = lengths // seq_len, lengths % seq_len
     n_full = int(full.sum())
-    with_rest = np.flatnonzero(rest)
-    with_rest = with_rest[np.argsort(-rest[with_rest], kind="stable")]
+    partial = np.flatnonzero(remainder)  # documents with a remainder, longest remainder first
+    partial = partial[np.argsort(-remainder[partial], kind="stable")]
 
-    first_full = np.repeat(np.cumsum(full) - full, full)  # of the piece's document, among the full pieces
-    documents = np.concatenate([np.repeat(np.arange(len(lengths)), full), with_rest])
-    starts = np.concatenate([(np.arange(n_full) - first_full) * seq_len, full[with_rest] * seq_len])
-    pieces = np.concatenate([np.full(n_full, seq_len), rest[with_rest]])
-    rows = np.concatenate([np.arange(n_full), n_full + _assign(rest[with_rest].tolist(), seq_len)])
+    first_full = np.repeat(np.cumsum(full) - full, full)  # for each full piece, the index of its document's first one
+    documents = np.concatenate([np.repeat(np.arange(len(lengths)), full), partial])
+    starts = np.concatenate([(np.arange(n_full) - first_full) * seq_len, full[partial] * seq_len])
+    pieces = np.concatenate([np.full(n_full, seq_len), remainder[partial]])
+    rows = np.concatenate([np.arange(n_full), n_full + _assign_rows(remainder[partial].tolist(), seq_len)])
 
     order = np.argsort(rows, kind="stable")
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
@@ -85,7 +90,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> PackedIndex:
 
 
 def concat(lengths: np.ndarray, seq_len: int) -> PackedIndex:
-    """The documents as one stream, cut every `seq_len` tokens."""
+    """The concatenated documents, cut every `seq_len` tokens."""
     ends = np.cumsum(lengths)
     total = int(lengths.sum())
     cuts = np.unique(np.concatenate([[0], ends, np.arange(0, total, seq_len)]))
@@ -96,26 +101,26 @@ def concat(lengths: np.ndarray, seq_len: int) -> PackedIndex:
     return PackedIndex(seq_len, True, documents, starts, np.diff(cuts), row_offsets)
 
 
-def _assign(pieces: list[int], seq_len: int) -> np.ndarray:
+def _assign_rows(pieces: list[int], seq_len: int) -> np.ndarray:
     """The row of each piece; `pieces` are sorted, longest first, and shorter than `seq_len`."""
     rows = np.empty(len(pieces), dtype=np.int64)
-    rooms = _Rooms(seq_len)
+    open_rows = _OpenRows(seq_len)
     n_rows = 0
     for i, piece in enumerate(pieces):
-        found = rooms.take(piece)
+        found = open_rows.take(piece)
         if found is None:
             found = (seq_len, n_rows)
             n_rows += 1
         room, rows[i] = found
-        rooms.put(room - piece, rows[i])
+        open_rows.put(room - piece, rows[i])
     return rows
 
 
-class _Rooms:
-    """Rows by the room left in them. Finds the least sufficient room in O(1) word operations.
+class _OpenRows:
+    """Rows that are not full, by their free tokens (`room`). `take` finds the fullest sufficient one in O(1).
 
-    The occupied rooms are bits of words of about √seq_len bits, and the words that have any are bits of one summary
-    word: two "lowest set bit at or above" questions answer a search, however many rows are open.
+    A two-level bitmap: bit r, in words of about √seq_len bits, says whether a row with r free tokens is open; a summary
+    word has a bit per non-empty word. A search finds the lowest set bit at or above an index, once per level.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -132,7 +137,7 @@ class _Rooms:
             self.summary |= 1 << word
 
     def take(self, least: int) -> tuple[int, int] | None:
-        """Removes and returns (room, row) with the least room ≥ `least`; None if there is none."""
+        """Removes and returns the (room, row) with the smallest room ≥ `least`; None if there is none."""
         word = least >> self.shift
         low = _lowest_bit(self.words[word], least & ((1 << self.shift) - 1))
         if low is None:

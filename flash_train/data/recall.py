@@ -4,14 +4,14 @@ An episode first states pairs, then asks for their values:
 
     k1 v1 k2 v2 … kP vP  q1 q2 q3 …
 
-The keys of an episode are distinct; each query is one of them, and the label at a query is that key's value. Nothing
-else has a label. The answers never appear after the pairs, so that an answer can come from the episode's beginning
-only. (It is the multi-query associative recall of Arora et al., "Zoology", arXiv:2312.04927, with queries in its gaps.)
+The keys of an episode are distinct. Each query is one of them, and its label is the value of this key. Nothing else has
+a label. Answers never appear after the pairs, so the model must look them up at the beginning of the episode. (This is
+multi-query associative recall, Arora et al., "Zoology", arXiv:2312.04927, with queries in its gaps.)
 
-A validation row is one episode of seq_len tokens. A training row is episodes of one length, packed: 16, 32, 64, …
-tokens or seq_len, each as likely. The short ones are what makes the task quick to learn: over a few tokens even an
-untrained attention gives each pair its weight, and what is learnt there holds at any length. On long episodes alone, a
-small model stays at guessing among the values of the row.
+A validation row is one episode of seq_len tokens. A training row is packed with episodes of one length, which is 16,
+32, 64, … tokens or seq_len, all equally likely. The short episodes make the task quick to learn: with few tokens even
+untrained attention gives each pair some weight, and the lookup learnt there works at any length. With long episodes
+alone, a small model only learns to guess among the values of the row.
 """
 
 import math
@@ -25,17 +25,17 @@ from torch.utils.data import Dataset
 from flash_train.data.dataset import IGNORE, PADDING_ROW, Row, as_row
 
 STREAMS = {"train": 0, "val": 1}
-ENDLESS = 2**62  # rows of the training stream: more than anyone will see
+ENDLESS = 2**62  # rows of the training stream: more than any run reads
 SHORTEST = 16  # tokens of the shortest episode
-TOKENS_PER_PAIR = 8  # of a short episode; half of them and more are queries
+TOKENS_PER_PAIR = 8  # in a short episode; at least half of its tokens are queries
 
 
 @dataclass(frozen=True)
 class RecallCorpus:
-    """Associative recall with `n_pairs` pairs to an episode out of `n_keys` keys and `n_values` values.
+    """Associative recall with `n_pairs` pairs per episode, from `n_keys` keys and `n_values` values.
 
-    Token ids: keys are 0 … n_keys - 1, values the next n_values ids; they lie within a byte, so that any model that
-    reads bytes can be trained on it. Raises ValueError for counts that cannot be.
+    Token ids: keys are 0 … n_keys - 1, values are the next n_values ids. All are below 256, so every model for bytes
+    can be trained on it. Raises ValueError for impossible counts.
     """
 
     n_pairs: int = 32
@@ -46,11 +46,11 @@ class RecallCorpus:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_pairs <= self.n_keys:
-            raise ValueError(f"data.n_pairs={self.n_pairs}: allowed is 1 to n_keys={self.n_keys}, keys being distinct")
+            raise ValueError(f"data.n_pairs={self.n_pairs}: must be from 1 to n_keys={self.n_keys}")
         if self.n_values < 1 or self.val_rows < 1 or self.n_keys + self.n_values > 256:
             raise ValueError(
                 f"data.n_keys={self.n_keys}, n_values={self.n_values}, val_rows={self.val_rows}: "
-                "allowed are values and rows ≥ 1 and n_keys + n_values ≤ 256"
+                "must be n_values ≥ 1, val_rows ≥ 1 and n_keys + n_values ≤ 256"
             )
 
     @property
@@ -59,27 +59,27 @@ class RecallCorpus:
         return 1 / self.n_values
 
     def fingerprint(self) -> str:
-        """What the rows are a function of, besides seq_len and the seed."""
+        """The settings that decide the rows, without seq_len and the seed."""
         return f"recall-{self.n_pairs}-{self.n_keys}-{self.n_values}"
 
 
 class RecallRows(Dataset):
-    """Rows of associative recall, map-style: a pure function of (seed, stream, row). Fields as in `PackedRows`.
+    """Map-style rows of associative recall: a pure function of (seed, stream, row). Fields as in `PackedRows`.
 
-    Validation rows come from another stream than any training row. Raises ValueError if `seq_len` leaves no room for a
-    query after the pairs.
+    Validation rows come from a separate stream. Raises ValueError if `seq_len` leaves no room for a query after the
+    pairs.
     """
 
     def __init__(self, corpus: RecallCorpus, seq_len: int, seed: int, stream: Literal["train", "val"]) -> None:
         if seq_len <= 2 * corpus.n_pairs:
             raise ValueError(
-                f"seq_len={seq_len}: data=recall needs more than 2 * n_pairs = {2 * corpus.n_pairs} tokens to a row"
+                f"seq_len={seq_len}: must be greater than 2 * n_pairs = {2 * corpus.n_pairs} with data=recall"
             )
         self.corpus, self.seq_len, self.seed, self.stream = corpus, seq_len, seed, stream
         self.episode_lengths = [seq_len]
         if stream == "train":
             self.episode_lengths += [SHORTEST << i for i in range(math.ceil(math.log2(seq_len / SHORTEST)))]
-        most_entries = -(-seq_len // min(self.episode_lengths))  # the unused tail is one, too
+        most_entries = -(-seq_len // min(self.episode_lengths))  # including the unused tail
         self.capacity = -(-most_entries // 8) * 8
 
     def __len__(self) -> int:
@@ -97,25 +97,25 @@ class RecallRows(Dataset):
             n_pairs = min(n_pairs, length // TOKENS_PER_PAIR)
         episodes, tail = divmod(self.seq_len, length)
         for episode in range(episodes):
-            own = slice(episode * length, (episode + 1) * length)
-            tokens[own], labels[own] = self._episode(length, n_pairs, random)
+            span = slice(episode * length, (episode + 1) * length)
+            tokens[span], labels[span] = self._episode(length, n_pairs, random)
         return as_row(tokens, labels, [length] * episodes + [tail] * (tail > 0), self.capacity)
 
     def _episode(self, length: int, n_pairs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, labels) of one episode: int64 (length,) each."""
         keys = random.permutation(self.corpus.n_keys)[:n_pairs]
         values = self.corpus.n_keys + random.integers(self.corpus.n_values, size=n_pairs)
-        asked = random.integers(n_pairs, size=length - 2 * n_pairs)
+        queries = random.integers(n_pairs, size=length - 2 * n_pairs)
         pairs = np.stack([keys, values], axis=1).ravel()
-        return np.concatenate([pairs, keys[asked]]), np.concatenate([np.full(2 * n_pairs, IGNORE), values[asked]])
+        return np.concatenate([pairs, keys[queries]]), np.concatenate([np.full(2 * n_pairs, IGNORE), values[queries]])
 
 
 def recall_accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Share of the labelled positions whose largest logit is the label: (…, vocab) and (…,) → a number in [0, 1].
+    """Share of the labelled positions whose largest logit is at the label: (…, vocab) and (…,) → a number in [0, 1].
 
-    Raises ValueError if nothing is labelled.
+    Raises ValueError if no position has a label.
     """
-    asked = labels != IGNORE
-    if not asked.any():
+    labelled = labels != IGNORE
+    if not labelled.any():
         raise ValueError("labels: no position has a label, so there is no accuracy")
-    return (logits[asked].argmax(-1) == labels[asked]).double().mean().item()
+    return (logits[labelled].argmax(-1) == labels[labelled]).double().mean().item()

@@ -1,4 +1,4 @@
-"""Rows of .jsonl, .json, .csv, .tsv and .parquet files: the text of each, one at a time, and of no other column."""
+"""Reads the text field of rows in .jsonl, .json, .csv, .tsv and .parquet files, one row at a time."""
 
 import codecs
 import csv
@@ -15,27 +15,27 @@ from typing import IO, Any, cast
 
 from flash_train.data.tokenizer import Errors
 
-PATIENCE_ROWS = 1000  # rows without the text's key before a file counts as one that has no such key
-BLOCK = 1 << 20  # bytes of a .json file that are read at once
-PARQUET_ROWS = 64  # rows of a .parquet file that are decoded at once
+PATIENCE_ROWS = 1000  # after this many rows without the text field, a file counts as one without it
+BLOCK = 1 << 20  # bytes of a .json file to read at once
+PARQUET_ROWS = 64  # rows of a .parquet file to decode at once
 SURROGATE = re.compile("[\ud800-\udfff]")
-UNDECODED = re.compile("[\udc80-\udcff]")  # what stands for a byte that is not UTF-8, under "surrogateescape"
+UNDECODED = re.compile("[\udc80-\udcff]")  # "surrogateescape" replaces bytes that are not UTF-8 by these
 SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
 class MissingTextError(ValueError):
-    """A row without the text that was asked for."""
+    """A row has no text in the text field."""
 
 
 class NoSuchFieldError(MissingTextError):
-    """A file in which no row has the text that was asked for."""
+    """No row of a file has the text field."""
 
 
 @dataclass(frozen=True)
 class RowText:
-    """One row: `place` says where in its file it is. `text` is UTF-8, or None where the row has none.
+    """One row. `place` says where it is in its file. `text` is UTF-8, or None if the row has no text.
 
-    `is_valid` is False for text that UTF-8 cannot hold, which is None then.
+    `is_valid` is False if the text could not be encoded as UTF-8; `text` is then None.
     """
 
     place: str
@@ -44,17 +44,17 @@ class RowText:
 
 
 def read_rows(file: Path, suffix: str, compression: str, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """The rows of `file`, in order; only `text_field` of each is looked at.
+    """The rows of `file`, in order; reads only `text_field` of each.
 
-    `suffix` is .jsonl, .ndjson, .json, .csv, .tsv or .parquet; `compression` .gz, .zst or "". Lines are counted from 1,
-    as an editor counts them; rows of .parquet and .json from 0. One row is in memory at a time (of .parquet: 64).
-    `errors` is for text that is not UTF-8 or has half a surrogate pair: "strict" raises ValueError, "replace" puts
-    U+FFFD, "skip" gives a row that is not valid.
+    `suffix` is .jsonl, .ndjson, .json, .csv, .tsv or .parquet; `compression` is .gz, .zst or "". Lines are counted from
+    1, as in an editor; rows of .parquet and .json from 0. One row is in memory at a time (64 for .parquet). `errors`
+    applies to text that is not UTF-8 or has half a surrogate pair: "strict" raises ValueError, "replace" substitutes
+    U+FFFD, "skip" yields a row with `is_valid=False`.
 
-    Raises NoSuchFieldError where no row has the field, MissingTextError where it holds something other than text,
-    ValueError for a malformed file. All name the file and the row.
+    Raises NoSuchFieldError if no row has the field, MissingTextError if the field holds something other than text,
+    ValueError for a malformed file. Messages name the file and the row.
     """
-    with _named(file, suffix):
+    with _file_in_errors(file, suffix):
         if suffix == ".parquet":
             yield from _parquet(file, text_field, errors)
             return
@@ -64,7 +64,7 @@ def read_rows(file: Path, suffix: str, compression: str, text_field: str, errors
 
 @contextmanager
 def open_bytes(file: Path, compression: str) -> Iterator[IO[bytes]]:
-    """The content of `file`, decompressed as it is read. Raises ValueError where no .zst can be read."""
+    """The content of `file`, decompressed while it is read. Raises ValueError if this pyarrow cannot read .zst."""
     if compression == ".gz":
         with gzip.open(file) as unpacked:
             yield cast(IO[bytes], unpacked)
@@ -81,14 +81,14 @@ def open_bytes(file: Path, compression: str) -> Iterator[IO[bytes]]:
 
 
 def read_whole(file: Path, compression: str) -> bytes:
-    """The whole content of `file`, decompressed. Raises ValueError for one that is not what its suffix says."""
-    with _named(file, compression or file.suffix), open_bytes(file, compression) as stream:
+    """The whole content of `file`, decompressed. Raises ValueError if it does not have the format of its suffix."""
+    with _file_in_errors(file, compression or file.suffix), open_bytes(file, compression) as stream:
         return stream.read()
 
 
 @contextmanager
-def _named(file: Path, suffix: str) -> Iterator[None]:
-    """Errors of a malformed file become a ValueError that names it."""
+def _file_in_errors(file: Path, suffix: str) -> Iterator[None]:
+    """Turns the errors of a malformed file into a ValueError that names the file."""
     try:
         yield
     except (PermissionError, FileNotFoundError, MissingTextError):
@@ -101,7 +101,7 @@ def _named(file: Path, suffix: str) -> Iterator[None]:
 
 
 def _lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """JSON, an object on each line; a file that begins with a list is read as `_values` reads it."""
+    """JSON with one object per line. If the file begins with a list, `_values` reads it."""
     if stream.peek(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
         yield from _values(stream, file, text_field, errors)
         return
@@ -112,50 +112,50 @@ def _lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> It
             continue
         try:
             content = line.decode()
-        except UnicodeDecodeError:  # perhaps in a column that is not asked for
+        except UnicodeDecodeError:  # possibly in another field, where it does not matter
             content = line.decode(errors=_handler(errors))
         place = f"line {number}"
         try:
             row = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}: {_json_fault(error)}") from None
-        yield fields.of(row, place)
+        yield fields.read(row, place)
     fields.end()
 
 
 def _values(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """JSON: a list of objects, or objects after one another, with or without line breaks inside them."""
+    """JSON: a list of objects, or a sequence of objects, with or without line breaks inside them."""
     fields = _Fields(file, text_field, errors)
     decode = codecs.getincrementaldecoder("utf-8-sig")(_handler(errors)).decode
-    decoder, buffer, at, is_end, in_list = json.JSONDecoder(), "", 0, False, False
+    decoder, buffer, offset, is_end, in_list = json.JSONDecoder(), "", 0, False, False
     while True:
-        at = SEPARATORS.match(buffer, at).end()
-        if at < len(buffer) and buffer[at] == ("]" if in_list else "["):
-            in_list, at = not in_list, at + 1
+        offset = SEPARATORS.match(buffer, offset).end()
+        if offset < len(buffer) and buffer[offset] == ("]" if in_list else "["):
+            in_list, offset = not in_list, offset + 1
             continue
         place = f"row {fields.rows}"
-        if at < len(buffer):
+        if offset < len(buffer):
             try:
-                row, at = decoder.raw_decode(buffer, at)
-                yield fields.of(row, place)
+                row, offset = decoder.raw_decode(buffer, offset)
+                yield fields.read(row, place)
                 continue
-            except (json.JSONDecodeError, RecursionError) as error:  # or the row has not been read to its end
+            except (json.JSONDecodeError, RecursionError) as error:  # malformed, or the buffer ends within the row
                 if is_end or isinstance(error, RecursionError):
                     raise ValueError(f"{place}: {_json_fault(error)}") from None
         elif is_end:
             break
-        # As much again as is there: a row longer than a block takes time in proportion to its length.
-        block = stream.read(max(BLOCK, len(buffer) - at))
+        # Doubling the buffer keeps the time for a row longer than a block linear in its length.
+        block = stream.read(max(BLOCK, len(buffer) - offset))
         is_end = not block
-        buffer, at = buffer[at:] + decode(block, is_end), 0
+        buffer, offset = buffer[offset:] + decode(block, is_end), 0
     if in_list:
         raise ValueError(f"the list has no end after row {fields.rows - 1}")
     fields.end()
 
 
 def _table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """Comma-separated values (tab-separated in .tsv), whose first line names the columns."""
-    limit = csv.field_size_limit(2**31 - 1)  # the module's own, 128 KiB, is less than a long document
+    """Comma-separated values (tab-separated in .tsv); the first line names the columns."""
+    limit = csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
     try:
         lines = io.TextIOWrapper(stream, "utf-8-sig", _handler(errors), newline="\n")
         rows = csv.reader(lines, delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
@@ -175,13 +175,13 @@ def _table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> It
                 raise ValueError(f"{place}: {error}") from None
             if row:
                 text = row[column] if column < len(row) else None
-                yield fields.of({text_field: text or None}, place)
+                yield fields.read({text_field: text or None}, place)
     finally:
         csv.field_size_limit(limit)
 
 
 def _parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """The one column of a .parquet file; a file without rows may have any columns."""
+    """One column of a .parquet file; a file without rows may lack it."""
     import pyarrow
     import pyarrow.parquet
 
@@ -197,30 +197,30 @@ def _parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
         is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
         is_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
         if not any(check(kind) for check in (*is_text, *is_bytes)):
-            raise MissingTextError(f"data.text_field={text_field}: row 0 of {file} holds {kind}, allowed is text")
+            raise MissingTextError(f"data.text_field={text_field}: row 0 of {file} holds {kind}: must be text")
         fields = _Fields(file, text_field, errors)
         for batch in parquet.iter_batches(PARQUET_ROWS, columns=[text_field]):
             column = batch.column(0)
             column = column.dictionary_decode() if types.is_dictionary(column.type) else column
-            # As bytes: some writers put text in that is not UTF-8, which pyarrow does not notice here.
+            # As bytes: some writers store text that is not UTF-8, and pyarrow does not check it here.
             for text in column.cast(pyarrow.large_binary()).to_pylist():
                 decoded = None if text is None else text.decode(errors=_handler(errors))
-                yield fields.of({text_field: decoded}, f"row {fields.rows}")
+                yield fields.read({text_field: decoded}, f"row {fields.rows}")
 
 
 class _Fields:
-    """Takes the text out of rows."""
+    """Extracts the text field of rows."""
 
     def __init__(self, file: Path, text_field: str, errors: Errors) -> None:
         self.file, self.text_field, self.errors = file, text_field, errors
         self.rows, self.is_known = 0, False
         self.first_keys: list[str] = []
 
-    def of(self, row: Any, place: str) -> RowText:
+    def read(self, row: Any, place: str) -> RowText:
         where = f"{place} of {self.file}"
         if not isinstance(row, dict):
             kind = MissingTextError if self.rows else NoSuchFieldError
-            raise kind(f"data.text_field={self.text_field}: {where} is {_kind(row)}, allowed are objects with that key")
+            raise kind(f"data.text_field={self.text_field}: {where} is {_kind(row)}: must be an object with this key")
         self.rows += 1
         self.first_keys = self.first_keys or list(row)
         self.is_known = self.is_known or self.text_field in row
@@ -231,13 +231,13 @@ class _Fields:
             return RowText(where, None)
         if not isinstance(text, str):
             raise MissingTextError(
-                f"data.text_field={self.text_field}: {where} holds {type(text).__name__}, allowed is text"
+                f"data.text_field={self.text_field}: {where} holds {type(text).__name__}: must be text"
             )
         if SURROGATE.search(text):
             if self.errors == "strict":
                 fault = "is not UTF-8" if UNDECODED.search(text) else "holds half a surrogate pair, which is no text"
-                cure = "convert it" if UNDECODED.search(text) else "repair it"
-                raise ValueError(f"data.path: {where} {fault}; {cure}, or set data.errors=replace or skip")
+                remedy = "convert it" if UNDECODED.search(text) else "repair it"
+                raise ValueError(f"data.path: {where} {fault}; {remedy}, or set data.errors=replace or skip")
             if self.errors == "skip":
                 return RowText(where, None, is_valid=False)
             text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -250,8 +250,8 @@ class _Fields:
 
 
 def _no_field(text_field: str, file: Path, names: Any) -> NoSuchFieldError:
-    there = ", ".join(str(name).encode(errors="backslashreplace").decode() for name in names)
-    return NoSuchFieldError(f"data.text_field={text_field}: {file} has only {there or 'rows without any key'}")
+    found = ", ".join(str(name).encode(errors="backslashreplace").decode() for name in names)
+    return NoSuchFieldError(f"data.text_field={text_field}: {file} has only {found or 'rows without any key'}")
 
 
 def _kind(value: Any) -> str:
@@ -259,7 +259,7 @@ def _kind(value: Any) -> str:
 
 
 def _handler(errors: Errors) -> str:
-    """How bytes are decoded: those that are not UTF-8 are found later, as surrogates, in the text that is asked for."""
+    """The error handler for decoding: with "surrogateescape", invalid bytes become surrogates, which `read` finds."""
     return "replace" if errors == "replace" else "surrogateescape"
 
 

@@ -1,4 +1,4 @@
-"""Which rows make up which batch, as a pure function of (seed, batch, rank, world size)."""
+"""Which rows are in a batch: a pure function of (seed, batch, rank, world size)."""
 
 import math
 from collections.abc import Iterator
@@ -9,11 +9,12 @@ from flash_train.data.dataset import PADDING_ROW
 
 
 class EndlessBatchSampler:
-    """Batches of row indices without end, from `start_batch` on.
+    """Endless batches of row indices, from `start_batch` on.
 
-    Sample j of batch i of a rank is the stream's sample ``g = (i * world_size + rank) * batch_size + j``. The stream is
-    one seeded permutation of the rows after another: epoch ``g // n_rows``, place ``g % n_rows``. Epochs flow into one
-    another inside a batch; no row is dropped, or repeated within an epoch. With ``shuffle=False`` the place is the row.
+    Sample j of batch i of a rank is sample ``g = (i * world_size + rank) * batch_size + j`` of a global stream. The
+    stream is a sequence of epochs, each a seeded permutation of the rows: sample g is at ``g % n_rows`` in epoch
+    ``g // n_rows``. A batch may span two epochs; within an epoch no row is dropped or repeated. With ``shuffle=False``
+    every epoch has the rows in order.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class EndlessBatchSampler:
 
 
 class ShardedBatchSampler:
-    """Every row once, in order, dealt to ranks in turn; the same number of full batches on every rank.
+    """Every row once, in order, distributed over the ranks in turn; every rank has the same number of full batches.
 
-    What is missing for that at the end is filled with PADDING_ROW, so shapes don't change and no row is seen twice.
+    PADDING_ROW fills up the last batches, so shapes don't change and no row is read twice.
     """
 
     def __init__(self, rows: list[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -63,14 +64,14 @@ class ShardedBatchSampler:
         return math.ceil(len(self.rows) / (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        mine = self.rows[self.rank :: self.world_size]
-        mine += [PADDING_ROW] * (len(self) * self.batch_size - len(mine))
-        for first in range(0, len(mine), self.batch_size):
-            yield mine[first : first + self.batch_size]
+        share = self.rows[self.rank :: self.world_size]
+        share += [PADDING_ROW] * (len(self) * self.batch_size - len(share))
+        for first in range(0, len(share), self.batch_size):
+            yield share[first : first + self.batch_size]
 
 
 def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of ``range(n_rows)``, int64, pure in (seed, epoch)."""
-    # Sorting raw words of Philox: unlike Generator.permutation, no stream that NumPy may change between versions.
+    # Sorts raw words of Philox. NumPy may change the stream of Generator.permutation between versions.
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(n_rows)
     return np.argsort(words, kind="stable")

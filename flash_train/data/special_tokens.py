@@ -1,8 +1,8 @@
-"""Which tokens begin and end a document and fill a row, for a tokenizer in the JSON format of `tokenizers`.
+"""Finds the bos, eos and pad tokens of a tokenizer in the JSON format of `tokenizers`.
 
-A tokenizer.json does not say. These are asked in turn: what the caller gives; `tokenizer_config.json`, `config.json`
-and `special_tokens_map.json` next to the file, as `transformers` writes them; the tokens that the file itself marks as
-special, by the usual names. An ordinary token of the vocabulary is taken only where it is named outright.
+A tokenizer.json does not name them. Sources, in this order: the caller's choice; `tokenizer_config.json`, `config.json`
+and `special_tokens_map.json` next to the file, as `transformers` writes them; tokens with usual names that the file
+marks as special. An ordinary token of the vocabulary is used only if the caller or a file names it.
 """
 
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "config.json", "special_tokens_map.json"
-#: files that belong to a tokenizer.json, as transformers names them
+#: files that belong to a tokenizer.json, by their names in transformers
 TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP, "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -29,9 +29,9 @@ PAD_NAMES = ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the special tokens; `bos` is None where documents begin with no token.
+    """Ids of the special tokens; `bos` is None if documents begin with no token.
 
-    `description` names them and says where each comes from, in one line.
+    `description` is one line with their names and sources.
     """
 
     bos: int | None
@@ -45,10 +45,10 @@ def find_special_tokens(
 ) -> SpecialTokens:
     """The special tokens of `tokenizer`, which was read from `file`.
 
-    `bos` and `eos` are tokens that the caller names; an empty `bos` means that documents begin with no token. Ids of
-    `limit` and above are not used: the model has no embedding for them.
+    `bos` and `eos` are the caller's choice; an empty `bos` means that documents begin with no token. Ids of `limit` and
+    above are not used, because the model has no embedding for them.
 
-    Raises ValueError, in one line: a named token is not in the vocabulary, or no file names the end token.
+    Raises ValueError with one line: a given token is not in the vocabulary, or no source names the end token.
     """
     return _Search(tokenizer, file, limit).find(bos, eos)
 
@@ -58,10 +58,10 @@ class _Search:
         self.tokenizer, self.file, self.limit = tokenizer, file, limit
         added = tokenizer.get_added_tokens_decoder()
         self.special = {id: token.content for id, token in sorted(added.items()) if token.special and self._usable(id)}
-        # A file of another name may lie in the folder of a tokenizer.json, to which the other files then belong.
-        owns = file.name == TOKENIZER or not file.with_name(TOKENIZER).exists()
+        # If this file has another name and there is also a tokenizer.json, the side files belong to that one.
+        has_side_files = file.name == TOKENIZER or not file.with_name(TOKENIZER).exists()
         self.files = {
-            name: read_side_file(file.with_name(name)) if owns else {}
+            name: read_side_file(file.with_name(name)) if has_side_files else {}
             for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_MAP)
         }
 
@@ -99,9 +99,9 @@ class _Search:
         if config.get("add_bos_token") is False or ("bos_token" in config and config["bos_token"] is None):
             return None, TOKENIZER_CONFIG
         if config.get("eos_token") is not None and "bos_token" not in config:
-            return None, TOKENIZER_CONFIG  # transformers leaves out the tokens that a tokenizer does not have
+            return None, TOKENIZER_CONFIG  # transformers omits the tokens that a tokenizer does not have
         for source, id in self._named("bos"):
-            # Packed documents would have the token twice between them.
+            # If bos were also eos, packed documents would have it twice between them.
             return (id if id != eos and self._usable(id) else None), source
         found = [id for id, token in self.special.items() if token in BOS_NAMES]
         if len(found) > 1:
@@ -113,12 +113,12 @@ class _Search:
         return (found[0] if found else None), f"its name in {self.file.name}"
 
     def _named(self, name: str, required: bool = True) -> Iterator[tuple[str, int]]:
-        """Ids that the files give for a kind of token, with the file's name; a token must be in the vocabulary."""
+        """The files' ids for a kind of token, each with its file's name; a named token must be in the vocabulary."""
         for source in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_MAP):
             if source == MODEL_CONFIG:
                 ids = self.files[source].get(f"{name}_token_id")
                 for id in ids if isinstance(ids, list) else [ids]:
-                    # transformers writes ids into every config.json, 1 and 2 where nobody gave any.
+                    # transformers writes ids into every config.json, by default 1 and 2, so others don't count.
                     if id in self.special:
                         yield source, id
                 continue
@@ -131,14 +131,14 @@ class _Search:
                 yield source, id
             elif required:
                 raise ValueError(
-                    f"data.tokenizer={self.file}: {source} gives {name}_token={token!r}, which is no token of the "
+                    f"data.tokenizer={self.file}: {source} gives {name}_token={token!r}, which is not in the "
                     f"vocabulary; {self._advice(name)}"
                 )
 
     def _given(self, name: str, token: str) -> int:
         id = self.tokenizer.token_to_id(token)
         if id is None:
-            raise ValueError(f"data.{name}={token}: is no token of the vocabulary of {self.file}; {self._advice(name)}")
+            raise ValueError(f"data.{name}={token}: is not in the vocabulary of {self.file}; {self._advice(name)}")
         if not self._usable(id):
             raise ValueError(
                 f"data.{name}={token}: has id {id}, and the model has embeddings for ids below {self.limit}; "
@@ -164,7 +164,7 @@ class _Search:
 
 
 def read_side_file(file: Path) -> dict[str, Any]:
-    """The values of a JSON file next to a tokenizer; none where there is no such file. Raises ValueError for others."""
+    """The values of a JSON file next to a tokenizer; empty if there is none. Raises ValueError if it is not JSON."""
     if not file.is_file():
         return {}
     try:

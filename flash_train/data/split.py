@@ -1,6 +1,6 @@
-"""The parts of a corpus, train and validation, by a hash of each document's identity.
+"""Splits a corpus into train and validation parts by a hash of each document's identity.
 
-A document therefore keeps its part when others are added to the corpus or taken away from it.
+So a document stays in its part when other documents are added or removed.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from flash_train.data.cache import TokenCache
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of one part, as ranges of a cache's tokens. begins, lengths: (documents,) int64; bytes: of text."""
+    """Documents of one part, as ranges of a cache's tokens. begins, lengths: (documents,) int64; bytes: size of the
+    text."""
 
     cache: TokenCache
     begins: np.ndarray
@@ -31,7 +32,7 @@ class Part:
 def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
     """The (train, validation) parts; about `val_fraction` of the documents are for validation.
 
-    Neither part is empty: of two documents or more, one at least goes to each. Of a single document the last
+    Neither part is empty: with two or more documents, each part gets at least one. With a single document, the last
     `val_fraction` of its tokens is held out. Raises ValueError if `val_fraction` isn't between 0 and 1 (both excluded),
     or if the only document has fewer than four tokens.
     """
@@ -43,7 +44,7 @@ def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
 
 
 def train_part_after(first: TokenCache, cache: TokenCache, val_fraction: float) -> Part:
-    """What `cache` adds to the training part, where validation is the validation part of `first`: all but its copies.
+    """The training documents in a later cache: all except copies of the documents held out from the `first` cache.
 
     May be empty.
     """
@@ -54,16 +55,16 @@ def train_part_after(first: TokenCache, cache: TokenCache, val_fraction: float) 
 def _is_val(cache: TokenCache, val_fraction: float) -> np.ndarray:
     """Which documents are for validation: (documents,) bool."""
     is_val = cache.keys < np.uint64(val_fraction * 2**64)
-    # Tiny corpora: the keys nearest to the border change sides, so that the choice is still by hash alone.
+    # In a tiny corpus a part could be empty: it gets the document with the nearest key, so only hashes decide.
     is_val[np.argmin(cache.keys)] = True
-    is_val[len(cache.keys) - 1 - np.argmax(cache.keys[::-1])] = False  # another one, even if all keys are equal
+    is_val[len(cache.keys) - 1 - np.argmax(cache.keys[::-1])] = False  # a different one, even if all keys are equal
     return is_val
 
 
 def first_tokens(part: Part, tokens: int, order: np.ndarray) -> Part:
-    """Documents of `part` in `order`, up to `tokens` (2 or more) tokens; the last of them is cut to fit.
+    """Documents of `part` in `order`, up to `tokens` (2 or more) tokens; the last one is cut to fit.
 
-    Rows of any length made of them hold the same text. `bytes` are the share of the part's that their tokens have.
+    So rows of every length hold the same text. `bytes` is estimated from the share of the part's tokens.
     """
     lengths = part.lengths[order]
     before = np.cumsum(lengths) - lengths
@@ -76,7 +77,7 @@ def first_tokens(part: Part, tokens: int, order: np.ndarray) -> Part:
 def check_val_fraction(val_fraction: float) -> None:
     """Raises ValueError unless `val_fraction` is between 0 and 1, both excluded."""
     if not 0 < val_fraction < 1:
-        raise ValueError(f"data.val_fraction={val_fraction}: allowed is a number between 0 and 1, both excluded")
+        raise ValueError(f"data.val_fraction={val_fraction}: must be between 0 and 1, both excluded")
 
 
 def _part(cache: TokenCache, chosen: np.ndarray) -> Part:
@@ -87,9 +88,9 @@ def _part(cache: TokenCache, chosen: np.ndarray) -> Part:
 def _split_tail(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
     total, size = int(cache.offsets[1]), int(cache.sizes[0])
     if total < 4:
-        raise ValueError(f"the corpus is one document of {total} tokens: too little to train and to validate on")
-    held_out = min(max(2, round(total * val_fraction)), total - 2)
-    val_bytes = round(size * held_out / total)
-    head = Part(cache, np.array([0]), np.array([total - held_out]), size - val_bytes)
-    tail = Part(cache, np.array([total - held_out]), np.array([held_out]), val_bytes)
-    return head, tail
+        raise ValueError(f"the corpus is one document of {total} tokens: too few for training and validation")
+    n_held_out = min(max(2, round(total * val_fraction)), total - 2)
+    val_bytes = round(size * n_held_out / total)
+    train = Part(cache, np.array([0]), np.array([total - n_held_out]), size - val_bytes)
+    val = Part(cache, np.array([total - n_held_out]), np.array([n_held_out]), val_bytes)
+    return train, val

@@ -1,9 +1,9 @@
-"""Rows of a corpus that is tokenised as it is read: chunk after chunk, while the run trains.
+"""Rows of a corpus that is tokenised in chunks while the run trains.
 
-A chunk is as many documents, in the corpus's order, as make `chunk_tokens` tokens. It is split, packed and shuffled by
-itself, and kept as a token cache of its own, so that several ranks, workers and runs share it. Where a chunk begins is
-known from the one before it, and for the chunk that a run is in, from its checkpoint. Everything follows from the
-corpus, the tokenizer and the settings: sample g of the stream is always the same row.
+A chunk consists of consecutive documents with at least `chunk_tokens` tokens together. It is split, packed and shuffled
+by itself, and stored as its own token cache, so that several ranks, workers and runs share it. The previous chunk's
+cache stores where a chunk begins; the checkpoint stores it for the current chunk. The rows depend only on the corpus,
+the tokenizer and the settings: sample g of the stream is always the same row.
 """
 
 from collections.abc import Iterator
@@ -25,34 +25,34 @@ from flash_train.data.cache import (
 from flash_train.data.corpus import Document, hash_strings
 from flash_train.data.dataset import PackedRows, Row
 from flash_train.data.notice import say_if_slow
-from flash_train.data.packing import PackedIndex, PackingName, pack
+from flash_train.data.packing import PackedIndex, PackingStrategy, pack
 from flash_train.data.sampler import epoch_order
 from flash_train.data.split import split, train_part_after
 from flash_train.data.tokenizer import Tokenizer
-from flash_train.data.validation import read_for_validation
+from flash_train.data.validation import validation_documents
 
-CHUNK_ROWS = 256  # of tokens in a chunk, but for rows so long that these would be more than CHUNK_TOKENS
-CHUNK_TOKENS, FEWEST_CHUNK_ROWS = 4 << 20, 16
-KEPT_CHUNKS = 2  # packed in memory: samples are in order, and a batch may lie across a border
+# A chunk has 256 rows of tokens, or CHUNK_TOKENS if that is less, but at least 16 rows.
+CHUNK_ROWS, CHUNK_TOKENS, MIN_CHUNK_ROWS = 256, 4 << 20, 16
+KEPT_CHUNKS = 2  # packed chunks in memory: samples are read in order, and a batch may span two chunks
 
 
 class DocumentStream(Protocol):
-    """Documents in order, and where the next one is."""
+    """Documents in order, with the position of the next one."""
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents from where the stream is."""
+        """The documents from the stream's position on."""
 
     def position(self) -> dict[str, Any]:
-        """Where to go on after the document that came last: plain values."""
+        """Where to continue after the last document: plain values."""
 
 
 class StreamingCorpus(Protocol):
-    """A corpus that can be read from a position in it."""
+    """A corpus that can be read from any position."""
 
     name: str
 
     def fingerprint(self) -> str:
-        """As `Corpus` has it."""
+        """See `Corpus.fingerprint`."""
 
     def stream(self, position: dict[str, Any] | None = None) -> DocumentStream:
         """The documents from `position` on; None is the beginning."""
@@ -60,9 +60,9 @@ class StreamingCorpus(Protocol):
 
 @dataclass(frozen=True)
 class ChunkStart:
-    """Sample `first` of the stream is the first of chunk `chunk` in the corpus's pass `epoch`.
+    """Where a chunk begins: sample `first` of the stream is its first sample, in pass `epoch` over the corpus.
 
-    `position` is where its first document is in the corpus, after `documents` others; None is the beginning.
+    `position` is the position of its first document in the corpus, after `documents` others; None is the beginning.
     """
 
     epoch: int
@@ -76,15 +76,15 @@ BEGINNING = ChunkStart(epoch=0, chunk=0, first=0, documents=0, position=None)
 
 
 def tokens_of_chunk(seq_len: int) -> int:
-    """The fewest tokens of a chunk that is not the last."""
-    return min(CHUNK_ROWS * seq_len, max(CHUNK_TOKENS, FEWEST_CHUNK_ROWS * seq_len))
+    """The minimum number of tokens in a chunk, except the last one."""
+    return min(CHUNK_ROWS * seq_len, max(CHUNK_TOKENS, MIN_CHUNK_ROWS * seq_len))
 
 
 class StreamedRows(Dataset):
-    """Training rows by (chunk, row), as `PackedRows` has them, and the validation rows, which are of the first chunk.
+    """Training rows by (chunk, row), in the format of `PackedRows`; and the validation rows, from the first chunk.
 
-    Validation is `val_fraction` of the documents of the first chunk; their copies in later chunks are left out. A row
-    never has more than `capacity` entries, twice as many as any row of the first chunk: a row with more is cut.
+    `val_fraction` of the first chunk's documents are for validation; their copies in later chunks are skipped. A row
+    has at most `capacity` entries, twice as many as any row of the first chunk; a row with more is cut.
     """
 
     def __init__(
@@ -93,31 +93,31 @@ class StreamedRows(Dataset):
         tokenizer: Tokenizer,
         *,
         seq_len: int,
-        packing: PackingName,
+        packing: PackingStrategy,
         val_fraction: float,
         val_tokens: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
         self.corpus, self.tokenizer = corpus, tokenizer
         self.seq_len, self.packing, self.val_fraction = seq_len, packing, val_fraction
-        with say_if_slow(f"hashing the corpus {corpus.name!r}, by which its tokens are found"):
+        with say_if_slow(f"hashing the corpus {corpus.name!r} to find its tokens in the cache"):
             self.corpus_hash = corpus.fingerprint()
         self.chunk_tokens = tokens_of_chunk(seq_len)
         key = hash_strings([VERSION, "stream", self.corpus_hash, tokenizer.fingerprint, str(self.chunk_tokens)])
         self._folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
         self._identity = hash_strings([key, str(seq_len), packing, str(val_fraction)])
         self._starts = {(BEGINNING.epoch, BEGINNING.chunk): BEGINNING}
-        self._positions: dict[int, dict[str, Any] | None] = {0: None}  # in the corpus, of the first documents of chunks
-        self._open: tuple[int, DocumentStream, Iterator[Document]] | None = None  # the chunk that comes next in it
+        self._positions: dict[int, dict[str, Any] | None] = {0: None}  # by chunk, of its first document in the corpus
+        self._open: tuple[int, DocumentStream, Iterator[Document]] | None = None  # the next chunk, and its documents
         self._packed: dict[int, PackedRows] = {}
         self._first = self._cache(0)
         train, self.held_out = split(self._first, val_fraction)
-        read = read_for_validation(self.held_out, val_tokens)
-        self.first_index, val_index = pack(train.lengths, seq_len, packing), pack(read.lengths, seq_len)
+        val = validation_documents(self.held_out, val_tokens)
+        self.first_index, val_index = pack(train.lengths, seq_len, packing), pack(val.lengths, seq_len)
         one_stream = self.first_index.one_stream
         self.capacity = max(self.first_index.capacity * (1 if one_stream else 2), val_index.capacity)
         self.first_part = train
-        self.val = PackedRows(read, val_index, tokenizer.pad, self.capacity)
+        self.val = PackedRows(val, val_index, tokenizer.pad, self.capacity)
 
     def __getitem__(self, place: tuple[int, int]) -> Row:
         chunk, row = place
@@ -127,7 +127,7 @@ class StreamedRows(Dataset):
         return {**self.__dict__, "_open": None, "_packed": {}}
 
     def chunk(self, chunk: int) -> PackedRows:
-        """The training rows of a chunk, tokenised first where it is not in the cache."""
+        """The training rows of a chunk; tokenises it first if it is not in the cache."""
         if chunk not in self._packed:
             cache = self._cache(chunk)
             part = self.first_part if chunk == 0 else train_part_after(self._first, cache, self.val_fraction)
@@ -138,15 +138,15 @@ class StreamedRows(Dataset):
         return self._packed[chunk]
 
     def sampler(self, batch_size: int, *, seed: int, start_batch: int, rank: int, world_size: int) -> "StreamSampler":
-        """The batches from `start_batch` on, without end."""
+        """Endless batches from `start_batch` on."""
         return StreamSampler(self, batch_size, seed=seed, start_batch=start_batch, rank=rank, world_size=world_size)
 
     def start_before(self, sample: int) -> ChunkStart:
-        """The last start of a chunk that is known and not after a sample."""
+        """The last known chunk start at or before a sample."""
         return self._starts_before(sample)[-1]
 
     def start_after(self, start: ChunkStart) -> ChunkStart:
-        """Where the chunk after `start` begins; after the last chunk the first one comes again."""
+        """The start of the chunk after `start`; after the last chunk comes the first one again."""
         cache, first = self._cache(start.chunk), start.first + len(self.chunk(start.chunk))
         if cache.meta["is_last"]:
             following = ChunkStart(start.epoch + 1, 0, first, 0, None)
@@ -159,14 +159,14 @@ class StreamedRows(Dataset):
     def state(self, sample: int) -> dict[str, Any]:
         """Which documents are consumed at a sample, as plain values.
 
-        The documents before the last chunk in "chunks" are consumed, and the rows of this chunk from its first sample
-        up to `sample`. The chunk before it is there for a batch of another size, which may begin in it.
+        "chunks" holds the current chunk last: all documents before it are consumed, and its rows up to `sample`. The
+        previous chunk is stored too, because a resumed run with another batch size may begin in it.
         """
         starts = self._starts_before(sample)[-2:]
         return {"rows": self._identity, "chunks": [asdict(start) for start in starts]}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Takes over what `state` returned; not from other rows, whose chunks begin elsewhere."""
+        """Restores a value of `state`. A state of other rows is ignored, because their chunks begin elsewhere."""
         if state and state["rows"] == self._identity:
             for values in state["chunks"]:
                 self._remember(ChunkStart(**values))
@@ -179,7 +179,7 @@ class StreamedRows(Dataset):
         self._positions[start.chunk] = start.position
 
     def _cache(self, chunk: int) -> TokenCache:
-        """The tokens of a chunk, built first where they are missing or damaged."""
+        """The token cache of a chunk; builds it first if it is missing or damaged."""
         folder = self._folder.with_name(f"{self._folder.name}-{chunk:06d}")
         cache = TokenCache(folder, self.corpus_hash, self.tokenizer.dtype)
         build_if_missing(cache, lambda scratch: self._write(chunk, scratch))
@@ -187,16 +187,16 @@ class StreamedRows(Dataset):
 
     def _write(self, chunk: int, folder: Path) -> None:
         stream, documents = self._documents(chunk)
-        self._open = None  # an error would leave it in the middle of a chunk
+        self._open = None  # after an error the stream would be in the middle of a chunk
         is_last = write_tokens(folder, documents, self.tokenizer, self.chunk_tokens)
         if chunk == 0 and len(np.load(folder / "sizes.npy", mmap_mode="r")) == 0:
             raise ValueError(f"the corpus {self.corpus.name!r} is empty: it has no document with any text in it")
-        described = {"corpus": self.corpus.name, "tokenizer": self.tokenizer.fingerprint}
-        write_meta(folder, {**described, "is_last": is_last, "next": stream.position()})
+        description = {"corpus": self.corpus.name, "tokenizer": self.tokenizer.fingerprint}
+        write_meta(folder, {**description, "is_last": is_last, "next": stream.position()})
         self._open = chunk + 1, stream, documents
 
     def _documents(self, chunk: int) -> tuple[DocumentStream, Iterator[Document]]:
-        """The corpus from a chunk on: as it is open from the chunk before, or opened there."""
+        """The documents from a chunk on: the stream that is open after the previous chunk, or a new one."""
         if self._open and self._open[0] == chunk:
             return self._open[1:]
         if chunk not in self._positions:
@@ -206,10 +206,10 @@ class StreamedRows(Dataset):
 
 
 class StreamSampler:
-    """Batches of (chunk, row), as `EndlessBatchSampler` has rows: sample ``(i * world_size + rank) * batch_size + j``.
+    """Endless batches of (chunk, row); sample numbers as in `EndlessBatchSampler`.
 
-    Chunks come in the corpus's order and rows shuffled in their chunk, by (seed, epoch, chunk). Asking for a batch
-    tokenises the chunk that it is in.
+    Chunks are in the corpus's order; rows are shuffled within their chunk by (seed, epoch, chunk). Reading a batch
+    tokenises its chunk.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class StreamSampler:
 
 
 def limit_entries(index: PackedIndex, capacity: int) -> PackedIndex:
-    """Rows of fewer than `capacity` segments, which leaves an entry for the padding; others are cut into several."""
+    """Cuts rows so that each has fewer than `capacity` segments, which leaves an entry for the padding."""
     if index.one_stream:
         return index
     cuts = [

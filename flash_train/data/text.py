@@ -1,4 +1,4 @@
-"""Text files of the user's own: .txt, .md and .py, one document each; rows of .jsonl, .csv, .parquet, … likewise."""
+"""A corpus of the user's files: a .txt, .md or .py file is a document, and so is a row of .jsonl, .csv, .parquet, …"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,26 +13,26 @@ from flash_train.data.tokenizer import Errors, check_errors
 WHOLE = (".txt", ".md", ".py")
 COMPRESSIONS = (".gz", ".zst")
 READABLE = (*WHOLE, *KINDS)
-#: Kinds that hold much besides text: one without the text field is left out of a folder, and refused by its own name.
+#: These often hold something other than text. Without the text field, a search skips them; given by name, they raise.
 OFTEN_NO_TEXT = (".json", ".csv", ".tsv")
-READING = "2"  # of rows that are not UTF-8; in the fingerprint, for it decides their text
+INVALID_UTF8_VERSION = "2"  # how rows that are not UTF-8 are read; in the fingerprint, because it decides their text
 
 
 class TextCorpus:
-    """Documents from a file, a folder (searched through), a glob, or a list of those.
+    """Documents from a file, a folder (searched recursively), a glob, or a list of these.
 
-    A document of .txt, .md and .py is the whole file, known by its path relative to the folder; of .jsonl, .json, .csv,
-    .tsv and .parquet it is the field `text_field` of a row, known by its content, so that copies never lie on both
-    sides of the split. All but .parquet may be compressed (.gz, .zst). Links to folders are followed, once; a line
-    says what a search did not read, and why. A .json, .csv or .tsv file that a search finds and that has no
-    `text_field` is left out, and a line says so.
+    In .txt, .md and .py files, a document is the whole file; its identity is its path relative to the folder. In
+    .jsonl, .json, .csv, .tsv and .parquet files, it is the field `text_field` of a row; its identity is its content, so
+    copies are always in the same part. All but .parquet may be compressed (.gz, .zst). Links to folders are followed
+    once; a line says what a search skipped, and why. A search also skips .json, .csv and .tsv files without
+    `text_field`, with a line about them.
 
-    `errors` is for rows that are not UTF-8 or have half a surrogate pair: "strict" raises ValueError naming the row,
-    "replace" reads U+FFFD in their place, "skip" leaves out such rows and says how many. What other columns hold does
-    not matter. Bytes of .txt and .md are passed on as they are: what isn't UTF-8 is the tokenizer's matter. A .py file
-    is decoded as it declares.
+    `errors` applies to rows that are not UTF-8 or have half a surrogate pair: "strict" raises ValueError with the row's
+    place, "replace" substitutes U+FFFD, "skip" drops such rows and says how many. Other columns may hold anything. The
+    bytes of .txt and .md files are not changed; the tokenizer handles those that are not UTF-8. A .py file is decoded
+    as it declares.
 
-    Raises FileNotFoundError for a path that isn't there; ValueError if nothing there can be read.
+    Raises FileNotFoundError for a path that does not exist; ValueError if nothing there can be read.
     """
 
     name = "text"
@@ -45,17 +45,17 @@ class TextCorpus:
         found = [
             (real, (key, file, file != Path(one).expanduser())) for one in paths for key, file, real in _files(one)
         ]
-        self._found = list(dict(reversed(found)).values())[::-1]  # a file that is reached in two ways is one document
+        self._found = list(dict(reversed(found)).values())[::-1]  # a file that two paths reach is one document
         self.files = [(key, file) for key, file, _ in self._found]
         self.text_field, self.errors = text_field, errors
         if not self.files:
-            raise ValueError("data.path is an empty list: give a file, a folder or a glob")
+            raise ValueError("data.path=[]: must be a file, a folder or a glob")
 
     def fingerprint(self) -> str:
         """Hash of every file's relative path and content, and of how rows are read."""
         parts = [hash_files(self.files), self.text_field, self.errors]
         if self.errors != "strict":
-            parts.append(READING)
+            parts.append(INVALID_UTF8_VERSION)
         parts += [key for key, file, by_search in self._found if by_search and kind_of(file)[0] in OFTEN_NO_TEXT]
         return hash_strings(parts)
 
@@ -83,7 +83,7 @@ class TextCorpus:
 
 
 def text_documents(rows: Iterable[RowText], text_field: str, source: str) -> Iterator[Document]:
-    """A document for each row of a file that has text, known by its content; says how many are left out, and why."""
+    """One document per row with text; its identity is its content. Says how many rows are skipped, and why."""
     without = invalid = 0
     for row in rows:
         if row.text is not None:
@@ -99,9 +99,10 @@ def text_documents(rows: Iterable[RowText], text_field: str, source: str) -> Ite
 
 
 def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str, first: int = 0) -> Iterator[Document]:
-    """A document for each row that has text, known by its content; says how many have none. Row `first` comes first.
+    """One document per row with text; its identity is its content. Says how many rows have none.
 
-    Raises MissingTextError if there is no column `text_field`, or something other than strings in it.
+    `first` is the number of the first row. Raises MissingTextError if there is no column `text_field`, or if it holds
+    something other than strings.
     """
     without = 0
     for i, row in enumerate(rows, first):
@@ -113,7 +114,7 @@ def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str, 
             continue
         if not isinstance(text, str):
             raise MissingTextError(
-                f"data.text_field={text_field}: row {i} of {source} holds {type(text).__name__}, allowed is text"
+                f"data.text_field={text_field}: row {i} of {source} holds {type(text).__name__}: must be text"
             )
         yield Document(
             key=hash_strings([text]), source=f"row {i} of {source}", text=text.encode("utf-8", "surrogatepass")
@@ -127,19 +128,19 @@ def _say_without(text_field: str, source: str, rows: int) -> None:
 
 
 def _files(path: str | Path) -> list[tuple[str, Path, str]]:
-    """The readable files at `path`; says what else is there."""
-    files, left = find_files(path, lambda file: kind_of(file)[0] in READABLE)
+    """The readable files at `path`; prints a line about the skipped ones."""
+    files, skipped = find_files(path, lambda file: kind_of(file)[0] in READABLE)
     if not files:
-        there = f" ({left})" if left.names else ""
-        kinds = f"{', '.join(READABLE)}, all but .parquet with {' or '.join(COMPRESSIONS)} after it, too"
-        raise ValueError(f"data.path={path}: nothing to read there{there}; readable are files in {kinds}")
-    if left.names:
-        say(f"data.path={path}: not read: {left}")
+        found = f" ({skipped})" if skipped.names else ""
+        kinds = f"{', '.join(READABLE)}, and all but .parquet also with {' or '.join(COMPRESSIONS)}"
+        raise ValueError(f"data.path={path}: nothing to read there{found}; readable are files in {kinds}")
+    if skipped.names:
+        say(f"data.path={path}: not read: {skipped}")
     return files
 
 
 def kind_of(file: Path) -> tuple[str, str]:
-    """The suffix that decides how a file is read, and the suffix of its compression or ""."""
+    """The suffix that decides how a file is read, and the suffix of its compression, or ""."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] and suffixes[-1] in COMPRESSIONS:
         inner = suffixes[-2] if len(suffixes) > 1 else ""

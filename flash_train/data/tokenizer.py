@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-A document becomes ``[bos] tokens [eos]``; ``bos`` is left out where the tokenizer has none. ``eos`` is always there: it
-is what the model learns to end with, and what keeps packed documents apart for a reader of the tokens.
+A document becomes ``[bos] tokens [eos]``, without ``bos`` if the tokenizer has none. ``eos`` is always there: the model
+learns to end with it, and it separates packed documents for a reader of the tokens.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ ERRORS: tuple[str, ...] = get_args(Errors)
 def check_errors(errors: str) -> None:
     """Raises ValueError unless `errors` is one of strict, replace, skip."""
     if errors not in ERRORS:
-        raise ValueError(f"data.errors={errors!r}: allowed are {', '.join(ERRORS)}")
+        raise ValueError(f"data.errors={errors!r}: must be one of {', '.join(ERRORS)}")
 
 
 class Tokenizer(Protocol):
-    """What the data layer asks of a tokenizer."""
+    """What the data layer needs from a tokenizer."""
 
     vocab_size: int
     bos: int | None
@@ -43,10 +43,10 @@ class Tokenizer(Protocol):
         """Token ids of `text`, without bos and eos: (n,)."""
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
-        """``[bos] tokens [eos]`` of each text; None for one to be left out. `sources` name the texts in errors."""
+        """``[bos] tokens [eos]`` of each text; None for a text to skip. `sources` name the texts in errors."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; special tokens are left out."""
+        """The text of `ids`, without special tokens."""
 
 
 class ByteTokenizer:
@@ -66,7 +66,7 @@ class ByteTokenizer:
         return [_document(self, np.frombuffer(text, dtype=np.uint8)) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; special tokens are left out, and what is not UTF-8 shows as U+FFFD."""
+        """The text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -74,15 +74,15 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer in the JSON format of the `tokenizers` library.
 
-    Documents begin with its bos, where it has one, and end with its eos: `flash_train.data.special_tokens` says how
-    they are found, and `bos` and `eos` name them outright (an empty `bos`: none). Padding is its pad token, or eos
-    where it has none. Text that looks like a special token is encoded as ordinary text. `errors` says what to do with
-    a document that is not UTF-8: "strict" raises ValueError naming it, "replace" puts U+FFFD for the invalid bytes,
-    "skip" leaves the document out. `embeddings` is the number of ids that a model has embeddings for: special tokens
-    beyond them are not used, and do not count for `vocab_size`.
+    Documents begin with its bos, if it has one, and end with its eos. `flash_train.data.special_tokens` describes how
+    they are found; `bos` and `eos` set them (an empty `bos` means none). Padding is its pad token, or eos if it has
+    none. Text that looks like a special token is encoded as ordinary text. `errors` applies to documents that are not
+    UTF-8: "strict" raises ValueError with the document's name, "replace" substitutes U+FFFD for the invalid bytes,
+    "skip" drops the document. `embeddings` is the number of ids that the model has embeddings for: special tokens
+    beyond it are not used and do not count for `vocab_size`.
 
-    Raises FileNotFoundError for a missing file; ValueError for one that is no tokenizer, and where no file says which
-    token ends a document.
+    Raises FileNotFoundError for a missing file; ValueError if it is no tokenizer, or if no file says which token ends a
+    document.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class JsonTokenizer:
         eos: str | None = None,
         embeddings: int | None = None,
     ) -> None:
-        from tokenizers import Tokenizer as HubTokenizer  # here, not above: bytes need no such import
+        from tokenizers import Tokenizer as HubTokenizer  # imported here, because ByteTokenizer does not need it
 
         check_errors(errors)
         path = Path(path).expanduser()
@@ -121,20 +121,20 @@ class JsonTokenizer:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
-        """``[bos] tokens [eos]`` of each text, encoded in parallel; None for one skipped as not UTF-8."""
+        """``[bos] tokens [eos]`` of each text, encoded in parallel; None for a text that is skipped as not UTF-8."""
         decoded = [self._decode_bytes(text, source, self.errors) for text, source in zip(texts, sources, strict=True)]
         kept = [text for text in decoded if text is not None]
         encoded = iter(self._tokenizer.encode_batch_fast(kept, add_special_tokens=False))
         return [None if text is None else _document(self, next(encoded).ids) for text in decoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; special tokens are left out."""
+        """The text of `ids`, without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def _count_ids(self, embeddings: int | None) -> int:
-        """The largest id and one: added tokens may leave gaps, and every id needs its embedding.
+        """The largest id plus one: added tokens may leave gaps, and every id needs its embedding.
 
-        No text makes a special token, so that one without an embedding does no harm.
+        Encoding never yields special tokens, so one without an embedding does no harm.
         """
         ids = set(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if embeddings is not None:
@@ -154,7 +154,7 @@ class JsonTokenizer:
 
 
 def file_fingerprint(content: bytes) -> str:
-    """What the fingerprint of a JsonTokenizer begins with whose file has this content."""
+    """The beginning of a JsonTokenizer's fingerprint, from the content of its file."""
     return f"json-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 

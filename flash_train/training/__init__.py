@@ -1,10 +1,10 @@
-"""Training with PyTorch Lightning: a module, its optimizer, callbacks, and a `Trainer` that has them all.
+"""Training with PyTorch Lightning: a module, its optimizer, callbacks, and a `Trainer` with all of them.
 
     module = CausalLMModule(ModelConfig(...), OptimizerConfig(lr=3e-4))
     trainer = build_trainer(run_dir="runs/first", max_steps=200)
     trainer.fit(module, datamodule=PackedDataModule(...))
 
-Any other `Trainer` does as well: `Trainer(max_steps=200, callbacks=[StepSeed(0), Throughput(), RunRecord("runs/a")])`.
+The parts work in any `Trainer`: `Trainer(max_steps=200, callbacks=[StepSeed(0), Throughput(), RunRecord("runs/a")])`.
 """
 
 from flash_train.training.callbacks import (
@@ -26,7 +26,9 @@ from flash_train.training.callbacks import (
 )
 from flash_train.training.module import CausalLMModule, StepResult
 from flash_train.training.optimizer import OptimizerConfig
-from flash_train.training.trainer import StayingStrategy, build_trainer
+from flash_train.training.trainer import SingleDeviceNoTeardown, build_trainer
+
+StayingStrategy = SingleDeviceNoTeardown  # its name in 0.1
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -39,6 +41,7 @@ __all__ = [
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",
+    "SingleDeviceNoTeardown",
     "SlurmRequeue",
     "StayingStrategy",
     "StepCheckpoint",

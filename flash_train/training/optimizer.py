@@ -1,4 +1,4 @@
-"""AdamW with decay where it belongs, warm-up and cosine, and the one place where gradients are rescaled and clipped."""
+"""AdamW, its learning-rate schedule (warm-up, then cosine), and the rescaling and clipping of gradients."""
 
 import importlib.util
 import math
@@ -16,12 +16,18 @@ FUSED_DEVICES = ("cuda", "cpu")
 class OptimizerConfig:
     """Settings of AdamW and of its learning-rate schedule.
 
+    The defaults of all optimizer settings; those in `conf/optimizer/adamw.yaml` and in the configuration's schema must
+    be equal (a test compares them).
+
     Args:
         lr: peak learning rate, reached after `warmup_steps`.
         min_lr_ratio: the cosine ends at `min_lr_ratio * lr`.
-        betas, eps, weight_decay: AdamW's; norms, biases and embeddings are never decayed.
+        betas, eps, weight_decay: as in `torch.optim.AdamW`; norms, biases and embeddings are never decayed.
         warmup_steps: optimizer steps of linear warm-up.
-        gradient_clip: largest norm of the gradient of the token-mean loss; None or 0 leaves it alone.
+        gradient_clip: largest norm of the gradient of the token-mean loss; None or 0 does not clip.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
 
     lr: float = 3e-4
@@ -45,20 +51,21 @@ class OptimizerConfig:
         }
         for name, (valid, range_) in allowed.items():
             if not valid:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} is out of range: it must be {range_}")
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be {range_}")
 
     def learning_rate(self, step: int, max_steps: int) -> float:
-        """That of `step` (from 0) in a schedule of `max_steps`."""
+        """Learning rate at `step` (from 0) in a schedule of `max_steps`."""
         return self.lr * learning_rate_factor(
             step, warmup_steps=self.warmup_steps, max_steps=max_steps, min_lr_ratio=self.min_lr_ratio
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as kept in a checkpoint."""
+        """Plain values, as a checkpoint stores them."""
         return {**asdict(self), "betas": list(self.betas)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "OptimizerConfig":
+        """Settings by their names. Raises ValueError for an unknown name."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"optimizer has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
@@ -66,48 +73,48 @@ class OptimizerConfig:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices, which decay; norms, biases and embeddings (a tied output head among them), which don't."""
+    """Two groups: matrices, which decay; norms, biases and embeddings (also a tied output head), which don't."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (kept if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+            (undecayed if parameter.ndim < 2 or id(parameter) in embeddings else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `model`'s parameters: by our own kernel on a GPU, else PyTorch's, fused where the device has it."""
+    """AdamW over `model`'s parameters: our kernel on a GPU, else PyTorch's AdamW, fused where the device has it."""
     groups = parameter_groups(model, config.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if _one_gpu_has(parameters) and importlib.util.find_spec("triton"):
+    if _on_one_gpu(parameters) and importlib.util.find_spec("triton"):
         from flash_train.training.fused_adamw import FusedAdamW
 
         if FusedAdamW.can_step(parameters):
             return FusedAdamW(groups, **settings)
     fused = {parameter.device.type for parameter in parameters} <= set(FUSED_DEVICES)
     optimizer = torch.optim.AdamW(groups, fused=fused, **settings)
-    # A fused step would divide by the loss scale by itself, after the clipping. Without this mark GradScaler (and
-    # Lightning, which otherwise refuses to clip) unscales before the clipping instead, as for any other optimizer.
+    # A fused step that supports AMP scaling divides by the loss scale itself, after clipping. With False, GradScaler
+    # unscales before clipping, as for any other optimizer, and Lightning does not refuse to clip.
     optimizer._step_supports_amp_scaling = False
     if fused:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # see `rescale_and_clip`
-        optimizer.register_step_post_hook(_forget_scale)
+        optimizer.register_step_post_hook(_reset_grad_scale)
     return optimizer
 
 
-def _one_gpu_has(parameters: list[nn.Parameter]) -> bool:
+def _on_one_gpu(parameters: list[nn.Parameter]) -> bool:
     return len({parameter.device for parameter in parameters}) == 1 and parameters[0].is_cuda
 
 
-def _forget_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _reset_grad_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     optimizer.grad_scale = None  # type: ignore[attr-defined]
 
 
 def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
-    """Learning rate at `step` (from 0), relative to its peak: linear warm-up, then a cosine up to `max_steps`."""
+    """Learning rate at `step` (from 0) divided by the peak rate: linear warm-up, then a cosine until `max_steps`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
@@ -117,7 +124,7 @@ def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, min_lr
 def warmup_cosine(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule as a pure function of the step and of `max_steps`, so that stopping early does not bend it."""
+    """The schedule: a pure function of the step and of `max_steps`, so stopping early does not change it."""
 
     def factor(step: int) -> float:
         return learning_rate_factor(
@@ -129,12 +136,13 @@ def warmup_cosine(
 
 @torch.no_grad()
 def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: float | None) -> Tensor:
-    """Multiply all gradients by `scale`, and by what brings their joint norm down to `max_norm`.
+    """Multiply all gradients by `scale`, then scale them down if their total norm is above `max_norm`.
 
-    The fused steps of `build_adamw` do so themselves: in fp32, and without reading them once more.
+    For the fused optimizers of `build_adamw` only the factor is set, as `grad_scale`: their step applies it in fp32
+    without another pass over the gradients.
 
     Args:
-        optimizer: of its parameters, those without a gradient are passed over.
+        optimizer: its parameters without a gradient are skipped.
         scale: scalar tensor; stays on its device, nothing is synchronised.
         max_norm: None or 0 does not clip.
 
@@ -145,7 +153,7 @@ def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: 
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), device=scale.device)
-    # In fp32 whatever the gradients' dtype: a sum over bf16 norms would be good to two digits.
+    # In fp32 for every gradient dtype: a sum over bf16 norms would be accurate to two digits.
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     factor = scale.to(torch.float32)
     norm = torch.linalg.vector_norm(torch.stack([n.to(factor.device) for n in norms])) * factor

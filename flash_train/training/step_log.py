@@ -1,11 +1,11 @@
-"""Metrics at an optimizer step: to the loggers, Lightning's own progress bars, and callbacks that monitor them."""
+"""Logging metrics at an optimizer step: to loggers, Lightning's progress bars, and callbacks that monitor them."""
 
 from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import Trainer
 
-SHOWN = ("train/loss", "val/loss")  # by Lightning's progress bars
+SHOWN = ("train/loss", "val/loss")  # in Lightning's progress bars
 
 
 def is_logged(trainer: Trainer, step: int) -> bool:
@@ -15,9 +15,9 @@ def is_logged(trainer: Trainer, step: int) -> bool:
 
 
 def log_at_step(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
-    """Log metrics at `step`, the optimizer steps taken, in one call of each logger.
+    """Log metrics at `step`, the number of optimizer steps taken, with one call per logger.
 
-    `LightningModule.log` counts the steps before, one less, and takes several milliseconds for as many numbers.
+    `LightningModule.log` would log them one step earlier, and takes several milliseconds for this many metrics.
     """
     tensors = {name: torch.tensor(value) for name, value in metrics.items()}
     trainer.callback_metrics.update(tensors)

@@ -1,4 +1,4 @@
-"""A `Trainer` with everything in place. Nothing here is needed to use the module and the callbacks in one's own."""
+"""`build_trainer`: a `Trainer` with all callbacks. The module and the callbacks also work in any other `Trainer`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from flash_train.training.callbacks import (
     AtomicCheckpointIO,
-    ClosingFitLoop,
     ClosingSample,
+    CompletingFitLoop,
     MissedValidation,
     NonFiniteLoss,
     RichProgress,
@@ -29,9 +29,10 @@ from flash_train.training.callbacks import (
 PRECISIONS = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true", "fp16-mixed": "16-mixed"}
 
 
-class StayingStrategy(SingleDeviceStrategy):
-    """One device, on which model and optimizer stay at the end. Lightning's copies both to the host's memory, up to 16
-    bytes a parameter: wanted only by those who go on with them there.
+class SingleDeviceNoTeardown(SingleDeviceStrategy):
+    """A single device that keeps the model and the optimizer when the run ends.
+
+    Lightning's strategy copies both to host memory in `teardown`, up to 16 bytes per parameter.
     """
 
     def teardown(self) -> None:
@@ -71,35 +72,35 @@ def build_trainer(
     """Assemble the `Trainer` of a run.
 
     Args:
-        run_dir: takes metrics.csv, summary.json, plots, and checkpoints/.
-        max_steps: optimizer steps of the whole schedule; `stop_after` ends this run earlier, schedule unchanged.
-        seed: of all random numbers during training (see `StepSeed`).
+        run_dir: folder for metrics.csv, summary.json, plots, and checkpoints/.
+        max_steps: optimizer steps of the whole schedule; `stop_after` ends this run earlier with the same schedule.
+        seed: for all random numbers during training (see `StepSeed`).
         accumulate: micro-batches per optimizer step.
         precision: fp32, bf16-mixed, bf16-true or fp16-mixed (CUDA only).
-        log_every, val_every, checkpoint_every: optimizer steps. `val_every=None` validates at the end only, with
+        log_every, val_every, checkpoint_every: optimizer steps. `val_every=None` validates at the end only, and
             `limit_val_batches=0` never; `checkpoint_every=None` saves at the end only.
-        keep_checkpoints: how many, the newest; None keeps all.
+        keep_checkpoints: how many checkpoints to keep, the newest; None keeps all.
         checkpoints: False saves none.
         deterministic: raise where PyTorch has no deterministic implementation.
-        inference_mode: False where validation shares compiled code with training.
-        step_times: tell forward, backward, optimizer and attention apart (see `StepTimes`).
-        generate: from the trained module to a text, which closes the run.
+        inference_mode: give False if validation shares compiled code with training.
+        step_times: measure forward, backward, optimizer and attention separately (see `StepTimes`).
+        generate: takes the trained module and returns a text, printed at the end of the run.
         summary: more entries for summary.json.
-        logger: none, one or several of Lightning's.
-        callbacks: further ones.
-        trainer_options: anything else that `Trainer` takes.
+        logger: None, or one or several Lightning loggers.
+        callbacks: additional callbacks.
+        trainer_options: any other argument of `Trainer`.
 
     Raises:
-        ValueError: a precision that is unknown, or that the chosen device cannot train in.
+        ValueError: an argument is out of range, or the device cannot train in this precision.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision} is unknown: it must be one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"precision={precision}: must be one of {', '.join(PRECISIONS)}")
     for name, value in (("max_steps", max_steps), ("accumulate", accumulate), ("log_every", log_every)):
         if value < 1:
-            raise ValueError(f"{name}={value} is out of range: it must be 1 or greater")
+            raise ValueError(f"{name}={value}: must be 1 or greater")
     on_cuda = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
     if precision == "fp16-mixed" and not on_cuda:
-        raise ValueError("precision=fp16-mixed needs an NVIDIA GPU: use bf16-mixed or fp32 here")
+        raise ValueError("precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU")
 
     standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), *([StepTimes()] if step_times else []), Throughput()]
     standard += [StopAfter(stop_after), SaveOnSignal(), SlurmRequeue(), RunRecord(run_dir, summary)]
@@ -119,7 +120,7 @@ def build_trainer(
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
         log_every_n_steps=log_every,
-        # Lightning counts micro-batches here. Beyond the end, only the stop at max_steps validates.
+        # In micro-batches. With an interval beyond the end, only the stop at max_steps validates.
         val_check_interval=val_every * accumulate if val_every else max_steps * accumulate + 1,
         check_val_every_n_epoch=None,
         limit_val_batches=limit_val_batches,
@@ -135,7 +136,7 @@ def build_trainer(
         enable_model_summary=False,
         **trainer_options,
     )
-    loop = ClosingFitLoop(trainer, max_epochs=-1)
+    loop = CompletingFitLoop(trainer, max_epochs=-1)
     loop.epoch_loop = trainer.fit_loop.epoch_loop
     trainer.fit_loop = loop
     return trainer

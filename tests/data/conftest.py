@@ -1,4 +1,4 @@
-"""A small corpus with documents shorter, as long as, and longer than a row."""
+"""A small corpus whose documents are shorter than, as long as, and longer than a row."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Two ranks of Fabric train and validate a model for a few steps; each keeps what it has seen."""
+"""Two ranks of Fabric train and validate a model for a few steps; each saves the batches that it got."""
 
 import sys
 from itertools import islice

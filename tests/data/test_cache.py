@@ -16,7 +16,7 @@ from tests.data.test_tokenizer import write_tokenizer
 TEXTS = random_texts(300, 100)
 
 
-FORK = multiprocessing.get_context("fork")  # importing everything anew would take most of the time
+FORK = multiprocessing.get_context("fork")  # spawned processes would spend most of the time on imports
 
 
 class GatedCorpus(ListCorpus):
@@ -33,7 +33,7 @@ class GatedCorpus(ListCorpus):
 
 
 def start(corpus: ListCorpus, cache_dir: Path, results):
-    """A process that puts the folder of the corpus's cache and the sum of its tokens in `results`."""
+    """Starts a process that puts the folder of the corpus's cache and the sum of its tokens into `results`."""
 
     def build() -> None:
         cache = tokenize(corpus, ByteTokenizer(), cache_dir)
@@ -52,7 +52,7 @@ def ended(processes) -> list[int]:
 
 
 def lines(capfd, until: str) -> str:
-    """What comes on standard error up to the line with `until`."""
+    """The text on standard error up to the line with `until`."""
     deadline, text = time.monotonic() + 60, ""
     while until not in text and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -99,7 +99,7 @@ def test_skipped_and_empty_documents_are_not_documents(tmp_path, capsys):
 
 NAMES = ("tokens.bin", "offsets.npy", "keys.npy", "sizes.npy", "meta.json")
 DAMAGES = [(name, damage) for name in NAMES for damage in ("missing", "cut", "changed")]
-DAMAGES.remove(("tokens.bin", "changed"))  # would take reading them all at every start
+DAMAGES.remove(("tokens.bin", "changed"))  # not detected, because it would mean reading all tokens at every start
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
@@ -166,7 +166,7 @@ def test_a_builder_that_is_killed_leaves_the_next_one_free_to_build(tmp_path):
     folder, total = results.get(timeout=60)
     assert ended([killed, waits]) == [-signal.SIGKILL, 0]
     assert total == int(tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path).tokens.sum())
-    assert [str(entry) for entry in tmp_path.iterdir()] == [folder]  # what was half built is gone, too
+    assert [str(entry) for entry in tmp_path.iterdir()] == [folder]  # the partly built cache is removed, too
 
 
 @pytest.mark.parametrize("why", ["no fcntl", errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
@@ -191,16 +191,16 @@ def test_a_full_disk_is_said_with_the_folder_and_the_key(tmp_path):
     def fill_disk() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    said = f"No space left on device while tokenising into {tmp_path}/list-.*; data.cache_dir= names another place"
+    said = f"No space left on device while tokenising into {tmp_path}/list-.*; give another folder by data.cache_dir="
     with pytest.raises(OSError, match=said):
         tokenize(GatedCorpus(fill_disk), ByteTokenizer(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_said_with_the_key(tmp_path, monkeypatch):
-    """A file is in the folder's place, or a read-only folder refuses the folder itself or the lock in it."""
+    """The path is a file, or a read-only parent refuses the cache folder or its lock."""
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=f"data.cache_dir={tmp_path}/file/k: .*; allowed: a folder to write in"):
+    with pytest.raises(OSError, match=f"data.cache_dir={tmp_path}/file/k: must be a folder that can be written"):
         tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path / "file" / "k")
 
     def refuse(path, *arguments, **options):
@@ -226,7 +226,7 @@ def test_without_a_home_folder_the_key_is_named(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(OSError, match="data.cache_dir=null: .*HOME is not set.*; allowed: data.cache_dir=FOLDER"):
+    with pytest.raises(OSError, match="data.cache_dir=null: must be a folder, .*HOME is not set"):
         tokenize(ListCorpus(TEXTS), ByteTokenizer())
 
 

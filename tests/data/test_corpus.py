@@ -40,7 +40,7 @@ def test_standard_library_of_this_interpreter_is_read(tmp_path, monkeypatch):
     assert train["bytes"] + val["bytes"] == sum(len(document.text) for document in corpus.documents())
     assert train["tokens"] == train["bytes"] + 2 * train["documents"]
     assert 0.02 < val["documents"] / (train["documents"] + val["documents"]) < 0.08
-    # The second time nothing is tokenised.
+    # Nothing is tokenised the second time.
     monkeypatch.setattr(ByteTokenizer, "encode_documents", None)
     again = PackedDataModule(StdlibCorpus(), seq_len=2048, batch_size=1, cache_dir=tmp_path)
     assert again.info == data.info
@@ -56,7 +56,7 @@ def test_standard_library_suits_a_tokenizer_that_takes_only_utf8(tmp_path):
     assert [document.text for document in corpus.documents()] == [b"# a.py\n", declared.encode(), b"# pkg/b.py\n"]
     tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]))
     assert len(tokenize(corpus, tokenizer, tmp_path / "cache").keys) == 3
-    # What another tokenizer reads is the same, and the corpus is known by it.
+    # The fingerprint does not depend on the tokenizer.
     before = corpus.fingerprint()
     (tmp_path / "lib/declared.py").write_bytes(declared.encode("cp1251"))
     assert StdlibCorpus(tmp_path / "lib").fingerprint() != before
@@ -140,5 +140,5 @@ def test_impossible_fraction_is_named(tmp_path, val_fraction):
 
 def test_load_corpus_names_the_kinds(tmp_path):
     assert load_corpus("stdlib", root=write_library(tmp_path)).files == ["a.py", "pkg/b.py"]
-    with pytest.raises(ValueError, match="data=stdlb: allowed are stdlib, text, hub, recall"):
+    with pytest.raises(ValueError, match="data=stdlb: must be one of stdlib, text, hub, recall"):
         load_corpus("stdlb")

@@ -16,7 +16,7 @@ from tests.data.test_tokenizer import write_tokenizer
 
 
 class FakeTrainer:
-    """What PackedDataModule asks of a trainer about ranks."""
+    """The attributes of a trainer that PackedDataModule reads for its rank."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.global_rank, self.world_size = rank, world_size
@@ -60,7 +60,7 @@ def test_two_ranks_cover_what_one_does(make_data):
         expected = [batch["tokens"] for batch in whole]
         if kind == "train_dataloader":
             assert all(map(torch.equal, seen, expected))
-        else:  # dealt in turn: the same rows, in another order within a batch
+        else:  # distributed in turn: the same rows, in another order within a batch
             assert [sorted(batch.tolist()) for batch in seen] == [sorted(batch.tolist()) for batch in expected]
 
 
@@ -86,7 +86,7 @@ def test_val_batches_limits_validation(make_data):
 
 
 def labelled(data):
-    """Token and label of every labelled position of a validation, by how often each pair stands there."""
+    """How often each (token, label) pair is at a labelled position of the validation rows."""
     pairs = Counter()
     for batch in data.val_dataloader():
         seen = batch["labels"] != IGNORE
@@ -100,7 +100,7 @@ def test_validation_reads_the_same_tokens_at_every_length(make_data, tokens):
     for seq_len, batch_size in ((16, 1), (64, 3), (2048, 2)):
         data = make_data(seq_len=seq_len, batch_size=batch_size, val_tokens=tokens, seed=seq_len)
         found = data.validated()
-        assert tokens - 1 <= found.tokens <= tokens  # the next document begins with its last token, or does not begin
+        assert tokens - 1 <= found.tokens <= tokens  # one token of the next document would have no label
         assert sum(int((batch["labels"] != IGNORE).sum()) for batch in data.val_dataloader()) == (
             found.tokens - found.documents
         )
@@ -154,7 +154,7 @@ def test_concat_gives_one_entry_per_row(make_data):
 def test_resuming_with_another_batch_size_repeats_at_most_part_of_a_batch(make_data):
     data = make_data(batch_size=2)
     data.load_state_dict({**make_data(batch_size=3).state_dict(), "consumed_batches": 5})
-    assert data.consumed_batches == 7  # 15 rows seen: 14 are whole batches of two
+    assert data.consumed_batches == 7  # of 15 consumed rows, 14 are whole batches of two
 
 
 def test_resuming_on_other_data_is_a_line(make_data, capsys):
@@ -162,9 +162,9 @@ def test_resuming_on_other_data_is_a_line(make_data, capsys):
     make_data().load_state_dict(state)
     assert capsys.readouterr().err == ""
     make_data(seed=8).load_state_dict(state)
-    assert capsys.readouterr().err == "data: resuming on others than before: seed was 7 and is 8\n"
+    assert capsys.readouterr().err == "data: resuming on different data: seed was 7 and is 8\n"
     make_data(random_texts(200, 150, seed=1)).load_state_dict(state)
-    assert capsys.readouterr().err.startswith("data: resuming on others than before: corpus_hash was")
+    assert capsys.readouterr().err.startswith("data: resuming on different data: corpus_hash was")
     make_data(seq_len=32, seed=8).load_state_dict(state)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("seq_len was 64 and is 32, seed was 7 and is 8")
@@ -174,7 +174,7 @@ def test_resuming_on_a_corpus_of_another_kind_is_a_line(make_data, capsys):
     text, recall = make_data(), PackedDataModule(RecallCorpus(n_pairs=8), seq_len=64, batch_size=3, seed=7)
     recall_to_text = "corpus_hash was recall-8-64-64 and is [0-9a-f]+, tokenizer was None and is bytes-259, packing was"
     text.load_state_dict({**recall.state_dict(), "consumed_batches": 4})
-    assert re.match(f"data: resuming on others than before: {recall_to_text}", capsys.readouterr().err)
+    assert re.match(f"data: resuming on different data: {recall_to_text}", capsys.readouterr().err)
     recall.load_state_dict({**text.state_dict(), "consumed_batches": 5})
     assert re.search("corpus_hash was .* and is recall-8-64-64", capsys.readouterr().err)
     assert (text.consumed_batches, recall.consumed_batches) == (4, 5)
@@ -198,14 +198,14 @@ def test_checkpoints_say_how_to_read_their_tokens(make_data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 1}, "seq_len=1: allowed is 2 or more"),
-        ({"batch_size": 0}, "batch_size=0: allowed is 1 or more"),
-        ({"seed": -1}, "seed=-1: allowed is 0 or more"),
-        ({"val_batches": 0}, "data.val_batches=0: allowed is 1 or more"),
-        ({"val_tokens": 1}, "data.val_tokens=1: allowed is 2 or more"),
-        ({"num_workers": -1}, "data.num_workers=-1: allowed is 0 or more"),
-        ({"val_fraction": 1.0}, "data.val_fraction=1.0: allowed is a number between 0 and 1"),
-        ({"packing": "tight"}, "data.packing='tight': allowed are best_fit, concat"),
+        ({"seq_len": 1}, "seq_len=1: must be 2 or greater"),
+        ({"batch_size": 0}, "batch_size=0: must be 1 or greater"),
+        ({"seed": -1}, "seed=-1: must be 0 or greater"),
+        ({"val_batches": 0}, "data.val_batches=0: must be 1 or greater"),
+        ({"val_tokens": 1}, "data.val_tokens=1: must be 2 or greater"),
+        ({"num_workers": -1}, "data.num_workers=-1: must be 0 or greater"),
+        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be between 0 and 1"),
+        ({"packing": "tight"}, "data.packing='tight': must be one of best_fit, concat"),
     ],
 )
 def test_impossible_options_are_named(make_data, options, message):
@@ -263,7 +263,7 @@ def test_a_loader_of_a_loop_of_ones_own_is_a_dataloader_that_continues(make_data
     assert isinstance(loader, DataLoader) and isinstance(data.val_dataloader(), DataLoader)
     seen = list(islice(loader, 4))
     assert data.consumed_batches == 4
-    seen += islice(loader, 2)  # of the same loader, another iteration
+    seen += islice(loader, 2)  # another iteration over the same loader
     state = data.state_dict()
     other = make_data()
     other.load_state_dict(state)
@@ -279,7 +279,7 @@ def test_a_loader_of_a_loop_of_ones_own_leaves_the_random_state_alone(make_data)
 
 
 def test_given_ranks_win(make_data):
-    """Ranks of a context-parallel group have the same rows, whatever the Trainer's ranks are."""
+    """The ranks of a context-parallel group get the same rows, independent of the Trainer's ranks."""
     shares = [make_data(batch_size=2, rank=rank, world_size=2) for rank in (0, 1)]
     alone = make_data(batch_size=4)
     for data in shares:
@@ -292,7 +292,7 @@ def test_given_ranks_win(make_data):
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ({"rank": 1}, "rank=1 world_size=None: give both, or neither"),
+        ({"rank": 1}, "rank=1 world_size=None: must be both given, or neither"),
         ({"rank": 2, "world_size": 2}, "rank=2: must be from 0 to below world_size=2"),
         ({"rank": -1, "world_size": 2}, "rank=-1: must be from 0 to below world_size=2"),
     ],
@@ -318,5 +318,5 @@ def test_under_fabric_two_ranks_have_the_rows_of_one(make_data, tmp_path):
     expected = sorted(row.tolist() for batch in alone.val_dataloader() for row in batch["tokens"])
     assert [row for row in rows if set(row) != {258}] == [row for row in expected if set(row) != {258}]
     assert ranks[0]["consumed"] == ranks[1]["consumed"] == 6
-    assert torch.equal(ranks[0]["weight"], ranks[1]["weight"])  # Fabric's DDP has averaged their gradients
+    assert torch.equal(ranks[0]["weight"], ranks[1]["weight"])  # Fabric's DDP averaged their gradients
     assert not torch.equal(ranks[0]["loss"], ranks[1]["loss"])

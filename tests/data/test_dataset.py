@@ -1,4 +1,4 @@
-"""Rows and batches against the documents that they are made of."""
+"""Compares rows and batches with the documents in them."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ PAD = 258
 
 
 class MemoryCache:
-    """The tokens of a cache, from memory."""
+    """Stands in for a token cache, with tokens in memory."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens

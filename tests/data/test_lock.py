@@ -15,7 +15,7 @@ FLOCK = fcntl.flock
 
 @contextmanager
 def asked_for(path: Path):
-    """A function that tells whether one who opened `path` at the beginning of the block could lock it now."""
+    """A function that returns whether a process that opened `path` at the beginning of the block could lock it now."""
     with open(path, "ab") as file:
 
         def is_free() -> bool:
@@ -29,7 +29,7 @@ def asked_for(path: Path):
 
 
 def first_time(monkeypatch, act) -> None:
-    """Has `act` run before the first lock is asked for."""
+    """Calls `act` before the first lock is requested."""
     actions = [act]
 
     def flock(file, operation) -> None:

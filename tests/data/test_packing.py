@@ -72,7 +72,7 @@ def test_capacity_counts_the_tail(lengths, seq_len):
 def test_standard_library_packs_with_99_percent(stdlib_lengths, seq_len):
     index = pack(stdlib_lengths, seq_len)
     least_rows = -(-int(stdlib_lengths.sum()) // seq_len)
-    # Of a library so small that the last row alone leaves more than 1 % empty, the least number of rows is asked.
+    # In a library so small that the last row alone leaves more than 1 % empty, the number of rows must be minimal.
     assert index.efficiency >= min(0.99, stdlib_lengths.sum() / (least_rows * seq_len))
 
 
@@ -80,10 +80,10 @@ def test_half_a_million_documents_pack_in_seconds():
     lengths = np.random.default_rng(0).lognormal(7, 1.3, size=500_000).astype(np.int64) + 2
     began = time.perf_counter()
     index = pack(lengths, 16_384)
-    assert time.perf_counter() - began < 60  # quadratic time would be hours
+    assert time.perf_counter() - began < 60  # quadratic time would take hours
     assert index.efficiency > 0.99
 
 
 def test_unknown_packing_is_named():
-    with pytest.raises(ValueError, match="data.packing='worst_fit': allowed are best_fit, concat"):
+    with pytest.raises(ValueError, match="data.packing='worst_fit': must be one of best_fit, concat"):
         pack(np.array([3]), 8, "worst_fit")

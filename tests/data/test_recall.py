@@ -1,4 +1,4 @@
-"""Associative recall: answers known, rows pure, and a small transformer learns it."""
+"""Associative recall: answers are correct, rows are pure functions, and a small transformer learns the task."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_accuracy_counts_answers_only():
 
 
 def test_impossible_counts_are_named():
-    with pytest.raises(ValueError, match="data.n_pairs=65: allowed is 1 to n_keys=64"):
+    with pytest.raises(ValueError, match="data.n_pairs=65: must be from 1 to n_keys=64"):
         RecallCorpus(n_pairs=65)
     with pytest.raises(ValueError, match="n_keys \\+ n_values ≤ 256"):
         RecallCorpus(n_keys=200, n_values=64)

@@ -1,4 +1,4 @@
-"""A run that stops and goes on sees the batches of one that never stopped, with Lightning's own Trainer."""
+"""A resumed run gets the same batches as an uninterrupted one, with Lightning's own Trainer."""
 
 import lightning
 import pytest
@@ -10,7 +10,7 @@ from tests.data.conftest import random_texts
 
 
 class Recorder(lightning.LightningModule):
-    """Keeps the tokens of every batch, by the optimizer step that they went into."""
+    """Stores the tokens of every batch, by optimizer step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Recorder(lightning.LightningModule):
 
 
 class StopAtBatch(Callback):
-    """Saves a checkpoint in on_train_batch_end of a batch, counted in the whole of the run, and stops there."""
+    """Saves a checkpoint in `on_train_batch_end` of a batch, counted over the whole run, and stops there."""
 
     def __init__(self, batch: int, path) -> None:
         self.batch, self.path = batch, path
@@ -64,7 +64,7 @@ def test_resumed_batches_are_those_of_an_uninterrupted_run(make_data, tmp_path, 
     texts = random_texts(60, 150)
     assert 8 * 3 < make_data(texts).info["train"]["rows"] < 30 * 3
     whole = fit(make_data(texts), tmp_path, steps=20, accumulate_grad_batches=2, **options)
-    # With five batches to an epoch of Lightning's, its last step has one: a stop where a step is done, at any rate.
+    # With five batches per Lightning epoch, the epoch's last step has one batch: the stop must be after a step.
     if "limit_train_batches" in options:
         stop = {2: 4, 8: 10, 30: 29}[stop]
     path = tmp_path / "stop.ckpt"
@@ -81,11 +81,11 @@ def test_resumed_batches_are_those_of_an_uninterrupted_run(make_data, tmp_path, 
 def test_a_stop_in_the_middle_of_an_accumulation_repeats_its_batches(make_data, tmp_path, stop, options):
     path, options = tmp_path / "stop.ckpt", {"accumulate_grad_batches": 3, **options}
     whole = fit(make_data(), tmp_path, steps=6, **options)
-    # Where an epoch has 8 batches, its third step has two of them; batch 11 is then the third of the fourth step.
+    # With 8 batches per epoch, the epoch's third step has two; batch 11 is then the third batch of the fourth step.
     stop -= "limit_train_batches" in options and stop == 11
     fit(make_data(), tmp_path, steps=6, callbacks=[StopAtBatch(stop, path)], **options)
     resumed = fit(make_data(), tmp_path, steps=6, resume=path, **options)
-    # Batches since the last step were seen, but their gradients are lost.
+    # The batches after the last step were read, but their gradients are lost.
     done = [step for step, _ in whole].index(whole[stop - 1][0])
     assert 0 < stop - done < 3 and resumed == whole[done:]
 
@@ -162,7 +162,7 @@ def test_a_trainer_with_a_distributed_sampler_of_its_own_leaves_batches_alone(ma
 
 
 class Planning(Recorder):
-    """Asks for the length of training, for which Lightning wants the loader before it has restored its counts."""
+    """Reads `estimated_stepping_batches`, for which Lightning requests the loader before it restores its counts."""
 
     def configure_optimizers(self):
         self.planned = self.trainer.estimated_stepping_batches
@@ -179,7 +179,7 @@ def test_the_length_of_training_in_epochs_changes_no_resumed_batch(make_data, tm
     fit(make_data(), tmp_path, module=Planning(), callbacks=[StopAtBatch(stop, path)], **options)
     resumed = fit(make_data(), tmp_path, module=Planning(), resume=path, **options)
     done = stop
-    if accumulate > 1 and stop % 8 % 3:  # batches since the last step are seen again
+    if accumulate > 1 and stop % 8 % 3:  # batches after the last step are read again
         done = [step for step, _ in whole].index(whole[stop - 1][0])
     assert resumed == whole[done:]
 
@@ -202,7 +202,7 @@ def test_stopping_twice_with_epochs_alone(make_data, tmp_path):
 
 
 def test_data_restored_after_the_strategy_is_set_up_begin_at_the_resumed_batch(make_data, tmp_path):
-    """Strategies that shard weights restore checkpoints when optimizers, and with them loaders, are there."""
+    """Strategies that shard weights restore a checkpoint after they have created optimizers and loaders."""
 
     class Late(SingleDeviceStrategy):
         restore_checkpoint_after_setup = True
@@ -217,7 +217,7 @@ def test_data_restored_after_the_strategy_is_set_up_begin_at_the_resumed_batch(m
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_overfit_batches_repeats_the_first_batches(make_data, tmp_path, accumulate):
-    """As long as the run lasts, and where one resumes in the middle of an epoch."""
+    """In all epochs, and after resuming in the middle of an epoch."""
     first = [tokens for _, tokens in fit(make_data(), tmp_path, steps=4)]
     options = {"overfit_batches": 4, "accumulate_grad_batches": accumulate}
     seen = fit(make_data(), tmp_path, steps=12 // accumulate, **options)
@@ -232,7 +232,7 @@ def test_overfit_batches_of_one_is_the_same_batch_at_every_step(make_data, tmp_p
     assert len(seen) == 6 and all(tokens == seen[0][1] for _, tokens in seen)
 
 
-NEVER = "data: training batches have no end, so the end of an epoch never comes and nothing is validated"
+NEVER = "data: training batches are endless, so an epoch never ends and nothing is validated"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of files in every format: their text, whatever other columns hold, and where in the file it is."""
+"""Rows of files in every format: their text, with any content in other columns, and their place in the file."""
 
 import csv
 import gzip
@@ -68,7 +68,7 @@ FORMATS = {
 
 
 def compress(content: bytes, suffix: str) -> bytes:
-    if suffix == ".zst":  # two frames after one another, as parallel compressors write them
+    if suffix == ".zst":  # two frames, as parallel compressors write them
         codec, half = pyarrow.Codec("zstd"), len(content) // 2
         return bytes(codec.compress(content[:half])) + bytes(codec.compress(content[half:]))
     return gzip.compress(content) if suffix == ".gz" else content
@@ -159,7 +159,7 @@ def test_parquet_columns_of_every_text_type(tmp_path, kind):
 
 def test_parquet_columns_that_are_no_text(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", text=[1, 2])
-    with pytest.raises(ValueError, match="data.text_field=text: row 0 of .*x.parquet holds int64, allowed is text"):
+    with pytest.raises(ValueError, match="data.text_field=text: row 0 of .*x.parquet holds int64: must be text"):
         texts(path)
     with pytest.raises(ValueError, match="data.text_field=body: .*x.parquet has only text"):
         texts(path, text_field="body")
@@ -217,12 +217,12 @@ def test_places_are_those_of_the_file(tmp_path):
     ("name", "content", "message"),
     [
         ("x.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "cannot be read as jsonl: line 3: Expecting ',' delimiter"),
-        ("x.jsonl", b'{"text": "a"}\n[1]\n', "text_field=text: line 2 of .*x.jsonl is a list, allowed are objects"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": ["b"]}\n', "text_field=text: line 2 of .*x.jsonl holds list, allowed is"),
+        ("x.jsonl", b'{"text": "a"}\n[1]\n', "text_field=text: line 2 of .*x.jsonl is a list: must be an object"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": ["b"]}\n', "text_field=text: line 2 of .*x.jsonl holds list: must be"),
         ("x.jsonl", b'{"text": "a", "o": ' + b"[" * 100_000, "cannot be read as jsonl: line 1: nested too deeply"),
         ("x.json", b'[{"text": "a"}, {"text": "b"]', "cannot be read as json: row 1: Expecting ',' delimiter"),
         ("x.json", b'[{"text": "a"}', "cannot be read as json: the list has no end after row 0"),
-        ("x.json", b'["a"]', "data.text_field=text: row 0 of .*x.json is text, allowed are objects with that key"),
+        ("x.json", b'["a"]', "data.text_field=text: row 0 of .*x.json is text: must be an object with this key"),
         ("x.json", b"version https://git-lfs.github.com", "x.json cannot be read as json: row 0: Expecting value"),
         ("x.csv", b'text\na\n"b', "cannot be read as csv: line 3: unexpected end of data"),
         ("x.csv", b"id;text\n1;a\n", "data.text_field=text: .*x.csv has only id;text"),
@@ -256,7 +256,7 @@ def test_a_folder_keeps_what_has_text_and_says_what_has_none(tmp_path, capsys):
         (tmp_path / name).write_text(content)
     assert texts(tmp_path) == [b"a", b"b"]
     assert said(capsys) == ["data: data.text_field=text: files without it, not read: numbers.csv, package.json"]
-    # Not where they are what was asked for.
+    # A file that is given by name raises instead.
     for path in (tmp_path / "package.json", [tmp_path / "a.txt", tmp_path / "package.json"]):
         with pytest.raises(ValueError, match="data.text_field=text: .*package.json has only name"):
             list(TextCorpus(path).documents())
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
 
 
 def test_rows_in_replace_or_skip_are_another_corpus_than_before(tmp_path):
-    """Caches of an earlier version hold other rows of such a file; caches of one that is UTF-8 are found again."""
+    """The fingerprint changes for rows that earlier versions read differently, and stays the same for UTF-8."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     prints = {errors: TextCorpus(tmp_path, errors=errors).fingerprint() for errors in ("strict", "replace", "skip")}
 

@@ -1,4 +1,4 @@
-"""What a search through folders finds, in which order, and what it says of the rest."""
+"""Searching folders: which files are found, in which order, and what is said about skipped ones."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def said(capsys) -> list[str]:
 
 @pytest.fixture
 def deny(monkeypatch):
-    """Makes folders that the system does not let us read; permissions do not bind the administrator."""
+    """Makes folders that we may not read; skips the test for root, which may read everything."""
     denied, scandir, access = set(), os.scandir, os.access
 
     def scan(folder="."):
@@ -42,9 +42,9 @@ def deny(monkeypatch):
 def test_folders_behind_links_are_read_once(tmp_path, capsys, pattern):
     root = write(tmp_path / "root", "b/one.txt", "two.txt")
     write(tmp_path / "elsewhere", "sub/three.txt")
-    (root / "a").symlink_to(root / "b")  # its target has an entry of its own
+    (root / "a").symlink_to(root / "b")  # the search also finds the target itself
     (root / "c").symlink_to(tmp_path / "elsewhere")
-    (root / "d").symlink_to(tmp_path / "elsewhere/sub")  # read already, one link further up
+    (root / "d").symlink_to(tmp_path / "elsewhere/sub")  # already read by a path with fewer links
     (tmp_path / "elsewhere/up").symlink_to(tmp_path / "root")
     (root / "loop").symlink_to(root)
     assert keys(f"{root}{pattern}") == ["b/one.txt", "c/sub/three.txt", "two.txt"]

@@ -1,4 +1,4 @@
-"""Signals to a run reach its workers, too: they leave them to the main process, which alone ends them."""
+"""Signals to a run also reach its workers: they ignore them, and only the main process ends them."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def children() -> list[int]:
-    """The processes that this one has started, and that run."""
+    """The running child processes."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -65,7 +65,7 @@ def test_a_signal_that_workers_receive_ends_no_worker(batches, number, monkeypat
 
 
 def test_a_sigterm_of_the_main_process_ends_a_worker(batches):
-    """PyTorch ends workers so that do not end by themselves, and waits for them at the interpreter's exit."""
+    """PyTorch ends workers this way if they do not end by themselves, and waits for them at the interpreter's exit."""
     _, workers = batches
     os.kill(workers[0], signal.SIGTERM)
     deadline = time.monotonic() + 30
@@ -76,7 +76,7 @@ def test_a_sigterm_of_the_main_process_ends_a_worker(batches):
 
 
 def test_the_main_process_hears_signals_again(batches):
-    """Also one that came while workers were being started."""
+    """Also a signal that arrived while workers were being started."""
     assert not set(STOPPING) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -96,7 +96,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("end", ["error", "kill"])
 def test_no_worker_outlives_the_main_process(end):
-    """One that ignored every SIGTERM would be waited for without end, and keep its run's output open."""
+    """The interpreter would wait forever for a worker that ignores every SIGTERM, which keeps the output open."""
     process = subprocess.Popen(
         [sys.executable, "-c", EXITS, end],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -1,4 +1,4 @@
-"""Which tokens begin and end documents: what the files say, special tokens by their usual names, or a refusal."""
+"""Which tokens begin and end documents: from files, by the usual names of special tokens, or an error."""
 
 import json
 import re
@@ -45,11 +45,11 @@ def ids(path, **options):
         ({"config": {"eos_token_id": 258, "bos_token_id": 256}}, (256, 258)),
         ({"config": {"eos_token_id": [259, 258], "bos_token_id": 256}}, (256, 259)),
         ({"special_tokens_map": {"eos_token": "<|endoftext|>", "bos_token": "<s>"}}, (256, 258)),
-        # Each file has its say before the next one.
+        # The first file that names a token decides.
         ({"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": 258}}, (None, 259)),
         ({"config": {"eos_token_id": 258}, "special_tokens_map": {"eos_token": "<|im_end|>"}}, (256, 258)),
         ({"tokenizer_config": {"model_max_length": 512}, "config": {"eos_token_id": 258}}, (256, 258)),
-        # The ids that transformers writes where nobody gave any name ordinary tokens.
+        # The default ids that transformers writes are ordinary tokens.
         ({"config": {"eos_token_id": 2, "bos_token_id": 1}, "special_tokens_map": {"eos_token": "</s>"}}, (256, 257)),
         # One token between two documents is enough.
         ({"tokenizer_config": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}}, (None, 258)),
@@ -72,7 +72,7 @@ def test_tokens_that_are_given_win(folder):
     assert ids(path, eos="<|im_end|>") == (256, 259)
     assert ids(path, bos="<|im_end|>") == (259, 258)
     assert ids(path, bos="") == (None, 258)
-    assert ids(path, eos="a") == (256, JsonTokenizer(path).encode("a")[0])  # an ordinary token, as asked
+    assert ids(path, eos="a") == (256, JsonTokenizer(path).encode("a")[0])  # an ordinary token, given by the caller
 
 
 def test_ordinary_tokens_are_not_taken_by_their_names(tmp_path):
@@ -122,13 +122,13 @@ def test_a_begin_token_that_is_not_known_can_be_given_or_left_out(folder, specia
 
 @pytest.mark.parametrize("name", ["eos", "bos"])
 def test_a_token_that_is_given_must_be_in_the_vocabulary(folder, name):
-    with pytest.raises(ValueError, match=rf"data\.{name}=<end>: is no token of the vocabulary of .*; give") as refusal:
+    with pytest.raises(ValueError, match=rf"data\.{name}=<end>: is not in the vocabulary of .*; give") as refusal:
         JsonTokenizer(folder(config={"eos_token_id": 259}), **{name: "<end>"})
     assert "<|im_end|>" in str(refusal.value)
 
 
 def test_special_tokens_beyond_the_embeddings_of_a_model_are_not_used(folder):
-    """Fine-tuned models come with a pad token that was added to the tokenizer alone."""
+    """In fine-tuned models, a pad token was often added to the tokenizer but not to the embeddings."""
     path = folder(
         ["<s>", "</s>", "<pad>"], tokenizer_config={"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     )

@@ -1,4 +1,4 @@
-"""A corpus that is tokenised as it is read: the rows hold every document, and a resumed run reads on."""
+"""A corpus that is tokenised while it is read: rows hold every document, and a resumed run continues."""
 
 import csv
 import json
@@ -20,12 +20,12 @@ from tests.data.test_resume import StopAtBatch, fit
 from tests.data.test_text import write_parquet
 
 SEQ_LEN = 16
-TEXTS = random_texts(2000, 30, seed=5)  # chunks of 4,096 tokens, that is, of 256 documents
+TEXTS = random_texts(2000, 30, seed=5)  # chunks of 4,096 tokens, which is 256 documents
 
 
 @dataclass
 class StreamedList(ListCorpus):
-    """Texts that are streamed; notes which were read, from which positions."""
+    """Streams texts; records which were read, and from which positions."""
 
     texts: list[bytes] = field(default_factory=lambda: TEXTS)
     read: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ def test_the_first_batch_needs_the_first_chunk_alone(tmp_path):
     assert corpus.read == list(range(256))
     rows = data.info["train"]["rows"]
     list(islice(batches, rows // 3))
-    assert corpus.read == list(range(512)) and corpus.opened == [0]  # read on, not opened again
+    assert corpus.read == list(range(512)) and corpus.opened == [0]  # the stream continued and was not opened again
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
@@ -171,7 +171,7 @@ def test_a_resumed_run_reads_on_where_it_was(tmp_path, stop, keep_cache):
         shutil.rmtree(tmp_path / "1")
     corpus = StreamedList()
     assert fit(make(tmp_path / "1", corpus), tmp_path, steps=stop + 20, resume=path) == whole[stop:]
-    # Of the chunks before the one that it was in, only the first is read again, which has the validation documents.
+    # Of the earlier chunks, only the first is read again, because it has the validation documents.
     assert (len(corpus.read) <= 4 * 256 and len(corpus.opened) <= 3) if not keep_cache else corpus.read == []
 
 
@@ -231,9 +231,9 @@ def test_resuming_with_and_without_streaming_is_a_line(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("streaming was False and is True\n")
 
 
-@pytest.mark.parametrize("n", [1, 2, 256, 512, 513])  # one document alone; chunks that end where the corpus does
+@pytest.mark.parametrize("n", [1, 2, 256, 512, 513])  # a single document; corpora that end with a chunk
 def test_corpora_that_end_at_a_chunk_or_are_tiny(tmp_path, n):
-    texts = [b"%09d abcdef" % i for i in range(n)]  # as long as a row: 256 are a chunk
+    texts = [b"%09d abcdef" % i for i in range(n)]  # each as long as a row: 256 make a chunk
     data = make(tmp_path, StreamedList(texts), batch_size=1)
     batches = list(islice(data.train_dataloader(), 2 * n + 3))
     assert all(batch["tokens"].shape == (1, SEQ_LEN) for batch in batches)
@@ -283,7 +283,7 @@ def write_rows(folder: Path, kind: str) -> None:
             (folder / f"train-{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])  # the last through `datasets`, as a set of the hub
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])  # csv goes through `datasets`, like a data set on the hub
 def test_a_stream_of_the_hub_goes_on_at_its_position(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     write_rows(tmp_path / "set", kind)

@@ -98,5 +98,5 @@ def test_mistakes_are_named(tmp_path):
         JsonTokenizer(tmp_path / "other.json")
     with pytest.raises(ValueError, match="no end-of-document token"):
         JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["<s>"]))
-    with pytest.raises(ValueError, match="data.errors='ignore': allowed are strict, replace, skip"):
+    with pytest.raises(ValueError, match="data.errors='ignore': must be one of strict, replace, skip"):
         JsonTokenizer(tmp_path / "t.json", errors="ignore")

@@ -1,4 +1,4 @@
-"""Steps of `FusedAdamW` beside PyTorch's. As a script: in Triton's interpreter, asked for before Triton is imported."""
+"""Compares `FusedAdamW` with PyTorch's AdamW. As a script, it runs in Triton's interpreter."""
 
 import copy
 import os
@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from flash_train.training import fused_adamw
 from flash_train.training.fused_adamw import FusedAdamW
 
-SHAPES = [(64, 129), (7,), (40, 1), (1,), (3000,)]  # blocks that are whole, and that are not
+SHAPES = [(64, 129), (7,), (40, 1), (1,), (3000,)]  # with whole and partial blocks
 DECAYED, KEPT = (0, 2, 4), (1, 3)
 SETTINGS = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
-LAGGARD = 3  # has a gradient once only, so that its bias corrections lag behind
+LAGGARD = 3  # gets a gradient only once, so its bias corrections differ from the others'
 
 
 def errors(device: str, dtype: torch.dtype, *, aligned: bool = True) -> tuple[float, float]:
-    """Of the weights after four steps, ours and those of PyTorch's fused step of the same dtype, relative to what the
-    steps change in fp64."""
+    """Errors of the weights after four steps: ours, and PyTorch's fused step in the same dtype.
+
+    Both are relative to the change of the weights in fp64.
+    """
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     ours = [nn.Parameter(_placed(start, device, aligned)) for start in starts]
@@ -33,13 +35,13 @@ def errors(device: str, dtype: torch.dtype, *, aligned: bool = True) -> tuple[fl
         scale = 4.0 if step else 1.0
         for i, shape in enumerate(SHAPES):
             gradient = torch.randn(shape, generator=generator).to(dtype)
-            if i == 0 and step == 2:  # laid out otherwise than its weight
+            if i == 0 and step == 2:  # with other strides than its weight
                 gradient = gradient.T.contiguous().T
             present = i != LAGGARD or step == 1
             ours[i].grad = gradient.to(device) if present else None
             same[i].grad = (gradient / scale).contiguous().to(device) if present else None
             exact[i].grad = gradient.double() / scale if present else None
-        if step == 3:  # as from a checkpoint of PyTorch's own fused step, which counts on the device
+        if step == 3:  # as in a checkpoint from PyTorch's fused step, which counts steps on the device
             saved = fused.state_dict()
             for state in saved["state"].values():
                 state["step"] = state["step"].to(device)
@@ -64,7 +66,7 @@ def _groups(weights: list[nn.Parameter]) -> list[dict]:
 
 
 def _placed(start: Tensor, device: str, aligned: bool) -> Tensor:
-    """A copy on the device; unaligned, one element into its memory."""
+    """A copy on the device; if not aligned, it starts one element into its memory."""
     memory = torch.empty(start.numel() + 8, dtype=start.dtype, device=device)
     return memory[0 if aligned else 1 :][: start.numel()].view(start.shape).copy_(start)
 
@@ -88,18 +90,19 @@ def two(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def check_checkpoints() -> None:
-    """Our state goes on in PyTorch's optimizer, and PyTorch's, whatever its strides, in ours."""
+    """PyTorch's optimizer continues from our state, and ours from PyTorch's state with any strides."""
     for first, second in ((FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)):
         weights = two()
-        begun = first(weights, **SETTINGS)
-        stepped(weights, begun, 2)
-        saved = begun.state_dict()
+        original = first(weights, **SETTINGS)
+        stepped(weights, original, 2)
+        saved = original.state_dict()
         copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
-        laid_out = _turned if second is FusedAdamW else torch.clone  # PyTorch's own, fused, takes them as contiguous
-        saved["state"] = {i: {k: laid_out(v) for k, v in state.items()} for i, state in saved["state"].items()}
+        # PyTorch's fused step assumes contiguous averages; ours must take any strides.
+        copy_state = _transposed if second is FusedAdamW else torch.clone
+        saved["state"] = {i: {k: copy_state(v) for k, v in state.items()} for i, state in saved["state"].items()}
         other = second(copies, **SETTINGS)
         other.load_state_dict(saved)
-        for ours, theirs in zip(stepped(weights, begun), stepped(copies, other), strict=True):
+        for ours, theirs in zip(stepped(weights, original), stepped(copies, other), strict=True):
             torch.testing.assert_close(ours, theirs)
     for name in ("amsgrad", "maximize"):
         weights = two()
@@ -108,7 +111,7 @@ def check_checkpoints() -> None:
         _raises(lambda p=plain: FusedAdamW(two(), **SETTINGS).load_state_dict(p.state_dict()), f"AdamW with {name}")
 
 
-def _turned(x: Tensor) -> Tensor:
+def _transposed(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT if x.dim() == 2 else x.clone()
 
 
@@ -133,18 +136,18 @@ def check_mistakes() -> None:
 
 
 def check_laggards() -> None:
-    """Weights that have their first gradient later do not have the blocks laid out anew at every step."""
+    """A weight that gets its first gradient later does not make every step build the block table again."""
     weights, built = two(), []
     optimizer = FusedAdamW(weights, **SETTINGS)
-    lay_out = fused_adamw._Blocks.of
-    fused_adamw._Blocks.of = lambda *arguments: built.append(1) or lay_out(*arguments)
+    build_table = fused_adamw._BlockTable.of
+    fused_adamw._BlockTable.of = lambda *arguments: built.append(1) or build_table(*arguments)
     try:
         for step in range(8):
             for i, weight in enumerate(weights):
                 weight.grad = torch.ones_like(weight) if i == 0 or step > 2 else None
             optimizer.step()
     finally:
-        fused_adamw._Blocks.of = lay_out
+        fused_adamw._BlockTable.of = build_table
     assert len(built) == 2, built
 
 
@@ -154,7 +157,7 @@ def _raises(call, words: str) -> None:
     except ValueError as error:
         assert words in str(error), error
     else:
-        raise AssertionError(f"nothing said {words}")
+        raise AssertionError(f"no error says {words}")
 
 
 def main() -> int:

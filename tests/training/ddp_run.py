@@ -1,4 +1,4 @@
-"""Four micro-batches a step, by one process or by two ranks with two each; as a script, by two ranks."""
+"""Four micro-batches per step, on one process or on two ranks with two each; as a script, on two ranks."""
 
 import json
 import sys

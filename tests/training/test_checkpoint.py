@@ -1,4 +1,4 @@
-"""Checkpoints: which are kept, how they are written and read, and what is refused."""
+"""Checkpoints: which ones are kept, how they are written and read, and what is refused."""
 
 import errno
 import io
@@ -19,7 +19,7 @@ def names(folder):
 
 
 def test_after_going_back_the_new_branch_is_the_newest(tmp_path):
-    """Steps that lie further on stay, and do not count as newest, whatever the times of the files."""
+    """Checkpoints of later steps stay, but the newest is of the resumed branch, whatever the files' times are."""
     tiny_trainer(tmp_path, max_steps=8, checkpoint_every=2, keep_checkpoints=3).fit(
         tiny_module(), datamodule=TinyData()
     )
@@ -32,7 +32,7 @@ def test_after_going_back_the_new_branch_is_the_newest(tmp_path):
     for i, name in enumerate(names(folder)):  # as after a copy
         os.utime(folder / name, (i, i))
     assert newest_checkpoint(folder).name == "step-000005.ckpt"
-    # The next run continues that branch, and overwrites the old one as it reaches its steps.
+    # The next run continues this branch and overwrites the old branch when it reaches its steps.
     trainer = tiny_trainer(tmp_path, max_steps=8, checkpoint_every=1, keep_checkpoints=2)
     trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=newest_checkpoint(folder))
     assert names(folder) == ["step-000007.ckpt", "step-000008.ckpt"]
@@ -40,7 +40,7 @@ def test_after_going_back_the_new_branch_is_the_newest(tmp_path):
 
 
 def test_the_last_step_is_the_newest_whatever_the_clock_says(tmp_path):
-    """Times go backwards while a run writes: nothing newer is removed."""
+    """If the clock goes backwards during a run, no newer checkpoint is removed."""
     folder = tmp_path / "checkpoints"
     clock = iter(range(100, 0, -1))
 
@@ -57,10 +57,10 @@ def test_the_last_step_is_the_newest_whatever_the_clock_says(tmp_path):
 
 
 def test_a_checkpoint_of_a_later_step_is_never_removed(tmp_path):
-    """Even one that cannot be read, and with a new run that starts in the folder."""
+    """Also one that cannot be read, and also by a new run in the same folder."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (folder / ".step-000100.ckpt.1-ab.tmp").touch()  # a run was killed as it wrote
+    (folder / ".step-000100.ckpt.1-ab.tmp").touch()  # from a run that was killed while it wrote
     for step in (100, 200):
         (folder / f"step-{step:06d}.ckpt").touch()
     tiny_trainer(tmp_path, max_steps=2, keep_checkpoints=1).fit(tiny_module(), datamodule=TinyData())
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_a_later_step_is_never_removed(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_passed_over_whatever_the_damage(tmp_path):
-    """Files cut off at any place, and bytes changed where PyTorch reads: its errors there are of many types."""
+    """Files cut off anywhere, and changed bytes where PyTorch reads; PyTorch raises many types of errors for them."""
     draw, saver = random.Random(0), AtomicCheckpointIO()
     for step in (1, 2):
         values = {"global_step": step, "values": [torch.ones(9), {"a": 1}] * 20}
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over_whatever_the_damage(tmp_path):
             damaged[draw.randrange(1000)] = draw.randrange(256)
         path.write_bytes(whole[: draw.randrange(len(whole))] if i % 2 else damaged)
         unreadable += newest_checkpoint(tmp_path).name == "step-000001.ckpt"
-    assert unreadable > 100  # changed bytes may be names or numbers, and then nothing tells
+    assert unreadable > 100  # changed bytes in names or numbers can go unnoticed
 
 
 def test_none_that_can_be_read(tmp_path):
@@ -96,7 +96,7 @@ def full_disk(*arguments):
 
 
 class Small(io.FileIO):
-    """A file on a disk that has room for so many bytes."""
+    """A file on a disk with room for a given number of bytes."""
 
     room = 100_000
 
@@ -106,7 +106,7 @@ class Small(io.FileIO):
 
 
 def test_the_systems_error_is_not_hidden_by_torch(tmp_path):
-    """At the end of the archive, torch raises one of its own."""
+    """While closing the archive, torch raises its own error instead."""
     tensors = {str(i): torch.ones(1000) for i in range(100)}
     with pytest.raises(RuntimeError, match="unexpected pos"), Small(tmp_path / "theirs", "w") as file:
         torch.save(tensors, file)
@@ -115,7 +115,7 @@ def test_the_systems_error_is_not_hidden_by_torch(tmp_path):
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, capsys):
-    """A line; the older checkpoint stays; the next one is written again, and nothing else of the run changes."""
+    """One line is printed, the older checkpoint stays, the next one is written, and the run's numbers do not change."""
     through = tiny_trainer(tmp_path / "through", max_steps=6, checkpoint_every=2)
     through.fit(tiny_module(), datamodule=TinyData())
 
@@ -158,7 +158,7 @@ def test_no_checkpoint_found(tmp_path):
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
 def test_checkpoint_settings_out_of_range(options, tmp_path):
-    with pytest.raises(ValueError, match="=0 is out of range: it must be 1 or greater, or null"):
+    with pytest.raises(ValueError, match="=0: must be 1 or greater, or null"):
         StepCheckpoint(tmp_path, **options)
 
 
@@ -182,7 +182,7 @@ def test_checkpoint_io_refuses(tmp_path):
     io = AtomicCheckpointIO()
     with pytest.raises(FileNotFoundError, match="no checkpoint at .*missing.ckpt"):
         io.load_checkpoint(tmp_path / "missing.ckpt")
-    with pytest.raises(TypeError, match="takes no storage_options"):
+    with pytest.raises(TypeError, match="storage_options={}: must be None"):
         io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
     torch.save({"callable": print}, tmp_path / "unsafe.ckpt")
     with pytest.raises(Exception, match="[Ww]eights.only"):

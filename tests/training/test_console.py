@@ -1,4 +1,4 @@
-"""What a run shows: the progress bar, its lines where there is no terminal, the closing table and sample."""
+"""What a run prints: the progress bar, or lines without a terminal, then the final table and sample."""
 
 import errno
 import io
@@ -52,7 +52,7 @@ def test_lines_without_a_terminal(tmp_path):
 
 
 class Gone(io.StringIO):
-    """A terminal whose other end is gone."""
+    """A terminal that was closed."""
 
     def write(self, text):
         raise OSError(errno.EIO, "Input/output error")
@@ -60,7 +60,7 @@ class Gone(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_that_is_gone_stops_no_training(terminal, tmp_path, monkeypatch):
-    """Nor does a closed pipe, at which rich ends the program."""
+    """Also a closed pipe, at which rich would end the program."""
     monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
     monkeypatch.setattr(sys, "stderr", Gone())
     monkeypatch.setattr(sys, "stdout", Gone())
@@ -71,7 +71,7 @@ def test_a_terminal_that_is_gone_stops_no_training(terminal, tmp_path, monkeypat
 
 
 def test_a_step_is_shown_after_it_is_saved(tmp_path):
-    """A terminal that blocks costs nothing that was trained."""
+    """A terminal that blocks loses no training steps."""
     screen, folder = console(terminal=False), tmp_path / "checkpoints"
 
     class Shown(pl.Callback):
@@ -171,7 +171,7 @@ def test_closing_table_needs_the_record(tmp_path):
 
 
 def test_without_a_terminal_lines_go_to_standard_output(tmp_path, capsys):
-    """A pipe or a file has the steps next to what else the command says."""
+    """A pipe or a file gets the steps together with the rest of the command's output."""
     fit(tmp_path, Throughput(), RichProgress())
     out, err = capsys.readouterr()
     assert "step 2/6" in out and "loss" in out

@@ -1,4 +1,4 @@
-"""Two ranks compute what one process computes from the same micro-batches, however the labels are spread."""
+"""Two ranks compute the same as one process from the same micro-batches, however the labels are spread."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ def results(folder: Path) -> tuple[list[dict], dict, dict]:
 
 
 def test_ranks_agree_with_one_process(tmp_path):
-    port = 20000 + os.getpid() % 10000  # below the range of ports that any outgoing connection may take meanwhile
+    port = 20000 + os.getpid() % 10000  # below the range of ports for outgoing connections
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2]), "MASTER_PORT": str(port)}
     command = [sys.executable, SCRIPT, tmp_path / "two"]
     ranks = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -36,10 +36,10 @@ def test_ranks_agree_with_one_process(tmp_path):
     for a, b in zip(one_rows, two_rows, strict=True):
         for name in ("train/loss", "train/gradient_norm"):
             assert float(b[name]) == pytest.approx(float(a[name]), rel=1e-4), name
-        # Both ranks' tokens are counted: 4 micro-batches of 32 a step.
+        # Both ranks' tokens count: 4 micro-batches of 32 per step.
         assert float(b["throughput/tokens_per_second"]) * float(b["time/step_seconds"]) == pytest.approx(128)
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-4)
     assert two["steps"] == 3
     for name, values in one_weights.items():
-        # Adam's first steps have unit size whatever the gradient: only that weights did not drift apart is asked here.
+        # Adam's first steps have unit size for any gradient, so this only checks that the weights did not drift apart.
         assert max(abs(a - b) for a, b in zip(values, two_weights[name], strict=True)) < 2e-3, name

@@ -1,4 +1,4 @@
-"""A disk that is full while a run writes its record: a line, and the run as before; checkpoints: test_checkpoint.py."""
+"""The disk is full while a run writes its record: it prints a line and continues. Checkpoints: test_checkpoint.py."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from flash_train.records.metrics import MetricsTable
 
 
 class Full(pl.Callback):
-    """The disk is full for the record's files from one step on, until another."""
+    """Between two steps, the disk is full for the record's files."""
 
     def __init__(self, patch: pytest.MonkeyPatch, start: int, end: int) -> None:
         self.patch, self.start, self.end = patch, start, end
@@ -30,7 +30,7 @@ def full(*arguments):
 
 
 class cut:
-    """A file that takes half of what is written."""
+    """A file that writes half of every text, then raises."""
 
     def __init__(self, path, *arguments, **named):
         self.file = open(path, *arguments, **named)  # noqa: SIM115
@@ -55,7 +55,7 @@ def losses(run_dir):
 
 @pytest.mark.parametrize("ends", [4, 100])
 def test_rows_are_written_as_soon_as_there_is_room(ends, tmp_path, monkeypatch, capsys):
-    """Half a row is no row, and one line says what is wrong, however many rows are not written."""
+    """Half a row is dropped, and one line says what is wrong, even if several rows cannot be written."""
     through, run_dir = tmp_path / "through", tmp_path / "run"
     tiny_trainer(through, max_steps=6).fit(tiny_module(), datamodule=TinyData())
     trainer = tiny_trainer(run_dir, max_steps=6, checkpoints=False, callbacks=[Full(monkeypatch, 2, ends)])
@@ -75,7 +75,7 @@ def test_rows_are_written_as_soon_as_there_is_room(ends, tmp_path, monkeypatch, 
 
 
 def test_a_checkpoint_is_written_after_the_rows_up_to_it(tmp_path, monkeypatch):
-    """Otherwise a run that is killed then would have lost them."""
+    """Otherwise a run that is killed after the checkpoint would lose them."""
 
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, *arguments):

@@ -1,4 +1,4 @@
-"""On the card: exact resumption, fp16 with a loss scaler, and what is only measured there."""
+"""On a GPU: exact resumption, fp16 with a loss scaler, utilisation and memory."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ def trainer(run_dir, **options):
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
 @pytest.mark.parametrize("stop", [3, 7])
 def test_resume_is_exact(attention, stop, tmp_path):
-    """Dropout 0.1 twice, two micro-batches a step, in mid-epoch and past an epoch's end."""
+    """With both dropouts at 0.1 and two micro-batches per step, within an epoch and after its end."""
     data = {"datamodule": TinyData()}
     trainer(tmp_path / "a", val_every=4).fit(tiny_module(config=CONFIG, attention=attention), **data)
     trainer(tmp_path / "b", val_every=4, stop_after=stop).fit(tiny_module(config=CONFIG, attention=attention), **data)
@@ -54,7 +54,7 @@ def test_every_precision_trains_with_clipping(precision, tmp_path):
     for name in ("fp32", precision):
         trainer(tmp_path / name, precision=name).fit(tiny_module(config=config), datamodule=TinyData())
     expected, found = rows(tmp_path / "fp32"), rows(tmp_path / precision)
-    # The first steps, before rounding has taken the weights apart; fp16's first may overflow, and is then skipped.
+    # Only the first steps: later, rounding makes the weights differ. fp16's first step may overflow and be skipped.
     for name in ("train/loss", "train/gradient_norm"):
         assert float(found[0][name]) == pytest.approx(float(expected[0][name]), rel=0.05), name
     assert float(found[-1]["train/loss"]) < float(found[0]["train/loss"])
@@ -86,7 +86,7 @@ def test_nan_is_found_one_step_later_and_named_exactly(tmp_path):
 
 
 def test_training_between_logged_steps_does_not_wait_for_the_device(tmp_path):
-    """PyTorch raises here at any synchronisation but those that are known: events and logged steps."""
+    """PyTorch raises at every synchronisation except events and logged steps."""
     config = tiny_config(width=64, head_dim=32, mlp_width=128, attention_dropout=0.0, residual_dropout=0.0)
 
     class Watch(NonFiniteLoss):

@@ -1,4 +1,4 @@
-"""A run that ended at a validation: resumed, it does that validation, and closes what was never closed."""
+"""A run that was stopped at a validation runs it when resumed, and completes its record."""
 
 import json
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ class Killed(Exception):
 
 
 class Kill(pl.Callback):
-    """Ends a run in its validation number `count`, at its second batch."""
+    """Stops a run at the second batch of its validation number `count`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -66,7 +66,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(("count", "steps"), [(1, [4, 8, 12]), (2, [8, 12]), (3, [12])])
 def test_a_validation_that_was_killed_is_done_when_the_run_is_resumed(count, steps, whole, tmp_path):
-    """After the last one no step is left, and the run is closed."""
+    """After the last validation no step is left, and the run's record is completed."""
     with pytest.raises(Killed):
         fit(tmp_path, Kill(count))
     (tmp_path / "loss.png").unlink()
@@ -82,7 +82,7 @@ def test_a_validation_that_was_killed_is_done_when_the_run_is_resumed(count, ste
 
 
 def test_a_validation_that_a_signal_cut_short_is_done_when_the_run_is_resumed(whole, tmp_path):
-    """At a step that has no checkpoint of its own: the signal saves one."""
+    """At a step without a due checkpoint: the signal saves one."""
 
     class Signal(pl.Callback):
         def on_validation_batch_start(self, trainer, pl_module, *arguments):
@@ -106,7 +106,7 @@ def test_a_validation_that_stop_after_asked_for_is_done_when_the_run_is_resumed(
 
 
 def test_a_run_that_was_killed_after_its_last_validation_is_closed(whole, tmp_path, monkeypatch):
-    """Its numbers are those in metrics.csv: nothing is computed again."""
+    """Its numbers are in metrics.csv, so nothing is computed again."""
 
     def kill(*arguments, **named):
         raise Killed
@@ -167,7 +167,7 @@ def test_the_checkpoint_says_whether_a_validation_is_due(tmp_path):
 
 def test_a_module_of_ones_own_may_name_its_validation_otherwise(tmp_path):
     record = RunRecord(tmp_path)
-    record.table, record._went_on = MetricsTable(tmp_path / "metrics.csv", up_to_step=4), True
+    record.table, record._is_resumed = MetricsTable(tmp_path / "metrics.csv", up_to_step=4), True
     assert record.lacks_validation(4)
     record.table.write(4, {"train/loss": 2.0})
     assert record.lacks_validation(4)

@@ -1,16 +1,19 @@
-"""Parameter groups, the schedule, and gradients rescaled and clipped in one pass."""
+"""Parameter groups, the schedule, the rescaling and clipping of gradients, and the fused step."""
 
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tiny_run import tiny_config
 from torch import nn
 
+from flash_train.cli.config.schema import OptimizerSchema
 from flash_train.model import Transformer
 from flash_train.profiling.memory.prediction import OPTIMIZER_BLOCK
 from flash_train.training.optimizer import (
@@ -117,7 +120,7 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
 
 
 def test_our_own_step_in_the_interpreter():
-    """As exact as PyTorch's fused step; its checkpoints go both ways, its copies go on, its mistakes are told."""
+    """As accurate as PyTorch's fused step; checkpoints load both ways, copies continue, and misuse raises."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     script = Path(__file__).parent / "adamw_interpreted.py"
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
@@ -156,7 +159,7 @@ def test_rescale_without_any_gradient():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0}, "optimizer.lr=0 is out of range: it must be greater than 0"),
+        ({"lr": 0}, "optimizer.lr=0: must be greater than 0"),
         ({"lr": math.nan}, "optimizer.lr=nan"),
         ({"min_lr_ratio": 1.5}, "between 0 and 1"),
         ({"betas": (0.9, 1.0)}, r"two numbers in \[0, 1\)"),
@@ -175,3 +178,12 @@ def test_config_round_trip():
     assert OptimizerConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match="no setting lrr; it has betas, eps"):
         OptimizerConfig.from_dict({"lrr": 1})
+
+
+def test_defaults_of_the_configuration_are_the_defaults_of_optimizer_config():
+    defaults = OptimizerConfig().to_dict()
+    derived = {"lr", "warmup_steps"}  # null in the configuration: a run derives them from its model and its length
+    schema = asdict(OptimizerSchema())
+    conf = OmegaConf.load(Path(__file__).parents[2] / "conf" / "optimizer" / "adamw.yaml")
+    for values in (schema, OmegaConf.to_container(conf)):
+        assert values == {**defaults, **dict.fromkeys(derived)}

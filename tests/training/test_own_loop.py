@@ -1,4 +1,4 @@
-"""The package's data and module in somebody else's `Trainer`: the README's, one of epochs, test and prediction."""
+"""The package's data and module in a user's own `Trainer`: as in the README, by epochs, for test and prediction."""
 
 import io
 import re
@@ -49,8 +49,8 @@ class Losses(pl.Callback):
 @pytest.mark.parametrize("stop", [3, 5, 7, 8, 12])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_epochs_alone_resume_bit_for_bit(stop, accumulate, make_data, tmp_path):
-    """Only `max_epochs` is given, so the length of training is estimated; stops are in a step, at its end, and past an
-    epoch's."""
+    """With `max_epochs` alone the number of steps is estimated. The run stops within a step, at its end, and after an
+    epoch."""
     options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 5, "accumulate_grad_batches": accumulate}
     options |= {"limit_val_batches": 1, "num_sanity_val_steps": 0}
 
@@ -62,7 +62,7 @@ def test_epochs_alone_resume_bit_for_bit(stop, accumulate, make_data, tmp_path):
         return losses.values, own.state_dict()
 
     whole, weights = run()
-    assert len({loss for _, loss in whole}) == (15 if accumulate == 1 else 10)  # each step has another, or none yet
+    assert len({loss for _, loss in whole}) == (15 if accumulate == 1 else 10)  # one loss per step
 
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
@@ -120,7 +120,7 @@ def test_predictions_are_the_logits_of_each_document(make_data, tmp_path):
         first = batch["lengths"][0]
         with torch.no_grad():
             torch.testing.assert_close(logits[:1, :first], own(batch["tokens"][:1, :first]), rtol=1e-4, atol=1e-5)
-            # As by itself, a document sees nothing of those before it in its row.
+            # A document in a row gives the same result as by itself: it does not see the documents before it.
             start, length = batch["lengths"][0], batch["lengths"][1]
             if start + length <= 64:
                 alone = own(batch["tokens"][:1, start : start + length])

@@ -1,4 +1,4 @@
-"""SLURM's signal before a job's time is over: a checkpoint, and the job queued once more."""
+"""SLURM's signal before the time limit: the run saves a checkpoint and requeues the job."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ JOB = {
 
 
 def fake_scontrol(folder: Path, status: int = 0) -> dict[str, str]:
-    """The environment of a job whose `scontrol` writes its arguments to `folder/asked`."""
+    """The environment of a SLURM job whose `scontrol` appends its arguments to `folder/asked`."""
     program = folder / "bin" / "scontrol"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n[ {status} = 0 ] || echo denied >&2\nexit {status}\n')
@@ -51,7 +51,7 @@ def test_the_signal_saves_at_the_next_step_and_queues_the_job(tmp_path, job, cap
     assert newest_checkpoint(tmp_path / "run" / "checkpoints").name == "step-000003.ckpt"
     assert not list((tmp_path / "run").glob("hpc_ckpt*"))
     assert job.read_text() == "requeue 1234\n"
-    assert "SLURM job 1234: queued once more" in capfd.readouterr().err
+    assert "SLURM job 1234: requeued" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
@@ -114,7 +114,7 @@ def test_the_handler_of_the_signal_is_left_alone_otherwise(how, tmp_path, job, m
 
 
 def test_the_first_rank_queues_the_job_though_another_rank_alone_had_the_signal(job):
-    """Ranks stop at the step after which any of them has it: the first rank's own signal may still be on its way."""
+    """Ranks stop after the step at which any of them has received it; the first rank may receive its signal later."""
 
     class Strategy:
         def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
@@ -136,7 +136,7 @@ def test_it_needs_the_callback_that_stops(tmp_path):
 
 @pytest.mark.parametrize("where", ["on_train_start", "on_train_batch_start", "on_after_backward", "on_train_batch_end"])
 def test_lightnings_own_handler_saves_with_throughput_in_any_hook(where, tmp_path, job):
-    """A `Trainer` without `SlurmRequeue`: the next one begins with the checkpoint of SLURM's signal."""
+    """Without `SlurmRequeue`, the next `Trainer` begins with the checkpoint that Lightning saved at SLURM's signal."""
 
     def at_step_two(self, trainer, pl_module, *rest):
         if trainer.global_step == (0 if where == "on_train_start" else 2):
@@ -155,7 +155,7 @@ def test_lightnings_own_handler_saves_with_throughput_in_any_hook(where, tmp_pat
 
 
 def test_a_queued_run_resumes_bit_for_bit(tmp_path):
-    """One process gets SLURM's signal wherever it is, another resumes it; a third never stops."""
+    """One process gets SLURM's signal at any moment, another resumes the run; a third run never stops."""
     environment = {**os.environ, **fake_scontrol(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(SCRIPT.parents[2])
     run_dir = tmp_path / "run"

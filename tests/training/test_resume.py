@@ -1,4 +1,4 @@
-"""A run that stops and goes on gives the numbers of one that never stopped, bit for bit, with both dropouts at work."""
+"""A resumed run gives the same numbers as an uninterrupted one, bit for bit, with both dropouts active."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("tiny_run.py")
 
 
 def rows(run_dir: Path) -> dict[int, str]:
-    """The text of what must not change, by step."""
+    """The values that must not change, as text, by step."""
     with open(run_dir / "metrics.csv", newline="") as file:
         return {
             int(row["step"]): ",".join(row[f"train/{name}"] for name in ("loss", "gradient_norm", "learning_rate"))
@@ -38,7 +38,7 @@ def unbroken(tmp_path_factory) -> Path:
     return run_dir
 
 
-# 3: in mid-epoch. 4: where a validation is due. 5: an epoch's end. 7: in the second epoch. Two stops: at 3, then 5 on.
+# 3: within an epoch. 4: a validation is due. 5: an epoch's end. 7: in the second epoch. Two stops: at 3 and 8.
 @pytest.mark.parametrize("stops", [(3,), (4,), (ROWS // 2,), (7,), (3, 5)], ids=str)
 def test_stop_after_then_resume(stops, unbroken, tmp_path):
     checkpoint = None
@@ -57,7 +57,7 @@ def test_stop_after_then_resume(stops, unbroken, tmp_path):
 
 
 def test_dropout_and_data_matter(unbroken, tmp_path):
-    """The comparison above would notice: another seed of the dropout, or data begun anew, changes the losses."""
+    """The comparison above detects errors: another dropout seed, or data from the beginning, changes the losses."""
     tiny_trainer(tmp_path, val_every=4, seed=1, max_steps=12, stop_after=2).fit(tiny_module(), datamodule=TinyData())
     assert rows(tmp_path)[1] != rows(unbroken)[1]
 
@@ -73,7 +73,7 @@ def test_rows_past_the_checkpoint_are_dropped(unbroken, tmp_path):
 
 
 def test_sigterm_saves_and_resumes(tmp_path):
-    """One process trains without end until SIGTERM; another goes on from there; a third runs through."""
+    """One process trains until SIGTERM, another resumes its run; a third run is never interrupted."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
     run = subprocess.Popen([sys.executable, SCRIPT, tmp_path], env=environment, stdout=subprocess.PIPE, text=True)
     metrics = tmp_path / "metrics.csv"

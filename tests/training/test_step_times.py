@@ -1,4 +1,4 @@
-"""Where a step's time goes: the parts add up, attention is counted once, also where it is computed again."""
+"""StepTimes: the parts add up, and attention counts once per pass, including recomputation."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ PARTS = ("forward", "backward", "optimizer", "attention")
 
 
 class Clock:
-    """A clock that only `Slow` moves: a second of real time is whatever the machine's other work makes of it."""
+    """A clock that only `Slow` moves, because real times depend on the machine's other work."""
 
     now = 0.0
 
@@ -31,7 +31,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (q,) = ctx.saved_tensors  # under a checkpoint this is when the block runs again
+        (q,) = ctx.saved_tensors  # with activation checkpointing, the block is recomputed here
         Clock.now += 2
         zeros = grad.new_zeros(q.shape[0], 1, q.shape[2])
         return grad, zeros, zeros

@@ -1,4 +1,4 @@
-"""Runs that end early: after a number of steps, on a signal, at a loss or gradient that is not finite."""
+"""Runs that end early: after a number of steps, on a signal, at a nan or inf."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from flash_train.training import (
     Throughput,
     newest_checkpoint,
 )
-from flash_train.training.callbacks.stop import SAME_SECONDS
+from flash_train.training.callbacks.stop import SAME_SIGNAL_SECONDS
 
 # -- StopAfter, SaveOnSignal
 
@@ -30,7 +30,7 @@ def test_stop_after_validates_what_was_reached(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert trainer.global_step == 3
     assert read_metrics(tmp_path)[-1]["val/loss"]
-    with pytest.raises(ValueError, match="stop_after=0 is out of range"):
+    with pytest.raises(ValueError, match="stop_after=0: must be 1 or greater"):
         StopAfter(0)
 
 
@@ -48,13 +48,13 @@ def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     )  # fmt: skip
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert callbacks.received == signal.Signals(number).name
-    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"  # the step under way was finished
+    assert newest_checkpoint(tmp_path / "c").name == "step-000003.ckpt"  # the current step was finished
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("interrupted", 3)
     assert not read_metrics(tmp_path)[-1]["val/loss"]  # no time is spent on validation
     assert signal.getsignal(number) == before
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "stopping" in line]
-    again = "; Ctrl-C once more interrupts at once" if number == signal.SIGINT else ""
+    again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
     assert line == f"{signal.Signals(number).name}: stopping after this step{again}"
 
 
@@ -70,7 +70,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):
 
 
 def test_a_signal_before_the_first_step_ends_fit_without_an_error(tmp_path):
-    """Lightning's handler has it then, and raises after the first batch, whose step no checkpoint has."""
+    """Lightning's handler catches it and raises after the first batch, before that step is saved."""
 
     class Early(pl.Callback):
         def on_train_start(self, trainer, pl_module):
@@ -83,7 +83,7 @@ def test_a_signal_before_the_first_step_ends_fit_without_an_error(tmp_path):
 
 
 def test_one_ctrl_c_that_comes_twice_is_one(tmp_path):
-    """The terminal sends it to the whole group, and a wrapper such as `uv run` passes it on."""
+    """The terminal sends it to the whole group, and a wrapper such as `uv run` forwards it."""
 
     def twice(trainer, pl_module):
         os.kill(os.getpid(), signal.SIGINT)
@@ -123,7 +123,7 @@ def test_after_a_signal_all_is_as_before(tmp_path):
 
 
 def test_signal_cuts_validation_short(tmp_path):
-    """Its numbers would be of a part of the data: they are left out, and training ends at its step, which is saved."""
+    """Its metrics would cover a part of the data only: they are dropped, and training stops and saves at its step."""
 
     class InValidation(pl.Callback):
         batches = 0
@@ -147,14 +147,14 @@ def test_signal_cuts_validation_short(tmp_path):
 def test_second_ctrl_c_interrupts_at_once(tmp_path):
     def twice(trainer, pl_module):
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(SAME_SECONDS)
+        time.sleep(SAME_SIGNAL_SECONDS)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
     before = signal.getsignal(signal.SIGINT)
     trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), Hook(2, twice))
     try:
-        with pytest.raises(SystemExit):  # Lightning's way to end after a KeyboardInterrupt
+        with pytest.raises(SystemExit):  # Lightning exits so after a KeyboardInterrupt
             trainer.fit(tiny_module(), datamodule=TinyData())
     finally:
         signal.signal(signal.SIGINT, before)
@@ -179,7 +179,7 @@ def test_nan_loss_names_its_step(tmp_path):
     )  # fmt: skip
     with pytest.raises(NonFiniteLossError, match="the training loss is nan at step 3:"):
         trainer.fit(tiny_module(), datamodule=TinyData())
-    assert newest_checkpoint(tmp_path / "c").name == "step-000002.ckpt"  # nothing worthless was saved
+    assert newest_checkpoint(tmp_path / "c").name == "step-000002.ckpt"  # nothing was saved after the nan
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "at step 3" in summary["error"]

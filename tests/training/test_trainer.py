@@ -1,22 +1,23 @@
 """What `build_trainer` adds to Lightning's `Trainer`."""
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from tiny_run import TinyData, tiny_module, tiny_trainer
 
-from flash_train.training import CausalLMModule, StayingStrategy, newest_checkpoint
+from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, newest_checkpoint
 
 
 def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
-    """Training, checkpoint and validation are those of any strategy."""
+    """Training, checkpoint and validation are the same as with Lightning's strategy."""
     moved = []
     monkeypatch.setattr(CausalLMModule, "cpu", lambda module: moved.append("model"))
     monkeypatch.setattr(
         "lightning.pytorch.strategies.strategy._optimizers_to_device", lambda *_: moved.append("optimizer")
     )
     results = []
-    for name in ("staying", "lightning"):
-        strategy = StayingStrategy(torch.device("cpu")) if name == "staying" else "auto"
+    for name in ("ours", "lightning"):
+        strategy = SingleDeviceNoTeardown(torch.device("cpu")) if name == "ours" else "auto"
         trainer, module = tiny_trainer(tmp_path / name, strategy=strategy, max_steps=3), tiny_module()
         pl.seed_everything(0, verbose=False)
         trainer.fit(module, datamodule=TinyData())
@@ -28,3 +29,17 @@ def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
     assert with_it[1:].count("optimizer") > 1 and "model" in with_it
     assert all(torch.equal(weights[name], others[name]) for name in others) and loss == other_loss
     assert all(torch.equal(state[i]["exp_avg"], other_state[i]["exp_avg"]) for i in other_state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision=fp8: must be one of fp32, bf16-mixed, bf16-true, fp16-mixed"),
+        ({"precision": "fp16-mixed"}, "precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU"),
+        ({"max_steps": 0}, "max_steps=0: must be 1 or greater"),
+        ({"accumulate": 0}, "accumulate=0: must be 1 or greater"),
+    ],
+)
+def test_build_trainer_refuses(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path, **options)

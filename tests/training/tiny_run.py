@@ -1,4 +1,4 @@
-"""A run small enough for tests, in pieces and as a script (for tests that send signals to it)."""
+"""A tiny run for tests: its parts, and a script for tests that send signals to it."""
 
 import argparse
 import csv
@@ -38,7 +38,7 @@ def tiny_module(*, seed: int = 0, attention: str = "sdpa", **options) -> CausalL
 
 
 def packed_row(index: int) -> dict:
-    """One row of documents of uneven lengths, the last a tail of padding; with a few more labels left out."""
+    """One row with two documents and a tail of padding; some more labels are left out."""
     generator = torch.Generator().manual_seed(index)
     cut = int(torch.randint(4, 20, (), generator=generator))
     lengths = (cut, 28 - cut, 4)
@@ -61,7 +61,7 @@ class Rows(Dataset):
 
 
 class EndlessSampler(Sampler):
-    """Epoch after epoch, each in an order of its own, from batch `start` on."""
+    """Endless epochs, each in another order, from batch `start` on."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -75,7 +75,7 @@ class EndlessSampler(Sampler):
 
 
 class TinyData(pl.LightningDataModule):
-    """Goes on where the checkpoint stood, as flash_train.data's own does."""
+    """Continues after a checkpoint's batches, as `PackedDataModule` does."""
 
     start = 0
 
@@ -98,7 +98,7 @@ def tiny_trainer(run_dir: Path, **options):
 
 
 def plain_trainer(folder: Path, *callbacks: pl.Callback, **options) -> pl.Trainer:
-    """A `Trainer` that our builder never touched."""
+    """A `Trainer` made without `build_trainer`."""
     defaults = {
         "accelerator": "cpu",
         "max_steps": 4,
@@ -116,7 +116,7 @@ def plain_trainer(folder: Path, *callbacks: pl.Callback, **options) -> pl.Traine
 
 
 class Hook(pl.Callback):
-    """Calls `function(trainer, pl_module)` when a batch begins with `step` optimizer steps behind it."""
+    """Calls `function(trainer, pl_module)` once, at the first batch after `step` optimizer steps."""
 
     def __init__(self, step: int, function: Callable) -> None:
         self.step, self.function, self.calls = step, function, 0

@@ -11,7 +11,7 @@ from flash_train.cli.config.saved_options import read_config
 from flash_train.cli.run.slurm import last_checkpoint
 from flash_train.records import read_column
 from flash_train.training import CausalLMModule
-from flash_train.training.callbacks.checkpoint import checkpoints_by_step, place_of, read_checkpoint, step_of
+from flash_train.training.callbacks.checkpoint import branch_and_step, checkpoints_by_step, read_checkpoint, step_of
 from flash_train.training.callbacks.record import is_unfinished
 from flash_train.training.module import PLANNED_STEPS
 
@@ -85,7 +85,7 @@ def check_going_on(
             raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
     there = (*slurm_checkpoints(run_dir), *checkpoints_by_step(run_dir / CHECKPOINTS))
     # A file that cannot be read has no step to lose.
-    steps = {other: place[1] for other in there if (place := place_of(other)) is not None}
+    steps = {other: place[1] for other in there if (place := branch_and_step(other)) is not None}
     if max(steps.values(), default=0) > step and path.resolve() != last_checkpoint(run_dir).resolve():
         raise UsageError(
             f"resume={path}: {run_dir} has newer checkpoints, up to {max(steps, key=lambda other: steps[other]).name}; "
@@ -133,7 +133,7 @@ def passed_over(newest: Path, step: int, run_dir: Path) -> str | None:
     if not further:
         return None
     furthest = further[-1]
-    if place_of(furthest) is None:
+    if branch_and_step(furthest) is None:
         return f"{furthest.name} cannot be read; {newest.name}, the newest one that is whole, is taken"
     return f"{newest.name} was written last and is taken; {furthest.name} is of an earlier branch, and stays"
 

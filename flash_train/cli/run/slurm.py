@@ -70,9 +70,9 @@ def last_checkpoint(run_dir: Path) -> Path:
         FileNotFoundError: there is none.
         ValueError: there are some, and none can be read.
     """
-    from flash_train.training.callbacks.checkpoint import newest_checkpoint, place_of
+    from flash_train.training.callbacks.checkpoint import branch_and_step, newest_checkpoint
 
-    places = {path: place for path in slurm_checkpoints(run_dir) if (place := place_of(path)) is not None}
+    places = {path: place for path in slurm_checkpoints(run_dir) if (place := branch_and_step(path)) is not None}
     best = max(places, key=lambda path: places[path], default=None)
     try:
         own = newest_checkpoint(run_dir / CHECKPOINTS)
@@ -80,5 +80,5 @@ def last_checkpoint(run_dir: Path) -> Path:
         if best is None:
             raise
         return best
-    place = place_of(own)
+    place = branch_and_step(own)
     return own if best is None or (place is not None and place >= places[best]) else best

@@ -1,8 +1,8 @@
-"""Callbacks, each of use by itself in any `Trainer`; those that log metrics want `Throughput` beside them."""
+"""Callbacks for any `Trainer`. Each works by itself, except that those that log metrics also need `Throughput`."""
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
 from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep, SnapshotOnError
-from flash_train.training.callbacks.missed_validation import ClosingFitLoop, MissedValidation
+from flash_train.training.callbacks.missed_validation import CompletingFitLoop, MissedValidation
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
 from flash_train.training.callbacks.progress import RichProgress
 from flash_train.training.callbacks.record import RunRecord
@@ -15,18 +15,18 @@ from flash_train.training.callbacks.throughput import Throughput
 
 __all__ = [
     "AtomicCheckpointIO",
-    "ClosingFitLoop",
     "ClosingSample",
+    "CompletingFitLoop",
     "MemorySnapshot",
     "MissedValidation",
     "NonFiniteLoss",
     "NonFiniteLossError",
     "RecordedStep",
-    "SnapshotOnError",
     "RichProgress",
     "RunRecord",
     "SaveOnSignal",
     "SlurmRequeue",
+    "SnapshotOnError",
     "StepCheckpoint",
     "StepSeed",
     "StepTimes",

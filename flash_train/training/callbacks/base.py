@@ -1,4 +1,4 @@
-"""What the callbacks share: a hook per optimizer step, and finding one another."""
+"""Shared by the callbacks: a hook per optimizer step, and finding other callbacks."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -9,9 +9,9 @@ C = TypeVar("C", bound=Callback)
 
 
 class StepCallback(Callback):
-    """Calls `on_step_end` once per optimizer step, where Lightning's hooks come once per micro-batch.
+    """Calls `on_step_end` once per optimizer step. Lightning's own hooks run once per micro-batch.
 
-    `pl_module` is a `CausalLMModule` wherever more is read of it than a `LightningModule` has.
+    Hooks annotate `pl_module` as Any because callbacks read attributes that only a `CausalLMModule` has.
     """
 
     _seen_step = 0
@@ -25,11 +25,11 @@ class StepCallback(Callback):
             self.on_step_end(trainer, pl_module)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """An optimizer step is complete; `trainer.global_step` counts it."""
+        """Called after an optimizer step; `trainer.global_step` already counts it."""
 
 
 def find_callback(trainer: Trainer, kind: type[C], *, before: Callback | None = None) -> C | None:
-    """The trainer's callback of that kind, or None; with `before`, only if it is called before that one."""
+    """The trainer's callback of this kind, or None; with `before`, only a callback that runs before this one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if before is not None:
         callbacks = callbacks[: callbacks.index(before)]
@@ -37,23 +37,23 @@ def find_callback(trainer: Trainer, kind: type[C], *, before: Callback | None = 
 
 
 def require(callback: Callback, pl_module: LightningModule, *names: str) -> None:
-    """Refuse a module that lacks what a callback reads.
+    """Refuse a module without the attributes that a callback reads.
 
     Raises:
-        TypeError: names the attributes that are missing.
+        TypeError: names the missing attributes.
     """
     if missing := [name for name in names if not hasattr(pl_module, name)]:
         kind = type(callback).__name__
         raise TypeError(
-            f"{kind} reads {' and '.join(missing)} of the module, as CausalLMModule has them, and "
-            f"{type(pl_module).__name__} has not: leave the callback out, or add them"
+            f"{kind} needs a module with {' and '.join(missing)}, as in CausalLMModule, and "
+            f"{type(pl_module).__name__} lacks them: leave the callback out, or add them"
         )
 
 
-def validation_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-    """What the newest validation has measured, by names such as `val/loss`.
+def validation_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+    """Metrics of the newest validation, by names such as `val/loss`.
 
-    A `CausalLMModule` keeps it as `validation`. Of another module it is what it has logged under names in `val`.
+    A `CausalLMModule` keeps them as `validation`. For another module they are what it logged under names with `val`.
     """
     own = getattr(pl_module, "validation", None)
     if isinstance(own, Mapping):

@@ -1,4 +1,4 @@
-"""Checkpoints by optimizer step, written whole or not at all."""
+"""Checkpoints by optimizer step, each written whole or not at all."""
 
 import os
 import re
@@ -15,11 +15,12 @@ from flash_train.output import say
 from flash_train.training.callbacks.base import StepCallback
 
 NAME = re.compile(r"step-\d{6,}\.ckpt")
-BRANCH = "branch"  # a checkpoint's entry: how often runs in its folder had gone back to an earlier checkpoint by then
+# An entry of a checkpoint: how often, before this checkpoint, a run in its folder had resumed from an earlier one
+BRANCH = "branch"
 
 
 def checkpoints_by_step(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in `folder`, by their steps."""
+    """The checkpoints in `folder`, sorted by step."""
     found = [path for path in Path(folder).glob("step-*.ckpt") if NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
@@ -30,49 +31,43 @@ def step_of(path: Path) -> int:
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """The checkpoint to resume from: the last one of the newest branch that is whole.
+    """The checkpoint to resume from: the last readable one of the newest branch.
 
-    A branch begins when a run goes back to an earlier checkpoint; each checkpoint says what branch it is of. Times of
-    files do not count: copies and clocks that were set back change them.
+    A branch begins when a run resumes from a checkpoint that is not the last; each checkpoint stores its branch. File
+    times are not used: copying changes them, and clocks can be set back.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: there are some, and none can be read.
+        FileNotFoundError: the folder has no checkpoint.
+        ValueError: none of its checkpoints can be read.
     """
     found = checkpoints_by_step(folder)
     if not found:
         raise FileNotFoundError(f"no checkpoint in {folder}: expected files named like step-000100.ckpt")
-    places = {path: place for path in found if (place := place_of(path)) is not None}
-    if not places:
+    branches = {path: order[0] for path in found if (order := branch_and_step(path)) is not None}
+    if not branches:
         raise ValueError(f"{found[-1]} is not a checkpoint of this program, or is damaged, as are all in its folder")
-    return max(places, key=lambda path: (places[path][0], step_of(path)))
+    return max(branches, key=lambda path: (branches[path], step_of(path)))
 
 
-def place_of(path: Path) -> tuple[int, int] | None:
-    """Branch and step of a checkpoint, by which checkpoints are ordered; None for a file that cannot be read as one."""
+def branch_and_step(path: Path) -> tuple[int, int] | None:
+    """A checkpoint's branch and step, which sort checkpoints by age; None for a file that is no readable checkpoint."""
     try:
         checkpoint = _load(path)
-        return int(checkpoint.get(BRANCH, 0)), int(checkpoint["global_step"])  # earlier versions have no branch
+        return int(checkpoint.get(BRANCH, 0)), int(checkpoint["global_step"])  # earlier versions stored no branch
     except ValueError:
         return None
 
 
-def branch_of(path: Path) -> int | None:
-    """The branch that a checkpoint is of; None for a file that cannot be read as one."""
-    place = place_of(path)
-    return None if place is None else place[0]
-
-
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a run of `CausalLMModule` saved, its tensors mapped from the file.
+    """The contents of a checkpoint that `CausalLMModule` wrote; its tensors are mapped from the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is something else, or the checkpoint of another module.
+        ValueError: the file is no checkpoint, or another module wrote it.
     """
     checkpoint = _load(path)
     if not isinstance(checkpoint.get("hyper_parameters", {}).get("model"), dict):
-        raise ValueError(f"{path} does not describe its model: it was not written by CausalLMModule; give one that was")
+        raise ValueError(f"{path} does not describe its model: must be a checkpoint that CausalLMModule wrote")
     return checkpoint
 
 
@@ -81,7 +76,7 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (FileNotFoundError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # what a damaged file makes of the unpickler has any type
+    except Exception as error:  # a damaged file can make the unpickler raise any type
         raise ValueError(f"{path} is not a checkpoint of this program") from error
     if not isinstance(checkpoint, dict) or "global_step" not in checkpoint:
         raise ValueError(f"{path} is not a checkpoint of this program")
@@ -91,23 +86,24 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
 class StepCheckpoint(StepCallback, Checkpoint):
     """Saves `step-000100.ckpt` every `every` optimizer steps, and whenever training is about to stop.
 
-    Unlike `ModelCheckpoint`, which it stands in for, it keeps no list in the checkpoint: the folder is the list, so
-    that what earlier runs left there is counted too. Where a checkpoint cannot be written, as on a full disk, it says
-    so in a line, the older ones stay, and training continues; it tries once more when training ends.
+    It replaces `ModelCheckpoint`. It keeps no list of checkpoints but reads the folder, so it also counts checkpoints
+    that earlier runs left there. If a checkpoint cannot be written, for example because the disk is full, it prints a
+    line, keeps the older ones, and training continues; it tries again when training ends.
 
     Args:
-        folder: made if it doesn't exist.
-        every: optimizer steps between two checkpoints; None: only when training stops.
-        keep: how many to keep, the newest up to the present step; None keeps all. One of a later step is never removed.
+        folder: created if it doesn't exist.
+        every: optimizer steps between two checkpoints; None saves only when training stops.
+        keep: how many checkpoints to keep, the newest up to the current step; None keeps all. Checkpoints of later
+            steps are never removed.
 
     Attributes:
-        unsaved: why the newest checkpoint is not there; None where it is.
+        unsaved: why the newest checkpoint could not be written; None if it was.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int | None = None, keep: int | None = 2) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
-                raise ValueError(f"checkpoint {name}={value} is out of range: it must be 1 or greater, or null")
+                raise ValueError(f"checkpoint {name}={value}: must be 1 or greater, or null")
         self.folder = Path(folder)
         self.every = every
         self.keep = keep
@@ -119,18 +115,18 @@ class StepCheckpoint(StepCallback, Checkpoint):
         checkpoint[BRANCH] = self._branch
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._saved_step = checkpoint["global_step"]  # what is resumed lies on the disk already
+        self._saved_step = checkpoint["global_step"]  # the checkpoint that is being resumed is on the disk
         self._branch = checkpoint.get(BRANCH, 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._saved_step = trainer.global_step
         if trainer.is_global_zero:
-            remove_temporary(self.folder, ["step-"])  # of a run that was killed as it wrote
-            further = [path for path in checkpoints_by_step(self.folder) if step_of(path) > trainer.global_step]
-            passed = [branch for path in further if (branch := branch_of(path)) is not None]
-            if passed:
-                self._branch = max(self._branch, max(passed) + 1)
+            remove_temporary(self.folder, ["step-"])  # from a run that was killed while it wrote
+            later = [path for path in checkpoints_by_step(self.folder) if step_of(path) > trainer.global_step]
+            branches = [order[0] for path in later if (order := branch_and_step(path)) is not None]
+            if branches:
+                self._branch = max(self._branch, max(branches) + 1)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         step = trainer.global_step
@@ -139,13 +135,13 @@ class StepCheckpoint(StepCallback, Checkpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        # A signal came during the validation: the run stops at this step.
+        # A signal arrived during the validation: the run stops at this step.
         in_training = trainer.state.fn == "fit" and not trainer.sanity_checking
         if in_training and trainer.should_stop and trainer.global_step != self._saved_step:
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        # An end that no step foresaw, such as the end of the last epoch, or a checkpoint that could not be written.
+        # The last epoch ended, which no step announces, or the checkpoint could not be written before.
         if trainer.global_step != self._saved_step:
             self.save(trainer)
 
@@ -153,7 +149,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
         return self.folder / f"step-{step:06d}.ckpt"
 
     def save(self, trainer: Trainer) -> None:
-        """Write the checkpoint of the present step, then remove the oldest beyond `keep`. All ranks call it."""
+        """Write the checkpoint of the current step, then remove the oldest beyond `keep`. All ranks call it."""
         step = trainer.global_step
         path = self.path(step)
         try:
@@ -163,27 +159,27 @@ class StepCheckpoint(StepCallback, Checkpoint):
             before, self.unsaved = self.unsaved, f"{path} not written ({error.strerror or error})"
             if self.unsaved != before:
                 say(f"{self.unsaved}; the run continues")
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # at which the other ranks wait
-        if trainer.strategy.broadcast(self.unsaved) is not None:  # the first rank's, which writes
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait at this barrier
+        if trainer.strategy.broadcast(self.unsaved) is not None:  # only the first rank writes
             return
         self._saved_step = step
         if self.keep is not None and trainer.is_global_zero:
-            past = [other for other in checkpoints_by_step(self.folder) if step_of(other) <= step]
-            for old in past[: -self.keep]:
+            candidates = [other for other in checkpoints_by_step(self.folder) if step_of(other) <= step]
+            for old in candidates[: -self.keep]:
                 old.unlink(missing_ok=True)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint beside its place and moves it there once it is on the disk; reads plain values only.
+    """Writes a checkpoint to a temporary file and renames it once it is on the disk; loads with `weights_only=True`.
 
-    Lightning's own builds the whole file in memory first, and unpickles whatever the file says.
+    Lightning's default builds the whole file in memory first, and unpickles arbitrary objects.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         if storage_options is not None:
-            raise TypeError(f"AtomicCheckpointIO takes no storage_options, got {storage_options!r}")
+            raise TypeError(f"storage_options={storage_options!r}: must be None, AtomicCheckpointIO has no options")
         with replacing(path) as temporary, open(temporary, "wb") as file:
             _save(checkpoint, file)
 
@@ -193,7 +189,7 @@ class AtomicCheckpointIO(CheckpointIO):
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}")
-        # Mapped, so that weights go from the file to the device without a second copy in memory.
+        # Mapped into memory, so that weights go from the file to the device without a second copy.
         return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -201,7 +197,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class _Writer:
-    """A file for `torch.save`, whose end of the archive can raise a RuntimeError in place of the system's error."""
+    """A file for `torch.save` that remembers the system's error: `torch.save` may raise a RuntimeError instead."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file

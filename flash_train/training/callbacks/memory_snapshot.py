@@ -1,4 +1,4 @@
-"""Where a step's memory goes, recorded while training."""
+"""Records the memory use of whole optimizer steps during training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,8 +17,16 @@ from flash_train.training.callbacks.throughput import COMPUTE_DTYPE, Throughput
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded optimizer step: its number, its profile, the lengths of its documents; on CUDA the peak by the
-    allocator's own count, the most that it held from the device, and its snapshot for PyTorch's viewer."""
+    """A recorded optimizer step.
+
+    Args:
+        step: its number, counted from 1.
+        profile: its allocations.
+        allocated_bytes: the CUDA allocator's own peak of allocated memory; None elsewhere.
+        reserved_bytes: the most memory that the CUDA allocator held; None elsewhere.
+        lengths: lengths of the documents in the step's first batch; None for plain rows.
+        snapshot: the CUDA allocator's snapshot, for PyTorch's memory viewer.
+    """
 
     step: int
     profile: MemoryProfile
@@ -29,11 +37,13 @@ class RecordedStep:
 
 
 class SnapshotOnError(Callback):
-    """Keeps the CUDA allocator's snapshot of the moment when memory ran out: before the error reaches the caller,
-    Lightning frees the device. To be the first of the callbacks, for another may end the allocator's history.
+    """Keeps the CUDA allocator's snapshot from the moment when memory ran out.
+
+    Lightning frees the device before the error reaches the caller, so only a callback can take it. This must be the
+    first callback, because another one may end the allocator's recording.
 
     Attributes:
-        snapshot: for PyTorch's viewer; None where nothing was taken.
+        snapshot: for PyTorch's memory viewer; None if memory never ran out.
     """
 
     def __init__(self) -> None:
@@ -45,12 +55,12 @@ class SnapshotOnError(Callback):
 
 
 class MemorySnapshot(StepCallback):
-    """Records whole optimizer steps of the first rank, of the module's `model`, and hands each to `receive`.
+    """Records whole optimizer steps on the first rank, and passes each to `receive`. The module must have a `model`.
 
     Args:
-        receive: called after a recorded step.
-        every: record each step whose number this divides.
-        steps: or these steps, counted from 1.
+        receive: called after each recorded step.
+        every: record each step whose number is a multiple of this.
+        steps: record also these steps, counted from 1.
     """
 
     def __init__(
@@ -60,7 +70,8 @@ class MemorySnapshot(StepCallback):
         self.recording: Recording | None = None
         self._open = ExitStack()
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether to record this step."""
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -68,7 +79,7 @@ class MemorySnapshot(StepCallback):
         require(self, pl_module, "model")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.recording is None and trainer.is_global_zero and self.due(trainer.global_step + 1):
+        if self.recording is None and trainer.is_global_zero and self.is_due(trainer.global_step + 1):
             self._begin(trainer, pl_module, batch)
         self._phase("forward")
 
@@ -87,12 +98,12 @@ class MemorySnapshot(StepCallback):
             throughput.pause(trainer, pl_module)
         self._open.close()
         self.recording = None
-        width = COMPUTE_DTYPE[trainer.precision].itemsize
+        element_bytes = COMPUTE_DTYPE[trainer.precision].itemsize
         peaks: tuple[int | None, int | None] = (None, None)
         if recording.device.type == "cuda":
             stats = torch.cuda.memory_stats(recording.device)
             peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-        profile = profile_of(recording, pl_module.model, width)
+        profile = profile_of(recording, pl_module.model, element_bytes)
         self.receive(RecordedStep(trainer.global_step, profile, *peaks, self._lengths, recording.snapshot))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -100,7 +111,7 @@ class MemorySnapshot(StepCallback):
 
     def _begin(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
         device = pl_module.device
-        self.recording = Recording(device, _owned(trainer, pl_module, batch))
+        self.recording = Recording(device, _lasting_tensors(trainer, pl_module, batch))
         lengths = batch.get("lengths")
         self._lengths = tuple(map(int, lengths)) if lengths is not None else None
         begin_peak(device)
@@ -111,8 +122,8 @@ class MemorySnapshot(StepCallback):
             self.recording.scopes.begin(name)
 
 
-def _owned(trainer: Trainer, pl_module: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that outlive a step, by what they are."""
+def _lasting_tensors(trainer: Trainer, pl_module: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that outlive a step, each with the name of its category."""
     for parameter in pl_module.parameters():
         yield "weights", parameter
     for optimizer in trainer.optimizers:

@@ -1,4 +1,4 @@
-"""The validation that a run owes: due at the step of its checkpoint, and ended by nothing but the run's end."""
+"""Repeats a validation that was due at a checkpoint's step and did not complete."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from flash_train.training.callbacks.base import find_callback
 from flash_train.training.callbacks.record import RunRecord
 
-DUE = "validation_due"  # a checkpoint's entry: whether a validation was due right after it was written
+DUE = "validation_due"  # an entry of a checkpoint: whether a validation was due right after it was written
 
 
 class MissedValidation(Callback):
-    """When a run is resumed, does the validation that was due at its checkpoint and that its metrics.csv lacks.
+    """When a run is resumed, runs the validation that was due at its checkpoint and is missing from its metrics.csv.
 
-    A checkpoint is written before the validation of the same step, so that a validation can be killed or cut short
-    without loss. `RunRecord` (which must be there, before this callback) knows whether it has ended. Validations by
-    epochs, of a `Trainer` with `check_val_every_n_epoch`, are not looked for.
+    A checkpoint is written before the validation of the same step, so a validation can be killed or cut short without
+    loss. `RunRecord`, which must run before this callback, knows whether the validation completed. With
+    `Trainer(check_val_every_n_epoch=...)`, validations at the end of epochs are not repeated.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,9 @@ class MissedValidation(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         record = find_callback(trainer, RunRecord, before=self)
         if record is None:
-            raise ValueError("MissedValidation needs RunRecord before it among the trainer's callbacks")
+            raise ValueError(
+                "MissedValidation needs RunRecord before it: Trainer(callbacks=[RunRecord(...), MissedValidation()])"
+            )
         self._record = record
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -39,26 +41,27 @@ class MissedValidation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         missed = self._due and trainer.enable_validation and self._record.lacks_validation(trainer.global_step)
         self._due = False
-        if not trainer.strategy.broadcast(missed):  # the first rank's, which has the table
+        if not trainer.strategy.broadcast(missed):  # only the first rank has the table
             return
         loop = trainer.fit_loop.epoch_loop.val_loop
-        loop.restarting = False  # all batches, whatever the counts in the checkpoint are
+        loop.restarting = False  # all batches, even if the checkpoint's counts say that some are done
         trainer.validating = True
         loop.run()
         trainer.training = True
 
 
-class ClosingFitLoop(_FitLoop):
-    """Lightning's, which does nothing where `max_steps` are done; this one still closes a run that never ended.
+class CompletingFitLoop(_FitLoop):
+    """A fit loop that completes the record of a run that has done all its steps but was killed before its end.
 
-    No step is taken: training starts and ends, with what the callbacks do then (`MissedValidation`, `RunRecord`).
+    Lightning's loop does nothing once `max_steps` are done. This one starts and ends training without taking a step,
+    so that `MissedValidation` validates and `RunRecord` writes the summary.
     """
 
     @property
     def skip(self) -> bool:
-        return super().skip and not self._is_to_be_closed()
+        return super().skip and not self._lacks_end()
 
-    def _is_to_be_closed(self) -> bool:
+    def _lacks_end(self) -> bool:
         trainer = self.trainer
         record = find_callback(trainer, RunRecord)
         unfinished = record is not None and trainer.ckpt_path is not None and record.is_unfinished()
@@ -66,7 +69,7 @@ class ClosingFitLoop(_FitLoop):
 
 
 def _by_interval(trainer: Trainer) -> bool:
-    """Whether a validation is due at the batches done, where it goes by batches."""
+    """Whether a validation is due after the batches so far; False if the trainer validates by epochs."""
     every, counts = trainer.val_check_interval, trainer.fit_loop.epoch_loop.batch_progress
     by_batches = trainer.check_val_every_n_epoch is None and isinstance(every, int)
     return by_batches and counts.total.processed % every == 0  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Stop at the first step that is not a number, without waiting for the device at every step."""
+"""Stops a run at the first nan or inf, without waiting for the device at every step."""
 
 import math
 from typing import Any
@@ -11,16 +11,16 @@ from flash_train.training.callbacks.base import StepCallback, require
 
 
 class NonFiniteLossError(RuntimeError):
-    """A training step gave nan or inf; the message names the step."""
+    """A training step's loss or gradient norm is nan or inf; the message names the step."""
 
 
 class NonFiniteLoss(StepCallback):
     """Raises `NonFiniteLossError` for the first step whose loss or gradient norm is nan or inf.
 
-    A step's two numbers are copied to the host while the next step is being queued, and read when that one ends: the
-    device always has work, the step named is the right one, and no checkpoint is written before its step was read.
-    Under a loss scaler (fp16-mixed) gradients overflow now and then by design, and only the loss is looked at. The
-    module is a `CausalLMModule`, or has its `last_step`.
+    Both numbers are copied to the host while the next step is being queued, and read when the next step ends. So the
+    device never idles, the message names the right step, and a checkpoint is written only after its step was read.
+    Under a loss scaler (fp16-mixed) gradients overflow now and then by design, so only the loss is checked. The module
+    needs `last_step`, as in `CausalLMModule`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class NonFiniteLoss(StepCallback):
         loss, norm = values.tolist()
         if not math.isfinite(loss):
             raise NonFiniteLossError(
-                f"the training loss is {loss} at step {step}: lower optimizer.lr or look at the data"
+                f"the training loss is {loss} at step {step}: lower optimizer.lr or inspect the data"
             )
         if not math.isfinite(norm):
             raise NonFiniteLossError(

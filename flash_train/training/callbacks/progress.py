@@ -1,4 +1,4 @@
-"""A progress bar over optimizer steps, or a line per logged step where there is no terminal."""
+"""A progress bar over optimizer steps; without a terminal, one line per logged step."""
 
 import re
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from rich.table import Column
 
 from flash_train.output import STDERR, STDOUT
 from flash_train.records import peak_memory
-from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
+from flash_train.training.callbacks.base import StepCallback, find_callback, validation_metrics
 from flash_train.training.callbacks.stop import StopAfter
 from flash_train.training.callbacks.throughput import Throughput
 
 
 def describe(row: Mapping[str, Any], steps_left: int) -> str:
-    """One measurement in words: loss, speed, utilisation and peak memory where known, time left."""
+    """One measurement as text: loss, speed, utilisation and peak memory if known, time left."""
     parts = [f"loss {row['train/loss']:.4f}", f"{short(row['throughput/tokens_per_second'])} tok/s"]
     if (mfu := row.get("throughput/mfu")) is not None:
         parts.append(f"MFU {mfu:.1%}")
@@ -30,7 +30,7 @@ def describe(row: Mapping[str, Any], steps_left: int) -> str:
 
 
 def short(value: float) -> str:
-    """A count or a rate in three digits, such as 8.07k or 1.25M."""
+    """A count or a rate with three digits, such as 8.07k or 1.25M."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{unit}"
@@ -38,13 +38,14 @@ def short(value: float) -> str:
 
 
 class RichProgress(StepCallback, ProgressBar):
-    """Shows loss, tokens/s, MFU, peak memory and time left, as `Throughput` (which must be there too) measures them.
+    """Shows loss, tokens/s, MFU, peak memory and time left, as measured by `Throughput`, which must run before it.
 
-    The module is any that `Throughput` takes.
+    It works with every module that `Throughput` supports.
 
     Args:
-        console: where to write; None: the bar on standard error, and where either standard error or standard output is
-            no terminal, lines on standard output, so that a pipe or a file has them. What cannot be written is dropped.
+        console: where to write. With None, the bar is on standard error; if standard error or standard output is no
+            terminal, lines on standard output replace it, so that a pipe or a file gets them. Text that cannot be
+            written is dropped.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -53,7 +54,7 @@ class RichProgress(StepCallback, ProgressBar):
         self.lines = console or Console(file=STDOUT)
         self.enabled = True
         self._bar: Progress | None = None
-        self._waiting: str | None = None  # a line that is shown once all callbacks have done their work on the step
+        self._pending_line: str | None = None  # printed when all callbacks are done with the step
 
     def enable(self) -> None:
         self.enabled = True
@@ -107,26 +108,26 @@ class RichProgress(StepCallback, ProgressBar):
                 self._bar.update(self._task, measured=measured)
         elif self.enabled and measured:
             width = len(str(self._last_step or step))
-            self._waiting = f"step {step:>{width}}/{self._last_step or '?'}  {measured}"
+            self._pending_line = f"step {step:>{width}}/{self._last_step or '?'}  {measured}"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._show_waiting()
+        self._print_pending()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._show_waiting()
+        self._print_pending()
         if self._bar is not None:
             self._bar.update(self._task, description="validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._task, description="step")
-        validation = validation_of(trainer, pl_module)
+        validation = validation_metrics(trainer, pl_module)
         if self.enabled and validation and not trainer.sanity_checking:
-            words = {re.sub("^val[/_]", "", name).replace("_", " "): x for name, x in validation.items()}
-            values = ", ".join(f"{name} {value:.4f}" for name, value in words.items())
+            labelled = {re.sub("^val[/_]", "", name).replace("_", " "): x for name, x in validation.items()}
+            values = ", ".join(f"{name} {value:.4f}" for name, value in labelled.items())
             loaded = getattr(pl_module, "loaded_step", None)
             step = loaded if trainer.state.fn == "validate" else trainer.global_step
-            self._line(f"validation at step {step}: {values}" if step is not None else f"validation: {values}")
+            self._print_line(f"validation at step {step}: {values}" if step is not None else f"validation: {values}")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._stop()
@@ -134,17 +135,17 @@ class RichProgress(StepCallback, ProgressBar):
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self._stop()
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         console = self.lines if self._bar is None else self.console
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _show_waiting(self) -> None:
-        if self._waiting is not None:
-            self._line(self._waiting)
-            self._waiting = None
+    def _print_pending(self) -> None:
+        if self._pending_line is not None:
+            self._print_line(self._pending_line)
+            self._pending_line = None
 
     def _stop(self) -> None:
-        self._show_waiting()
+        self._print_pending()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

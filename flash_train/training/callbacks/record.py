@@ -1,4 +1,4 @@
-"""The run directory's own record: metrics.csv, summary.json, the plots; of a validation alone, validation.json."""
+"""Writes a run's files: metrics.csv, summary.json and the plots; for a validation alone, validation.json."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from flash_train.files import remove_temporary, write_json
 from flash_train.output import say
 from flash_train.records import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions
-from flash_train.training.callbacks.base import StepCallback, find_callback, validation_of
+from flash_train.training.callbacks.base import StepCallback, find_callback, validation_metrics
 from flash_train.training.callbacks.stop import SaveOnSignal
 from flash_train.training.callbacks.throughput import Throughput
 
@@ -25,12 +25,12 @@ PLOTS = ("loss.png", "throughput.png", "memory.png")
 
 
 def is_unfinished(run_dir: Path) -> bool:
-    """Whether a run directory has the record of a run that never came to its end."""
+    """Whether a run directory has the summary of a run that did not finish."""
     try:
         status = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))["status"]
     except FileNotFoundError:
         return False
-    except (ValueError, KeyError, TypeError):  # damaged: whether the run had ended is not known
+    except (ValueError, KeyError, TypeError):  # damaged, so the run may not have finished
         return True
     return status != "finished"
 
@@ -38,18 +38,18 @@ def is_unfinished(run_dir: Path) -> bool:
 class RunRecord(StepCallback):
     """Keeps the files of a run up to date in `run_dir`.
 
-    `metrics.csv` gains a row per measurement of `Throughput` (which must be among the trainer's callbacks, before
-    this one) and per validation; a resumed run goes on in it, rows past the checkpoint dropped. `summary.json` says
-    `running`, then `finished`, `interrupted` (a signal) or `failed` (with the error); the plots are drawn at the end.
-    A file that cannot be written, as on a full disk, is said in a line and costs the run nothing else: rows are written
-    as soon as they can be.
-    `Trainer.validate` leaves all of these as they are, and writes `validation.json`.
+    `metrics.csv` gets a row per measurement of `Throughput`, which must run before this callback, and per validation.
+    A resumed run drops the rows after its checkpoint and appends. The status in `summary.json` is `running`, then
+    `finished`, `interrupted` (by a signal) or `failed` (with the error). The plots are drawn at the end. If a file
+    cannot be written, for example because the disk is full, the callback prints a line and the run continues; it
+    writes the missing rows as soon as it can. `Trainer.validate` changes none of these files and writes
+    `validation.json`.
 
-    The module is any that `Throughput` takes; what it does not say of itself is null in the summary.
+    It works with every module that `Throughput` supports; facts that the module lacks are null in the summary.
 
     Args:
-        run_dir: made if it doesn't exist.
-        extra: more entries for the summary, such as what the data are; plain values.
+        run_dir: created if it doesn't exist.
+        extra: more entries for the summary, such as a description of the data; plain values.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
@@ -57,7 +57,7 @@ class RunRecord(StepCallback):
         self.extra = dict(extra or {})
         self.summary: dict[str, Any] = {}
         self.table: MetricsTable | None = None
-        self._went_on = False
+        self._is_resumed = False
         self._unwritten: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -73,7 +73,7 @@ class RunRecord(StepCallback):
         if trainer.is_global_zero:
             remove_temporary(self.run_dir, (METRICS, SUMMARY, *PLOTS))
             self.table = MetricsTable(self.run_dir / METRICS, up_to_step=trainer.global_step)
-            self._went_on = bool(self.table.rows)
+            self._is_resumed = bool(self.table.rows)
             self._summarise(trainer, pl_module, "running")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -81,23 +81,23 @@ class RunRecord(StepCallback):
             self._write_row(trainer.global_step, self._throughput.row)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self.table is not None:  # a resumed run has the rows up to its checkpoint from the file
+        if self.table is not None:  # a run that resumes from this checkpoint reads earlier rows from the file
             self._attempt(METRICS, self.table.flush)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         if trainer.state.fn == "validate":
-            self._validated(trainer, pl_module)
-        elif self.table is not None and (validation := validation_of(trainer, pl_module)):
+            self._write_validation(trainer, pl_module)
+        elif self.table is not None and (validation := validation_metrics(trainer, pl_module)):
             self._write_row(trainer.global_step, validation)
 
     def lacks_validation(self, step: int) -> bool:
-        """Whether this is a run that was resumed, and its table has no validation at `step`; on the first rank."""
-        return self._went_on and self.table is not None and not _has_validation(self.table.rows.get(step, {}))
+        """Whether the run was resumed and its table has no validation at `step`; False on all ranks but the first."""
+        return self._is_resumed and self.table is not None and not _has_validation(self.table.rows.get(step, {}))
 
     def is_unfinished(self) -> bool:
-        """Whether `run_dir` has the record of a run that never came to its end."""
+        """Whether `run_dir` has the summary of a run that did not finish."""
         return is_unfinished(self.run_dir)
 
     # -- summary.json and plots
@@ -105,7 +105,7 @@ class RunRecord(StepCallback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         signals = find_callback(trainer, SaveOnSignal)
         received = signals is not None and signals.received
-        self._close(trainer, pl_module, "interrupted" if received and self._owes(trainer) else "finished")
+        self._close(trainer, pl_module, "interrupted" if received and self._is_incomplete(trainer) else "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
@@ -115,19 +115,19 @@ class RunRecord(StepCallback):
             error = f"{type(exception).__name__}: {message}"
             try:
                 self._close(trainer, pl_module, "failed", error=error)
-            except RuntimeError as lost:  # a device that failed refuses every question: what was known before stands
-                exception.add_note(f"The run's record is not whole: {lost}")
+            except RuntimeError as lost:  # a lost device fails every call: keep the entries from before
+                exception.add_note(f"The run's record is incomplete: {lost}")
                 if self.table is not None:
                     self.summary |= {"status": "failed", "error": error, "steps": trainer.global_step}
-                    write_json(self.run_dir / "summary.json", self.summary)
+                    write_json(self.run_dir / SUMMARY, self.summary)
 
     def _close(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
         # A run that fails before it trains must not replace the record of an earlier one.
-        began = self.table is not None or not (self.run_dir / "summary.json").exists()
+        began = self.table is not None or not (self.run_dir / SUMMARY).exists()
         if trainer.is_global_zero and began and trainer.state.fn == "fit":
             try:
                 self._draw(trainer, pl_module)
-            finally:  # last: a run that says it is finished has everything
+            finally:  # last, so that the files of a run whose status is "finished" are complete
                 self._summarise(trainer, pl_module, status, **entries)
 
     def _draw(self, trainer: Trainer, pl_module: Any) -> None:
@@ -141,7 +141,7 @@ class RunRecord(StepCallback):
         self._attempt(METRICS, partial(self.table.write, step, row))
 
     def _attempt(self, name: str, *writes: Callable[[], Any]) -> None:
-        """Write a file; where that fails, say so once, until it succeeds again."""
+        """Write a file. If that fails, print one line; no more lines until a write has succeeded again."""
         try:
             for write in writes:
                 write()
@@ -152,8 +152,8 @@ class RunRecord(StepCallback):
         else:
             self._unwritten.discard(name)
 
-    def _owes(self, trainer: Trainer) -> bool:
-        """Whether steps or the last validation are still to be done."""
+    def _is_incomplete(self, trainer: Trainer) -> bool:
+        """Whether steps or the last validation are missing."""
         row = self.table.rows.get(trainer.global_step, {}) if self.table is not None else {}
         return trainer.global_step != trainer.max_steps or (trainer.enable_validation and not _has_validation(row))
 
@@ -162,11 +162,11 @@ class RunRecord(StepCallback):
         self.summary = {
             "status": status,
             **entries,
-            **_what_ran(trainer, pl_module),
+            **_run_description(trainer, pl_module),
             "steps": trainer.global_step,
             "max_steps": trainer.max_steps,
             "train_loss": result.loss.item() if result else self._newest("train/loss"),
-            **_validation(validation_of(trainer, pl_module) or self._newest_validation()),
+            **_validation_entries(validation_metrics(trainer, pl_module) or self._newest_validation()),
             **self._step_times(),
             "tokens_per_second": self._median("throughput/tokens_per_second"),
             "mfu": self._median("throughput/mfu"),
@@ -179,7 +179,7 @@ class RunRecord(StepCallback):
         self._attempt(SUMMARY, lambda: write_json(self.run_dir / SUMMARY, self.summary))
 
     def _newest(self, name: str) -> float | None:
-        """A metric where it was measured last, maybe before the run was resumed."""
+        """The last measured value of a metric; it may be from before the run was resumed."""
         values = self.table.column(name)[1] if self.table is not None else []
         return values[-1] if values else None
 
@@ -188,13 +188,13 @@ class RunRecord(StepCallback):
         found = {name: self._newest(name) for name in names if name.startswith("val/")}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _validated(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write what a validation by itself has measured, and of which checkpoint."""
+    def _write_validation(self, trainer: Trainer, pl_module: Any) -> None:
+        """Write the results of `Trainer.validate`, with the checkpoint that was validated."""
         found = {
             "checkpoint": str(Path(trainer.ckpt_path).resolve()) if trainer.ckpt_path else None,
             "steps": getattr(pl_module, "loaded_step", None),
-            **_what_ran(trainer, pl_module),
-            **_validation(validation_of(trainer, pl_module)),
+            **_run_description(trainer, pl_module),
+            **_validation_entries(validation_metrics(trainer, pl_module)),
             **_peak_memory(pl_module),
             "versions": versions(),
             **self.extra,
@@ -202,25 +202,25 @@ class RunRecord(StepCallback):
         write_json(self.run_dir / "validation.json", found)
 
     def _step_times(self) -> dict[str, float]:
-        """Seconds per optimizer step, whole and by its parts, as far as they were measured."""
+        """Median seconds per optimizer step, and per part of it that was measured."""
         names = self.table.columns if self.table is not None else []
         medians = {name.removeprefix("time/"): self._median(name) for name in names if name.startswith("time/")}
         return {name: seconds for name, seconds in medians.items() if seconds is not None}
 
     def _wandb_dir(self, trainer: Trainer) -> str | None:
-        """Folder of W&B's files of this run, where it keeps them in `run_dir`."""
+        """The folder with W&B's files for this run, if it is inside `run_dir`."""
         loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
         folder = Path(loggers[0].experiment.dir).parent if loggers else None
         inside = folder is not None and folder.resolve().is_relative_to(self.run_dir.resolve())
         return str(folder) if inside else None
 
     def _median(self, name: str) -> float | None:
-        """Over the table's rows but the first, which holds compilation and warm-up, where there are more."""
+        """Median over the table's rows. The first, which includes compilation and warm-up, counts only if alone."""
         values = self.table.column(name)[1] if self.table is not None else []
         return statistics.median(values[1:] or values) if values else None
 
 
-def _what_ran(trainer: Trainer, pl_module: Any) -> dict[str, Any]:
+def _run_description(trainer: Trainer, pl_module: Any) -> dict[str, Any]:
     return {
         "seq_len": _seq_len(trainer, pl_module),
         "model": _model_name(pl_module),
@@ -236,19 +236,19 @@ def _model_name(pl_module: Any) -> str:
 
 
 def _seq_len(trainer: Trainer, pl_module: Any) -> int | None:
-    """Tokens in a row of the newest batch; before the first batch, of the data module."""
+    """Tokens per row in the newest batch; before the first batch, in the data module."""
     seq_len = getattr(pl_module, "seq_len", None)
     return seq_len or getattr(trainer.datamodule, "seq_len", None)  # type: ignore[attr-defined]
 
 
 def _has_validation(row: Mapping[str, Any]) -> bool:
-    """Whether a row of the table has what a validation measured; modules name it `val/loss`, `val_loss` and so on."""
+    """Whether a row of the table has validation metrics; modules name them `val/loss`, `val_loss` and so on."""
     return any(value is not None for name, value in row.items() if name.startswith("val"))
 
 
-def _validation(found: Mapping[str, float]) -> dict[str, float | None]:
-    """What a validation found; `val_loss` is None where there is none."""
-    named = {re.sub("^val[/_]", "", name): value for name, value in found.items()}
+def _validation_entries(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Validation metrics by their names in the summary; `val_loss` is None if there was no validation."""
+    named = {re.sub("^val[/_]", "", name): value for name, value in metrics.items()}
     return {"val_loss": named.pop("loss", None), **named}
 
 

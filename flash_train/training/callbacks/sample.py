@@ -1,4 +1,4 @@
-"""What closes a run: a short table of its results, and a text that the model makes up."""
+"""The end of a run's output: a short table of results, and a text that the model generates."""
 
 import unicodedata
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from flash_train.training.callbacks.record import RunRecord
 
 
 class ClosingSample(Callback):
-    """Prints the summary of `RunRecord` (which must be there, before it) as a table, and a generated text below.
+    """Prints the summary of `RunRecord`, which must run before this callback, as a table, then a generated text.
 
     Args:
-        generate: from the trained model to a text; called in evaluation mode, under the run's precision, and not at
-            all after an interruption. None: the table alone.
-        console: where to print; None: standard output, and what cannot be written there is dropped.
+        generate: takes the trained module and returns a text; called in evaluation mode under the run's precision, but
+            not after an interruption. None prints only the table.
+        console: where to print; None is standard output, and text that cannot be written there is dropped.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ClosingSample(Callback):
         if self.generate is not None and summary["status"] == "finished":
             training = pl_module.training
             pl_module.eval()
-            # On this rank alone: the module itself, without DDP's wrapper, speaks to no other rank.
+            # On this rank alone: without DDP's wrapper, the module does not communicate with other ranks.
             with trainer.precision_plugin.forward_context():
                 text = self.generate(pl_module)
             pl_module.train(training)
@@ -58,17 +58,17 @@ class ClosingSample(Callback):
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for control characters, but newlines and tabs: a terminal would obey them."""
+    """The text with control characters, which a terminal would obey, as U+FFFD; newlines and tabs stay."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _val_loss(summary: dict) -> str:
-    on = f" on {summary['val_tokens']:,} tokens" if summary.get("val_tokens") else ""
-    return f"{summary['val_loss']:.4f}{on}"
+    tokens = f" on {summary['val_tokens']:,} tokens" if summary.get("val_tokens") else ""
+    return f"{summary['val_loss']:.4f}{tokens}"
 
 
 def summary_table(summary: dict) -> Table:
-    """The summary of a run as a table of two columns; what is not known is left out."""
+    """The summary of a run as a table with two columns; entries without a value are left out."""
     formats = {
         "model": lambda s: f"{s['model']}, {short(s['parameters'])} parameters",
         "attention": lambda s: s["attention"],

@@ -1,4 +1,4 @@
-"""Where an optimizer step's time goes: forward, backward, optimizer, and attention's part of them."""
+"""Times the parts of an optimizer step: forward, backward, optimizer, and attention within them."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ PARTS = ("forward", "backward", "optimizer", "attention")
 
 
 class _Clock:
-    """Moments on the device's own line of time: CUDA events, which cost no waiting; on a CPU the host's clock."""
+    """Timestamps of the device: CUDA events, which need no synchronisation; on a CPU the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -27,20 +27,20 @@ class _Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two moments that the device has passed."""
+        """Seconds between two timestamps that the device has passed."""
         return start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
 
 
 class StepTimes(StepCallback):
-    """Splits optimizer steps into their parts, in seconds per step; `Throughput`, after this one, reads and logs them.
+    """Measures the parts of optimizer steps in seconds per step. `Throughput`, which must run later, logs them.
 
         time/forward_seconds     from a batch on the device to its loss, all micro-batches
-        time/backward_seconds    with what is computed again for it, and the exchange of gradients between ranks
+        time/backward_seconds    including recomputation and the exchange of gradients between ranks
         time/optimizer_seconds   gradients rescaled and clipped, weights updated
-        time/attention_seconds   the operator alone, within the forward and the backward; not where blocks are compiled
+        time/attention_seconds   the operator alone, within forward and backward; not measured in compiled blocks
 
-    CUDA devices and CPUs tell their time; elsewhere nothing is measured. The device isn't waited for here: `read` is
-    called where it was waited for anyway.
+    Works on CUDA devices and CPUs; on others nothing is measured. It does not synchronise: `Throughput` calls `read`
+    after it has synchronised.
     """
 
     def __init__(self) -> None:
@@ -53,24 +53,26 @@ class StepTimes(StepCallback):
             return
         self._clock = _Clock(pl_module.device)
         self._steps = 0
-        self._training = False  # hooks also run in validation, which is none of a step's time
-        self._began: dict[Any, Any] = {}
-        # Compiled blocks run no hooks of the modules in them.
-        calls = [] if _compiled(pl_module) else [m for m in pl_module.modules() if isinstance(m, AttentionCall)]
+        self._training = False  # the hooks also run in validation, which does not count
+        self._starts: dict[Any, Any] = {}
+        # Compiled blocks do not run the hooks of the modules inside them.
+        calls = (
+            [] if _has_compiled_blocks(pl_module) else [m for m in pl_module.modules() if isinstance(m, AttentionCall)]
+        )
         self._parts = PARTS if calls else PARTS[:-1]
         self._spans: dict[str, list[tuple[Any, Any]]] = {part: [] for part in self._parts}
         for call in calls:
             self._watch(call)
 
     def _watch(self, call: nn.Module) -> None:
-        """Time an attention call: its forward, also where a checkpoint runs it again, and its backward."""
+        """Time an attention call: its forward, including recomputation, and its backward."""
 
-        def begin(way: str) -> None:
+        def begin(direction: str) -> None:
             if self._training:
-                self._began[call, way] = self._clock.now()
+                self._starts[call, direction] = self._clock.now()
 
-        def end(way: str) -> None:
-            if (start := self._began.pop((call, way), None)) is not None:
+        def end(direction: str) -> None:
+            if (start := self._starts.pop((call, direction), None)) is not None:
                 self._spans["attention"].append((start, self._clock.now()))
 
         self._handles += [
@@ -86,13 +88,13 @@ class StepTimes(StepCallback):
             self._mark = self._clock.now()
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
-        self._end_of("forward")
+        self._end_part("forward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        self._end_of("backward")
+        self._end_part("backward")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._end_of("optimizer")  # nothing to speak of where gradients only accumulate
+        self._end_part("optimizer")  # next to no time in a micro-batch that only accumulates gradients
         self._training = False
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -101,7 +103,7 @@ class StepTimes(StepCallback):
             self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Means over the optimizer steps since the last reading; the device must have been waited for."""
+        """Means over the optimizer steps since the last call; synchronise the device before."""
         if self._clock is None or not self._steps:
             return {}
         sums = {part: sum(self._clock.seconds(*span) for span in self._spans[part]) for part in self._parts}
@@ -111,20 +113,20 @@ class StepTimes(StepCallback):
         return means
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._release()
+        self._remove_hooks()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._release()
+        self._remove_hooks()
 
-    def _end_of(self, part: str) -> None:
+    def _end_part(self, part: str) -> None:
         if self._clock is not None:
             start, self._mark = self._mark, self._clock.now()
             self._spans[part].append((start, self._mark))
 
-    def _release(self) -> None:
+    def _remove_hooks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
 
-def _compiled(pl_module: Any) -> bool:
+def _has_compiled_blocks(pl_module: Any) -> bool:
     return any(module._compiled_call_impl is not None for module in pl_module.modules())

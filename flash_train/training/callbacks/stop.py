@@ -1,4 +1,4 @@
-"""Two ways to end a run early with everything saved: after a number of steps, and on a signal."""
+"""Two ways to end a run early with everything saved: after a number of steps, or on a signal."""
 
 import signal
 import threading
@@ -11,22 +11,23 @@ from lightning.pytorch import Trainer
 from flash_train.output import say_in_handler
 from flash_train.training.callbacks.base import StepCallback
 
-STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # the last one where there is one: a terminal that closes
-SAME_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal has sent to the whole group: both are one
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # SIGHUP, for a terminal that closes, is missing on Windows
+# A terminal sends Ctrl-C to the whole process group, and a wrapper may forward it: within this time both count as one.
+SAME_SIGNAL_SECONDS = 0.5
 
 
 class StopAfter(StepCallback):
-    """Stops after `steps` optimizer steps of this run, or at `max_steps`, validating what was reached.
+    """Stops after `steps` optimizer steps of this run, or at `max_steps`, with a final validation.
 
-    The learning-rate schedule goes by `max_steps` and does not notice.
+    The learning-rate schedule depends on `max_steps` only, so it stays the same.
 
     Args:
-        steps: of this run, not counting those before the checkpoint it resumed; None: `max_steps` alone.
+        steps: steps of this run, without those before the checkpoint that it resumed; None stops at `max_steps` only.
     """
 
     def __init__(self, steps: int | None = None) -> None:
         if steps is not None and steps < 1:
-            raise ValueError(f"stop_after={steps} is out of range: it must be 1 or greater, or null")
+            raise ValueError(f"stop_after={steps}: must be 1 or greater, or null")
         self.steps = steps
         self._first_step = 0
 
@@ -36,7 +37,7 @@ class StopAfter(StepCallback):
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         enough = self.steps is not None and trainer.global_step - self._first_step >= self.steps
-        # Lightning validates once more when told to stop, and doesn't when it reaches max_steps.
+        # Lightning validates at the end if `should_stop` is set, but not if it only reaches max_steps.
         if enough or trainer.global_step == trainer.max_steps:
             trainer.should_stop = True
 
@@ -44,11 +45,10 @@ class StopAfter(StepCallback):
 class SaveOnSignal(StepCallback):
     """On SIGTERM, SIGHUP or a first Ctrl-C, finishes the optimizer step, saves a checkpoint and ends `fit` normally.
 
-    `StepCheckpoint` saves, as it does whenever the trainer is about to stop. A validation under way is cut short, and
-    the run stops at its step; `MissedValidation` repeats it when the run is resumed. A second Ctrl-C interrupts at
-    once. A SIGHUP that the process ignores (`nohup`) stays ignored. `received` has the signal's name afterwards, until
-    the next `fit`. Lightning's own handler, which ends the process without a checkpoint, is set aside while training
-    runs.
+    `StepCheckpoint` saves, as always when the trainer is about to stop. A validation in progress is cut short, and the
+    run stops at its step; `MissedValidation` repeats it when the run is resumed. A second Ctrl-C interrupts at once. A
+    SIGHUP that the process ignores (`nohup`) stays ignored. Afterwards `received` is the signal's name, until the next
+    `fit`. Lightning's own handler, which ends the process without a checkpoint, is replaced while training runs.
     """
 
     def __init__(self) -> None:
@@ -59,24 +59,24 @@ class SaveOnSignal(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._module = pl_module
-        self.received, pl_module.skip_validation = None, False  # an earlier fit's signal is none of this one's
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        self.received, pl_module.skip_validation = None, False  # forget the signal of an earlier fit
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             for number in filter(None, (getattr(signal, name, None) for name in STOPPING)):
                 if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
-        if trainer.received_sigterm:  # Lightning has caught it, as the run was being prepared
+        if trainer.received_sigterm:  # Lightning caught it while the run was being prepared
             self.received = "SIGTERM"
         self._stop_if_received(trainer, pl_module)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and time.monotonic() - self._received_at < SAME_SECONDS:
+        if self.received and time.monotonic() - self._received_at < SAME_SIGNAL_SECONDS:
             return
         if number == signal.SIGINT and self.received:
             raise KeyboardInterrupt
         self.received, self._received_at = signal.Signals(number).name, time.monotonic()
         self._module.skip_validation = True
         if self._module.trainer.is_global_zero:
-            again = "; Ctrl-C once more interrupts at once" if number == signal.SIGINT else ""
+            again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
             say_in_handler(f"{self.received}: stopping after this step{again}")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -88,7 +88,7 @@ class SaveOnSignal(StepCallback):
 
     def _stop_if_received(self, trainer: Trainer, pl_module: Any) -> None:
         stop = self.received is not None
-        if trainer.world_size > 1:  # the signal reaches ranks at different steps; all must stop at one
+        if trainer.world_size > 1:  # the signal reaches ranks at different steps; all must stop at the same one
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
         if stop:
             self.received = self.received or "another rank's signal"
@@ -96,15 +96,15 @@ class SaveOnSignal(StepCallback):
             trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        # Not as training ends: other callbacks write the run's record there, and a Ctrl-C must not break into that.
-        self._restore(pl_module)
+        # Not in `on_train_end`: other callbacks write the run's record there, and a Ctrl-C must not interrupt them.
+        self._restore_handlers(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._restore(pl_module)
+        self._restore_handlers(pl_module)
 
-    def _restore(self, pl_module: Any) -> None:
+    def _restore_handlers(self, pl_module: Any) -> None:
         pl_module.skip_validation = False
         while self._previous:
             number, handler = self._previous.popitem()
-            if signal.getsignal(number) == self._handle:  # Lightning may have put back what was there before it
+            if signal.getsignal(number) == self._handle:  # else Lightning has already restored a handler
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Speed and memory per logged step."""
+"""Measures speed and memory use per logged step."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ COMPUTE_DTYPE = {
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """Dense peak of the device under one of Lightning's precisions, in FLOP/s; None where it is not known."""
+    """The device's dense peak in FLOP/s for a Lightning precision; None if it is not known."""
     dtype = COMPUTE_DTYPE.get(precision)
     if device.type != "cuda" or dtype is None:
         return None
@@ -32,9 +32,9 @@ def known_peak(device: torch.device, precision: str) -> float | None:
 
 
 class _ActionTimer(Profiler):
-    """Times how long training waits for its next batch, and calls back around the saving of checkpoints.
+    """Measures how long training waits for its next batch, and calls hooks before and after a checkpoint is saved.
 
-    Passes every action to the profiler that it wraps.
+    Forwards every action to the profiler that it wraps.
     """
 
     FETCH = "[_TrainingEpochLoop].train_dataloader_next"
@@ -77,24 +77,24 @@ class _ActionTimer(Profiler):
 
 
 class Throughput(StepCallback):
-    """Measures, every `trainer.log_every_n_steps` optimizer steps and at the last, and logs to the trainer's loggers.
+    """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at the last one, and logs them.
 
     `row` holds the newest measurement for other callbacks, with full precision:
 
-        train/loss, train/gradient_norm, train/learning_rate   of that step
+        train/loss, train/gradient_norm, train/learning_rate   of this step
         time/step_seconds, time/data_wait_seconds              per optimizer step, mean since the last row
-        time/forward_seconds, …                                where `StepTimes` is there too, before this one
+        time/forward_seconds, …                                if `StepTimes` runs before this callback
         throughput/tokens_per_second                           all positions of the rows, all ranks
         throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
         memory/...                                             see `flash_train.records.memory_use`
 
-    The module is a `CausalLMModule`, or has its `flops(batch)`, an int, and `last_step`, a `StepResult` as soon as an
-    optimizer step is done; its batches are dictionaries with `tokens` (batch, seq_len).
+    The module is a `CausalLMModule`, or has two of its attributes: `flops(batch)`, which returns an int, and
+    `last_step`, a `StepResult` after the first optimizer step. Batches are dictionaries with `tokens` (batch, seq_len).
 
-    Validation and the writing of checkpoints are not counted as training time. The device is waited for at these
-    steps only. The module leaves its loss to be logged here, in one row (`logs_steps`). The arithmetic is that of
-    Lightning's `Throughput`; its `ThroughputMonitor` takes every batch to have the same FLOPs, waits for the device at
-    every batch and does not know the H200.
+    Validation and saving checkpoints do not count as training time. The device is synchronised at logged steps only.
+    With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
+    computed by Lightning's `Throughput` class. Lightning's `ThroughputMonitor` does not fit: it assumes the same FLOPs
+    for every batch, synchronises at every batch and does not know the H200.
     """
 
     logs_steps = True
@@ -103,7 +103,7 @@ class Throughput(StepCallback):
         self.row: dict[str, float | None] = {}
         self.row_step = 0
         self._in_batch = False
-        self._fetches = _ActionTimer(PassThroughProfiler())
+        self._timer = _ActionTimer(PassThroughProfiler())
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -112,19 +112,19 @@ class Throughput(StepCallback):
         self.peak_flops = known_peak(device, trainer.precision)
         self._step_times = find_callback(trainer, StepTimes, before=self)
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-        self._fetches = profiler if isinstance(profiler, _ActionTimer) else _ActionTimer(profiler)
-        trainer.profiler = self._fetches  # type: ignore[attr-defined]
-        self._fetches.before_save = lambda: self.pause(trainer, pl_module)
-        self._fetches.after_save = self._saved
+        self._timer = profiler if isinstance(profiler, _ActionTimer) else _ActionTimer(profiler)
+        trainer.profiler = self._timer  # type: ignore[attr-defined]
+        self._timer.before_save = lambda: self.pause(trainer, pl_module)
+        self._timer.after_save = self._after_save
         reset_peak_memory(device)
 
-        # A window of two makes a rate of what happened between one row and the next.
+        # With a window of two, rates are between one row and the next.
         self._rolling = RollingThroughput(self.peak_flops, trainer.world_size, window_size=2)
         self._steps = self._micro_batches = self._tokens = self._flops = 0
         self._paused_seconds = 0.0
         self._paused_since: float | None = None
         self._start = time.perf_counter()
-        self._mark = (0, 0.0, 0.0)
+        self._previous_row = (0, 0.0, 0.0)  # steps, seconds, seconds waited for data
         self._rolling.update(time=0.0, batches=0, samples=0, lengths=0, flops=0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -147,8 +147,8 @@ class Throughput(StepCallback):
         loss, norm = result.loss.item(), result.gradient_norm.item()  # waits for the device
         clock = time.perf_counter() if self._paused_since is None else self._paused_since
         now = clock - self._start - self._paused_seconds
-        steps, then, waited = self._mark
-        self._mark = (self._steps, now, self._fetches.seconds)
+        steps, then, waited = self._previous_row
+        self._previous_row = (self._steps, now, self._timer.seconds)
         self._rolling.update(
             time=now, batches=self._micro_batches, samples=self._micro_batches, lengths=self._tokens, flops=self._flops
         )
@@ -160,7 +160,7 @@ class Throughput(StepCallback):
             "train/gradient_norm": norm,
             "train/learning_rate": result.learning_rate,
             "time/step_seconds": (now - then) / (self._steps - steps),
-            "time/data_wait_seconds": (self._fetches.seconds - waited) / (self._steps - steps),
+            "time/data_wait_seconds": (self._timer.seconds - waited) / (self._steps - steps),
             **(self._step_times.read() if self._step_times else {}),
             "throughput/tokens_per_second": rates["device/items_per_sec"] * trainer.world_size,
             "throughput/mfu": rates.get("device/mfu"),
@@ -184,21 +184,21 @@ class Throughput(StepCallback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         self._paused_since = time.perf_counter()
-        self._fetched_before = self._fetches.seconds
+        self._fetch_seconds_at_pause = self._timer.seconds
 
     def _resume(self) -> None:
         if self._paused_since is not None:
-            # A batch that was fetched during the pause counts.
-            fetching = self._fetches.seconds - self._fetched_before
+            # Fetching a batch counts as training time, also during the pause.
+            fetching = self._timer.seconds - self._fetch_seconds_at_pause
             self._paused_seconds += time.perf_counter() - self._paused_since - fetching
             self._paused_since = None
 
-    def _saved(self) -> None:
-        """A checkpoint is written. Within a batch, which a signal or any hook may interrupt to save, work continues."""
+    def _after_save(self) -> None:
+        """Restart the clock after a checkpoint that was saved within a batch; otherwise the next batch restarts it."""
         if self._in_batch:
             self._resume()
 
     def _detach(self) -> None:
-        """Stop watching checkpoints: those saved after training, or by another `fit`, are none of this clock's."""
+        """Stop watching checkpoints: those saved after training, or by another `fit`, must not change this clock."""
         self._in_batch = False
-        self._fetches.before_save = self._fetches.after_save = None
+        self._timer.before_save = self._timer.after_save = None

@@ -1,0 +1,38 @@
+"""Packed batches: what the model needs to know about the documents in their rows."""
+
+from typing import Any
+
+import torch
+
+from flash_train.attention import Packing
+from flash_train.attention.backends import OWN, flash_unavailable
+
+Batch = dict[str, Any]
+"""`tokens`, `labels` and, for packed rows, `positions`, `cu_seqlens` and `lengths` (see `flash_train.data.dataset`)."""
+
+
+def document_layout(batch: Batch, *, on_device: bool) -> dict[str, Any]:
+    """The model's arguments `positions` and `packing`; packing is None for a batch of plain rows.
+
+    Args:
+        on_device: leave out the lengths on the host. `torch.compile` would specialise on every batch's lengths, and
+            this project's kernels read the boundaries on the device.
+    """
+    if "cu_seqlens" not in batch:
+        return {"positions": batch.get("positions"), "packing": None}
+    boundaries = batch["cu_seqlens"]
+    packing = Packing(boundaries, boundaries, lengths=None if on_device else batch["lengths"])
+    return {"positions": batch["positions"], "packing": packing}
+
+
+def document_lengths(batch: Batch) -> tuple[int, ...]:
+    """Lengths of all documents of a batch, as Python ints; each row of a plain batch is one document."""
+    batch_size, seq_len = batch["tokens"].shape
+    return batch.get("lengths", (seq_len,) * batch_size)
+
+
+def uses_own_kernels(attention: str, device: torch.device, head_dim: int) -> bool:
+    """Whether this backend runs this project's kernels on the device; for `auto`, whether it chooses them there."""
+    if attention == "auto":
+        return flash_unavailable(device, torch.float16, head_dim) is None
+    return attention in OWN
