@@ -1,10 +1,10 @@
-"""Attention dropout: the generator state and the map from (state, entry, head, query, key) to one random byte.
+"""Attention dropout: the generator state, and the map from (state, entry, head, query, key) to one random byte.
 
-The mask is a pure function of its coordinates, so it is the same under every tile size, backend and packing, in the
-forward and in the backward. One call of Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC'11) serves 16 elements, a byte each.
+The mask is a pure function of these coordinates. So it is the same for every tile size, backend and packing, and in the
+forward and the backward. One call of Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC'11) gives 16 random bytes, one for each of 16 elements.
 
-**Stream.** The 64-bit seed and offset become one 64-bit key: the first two words of
+**Stream.** The 64-bit seed and the 64-bit offset become one 64-bit key: the first two words of
 ``philox(counter=(offset_lo, offset_hi, 0x666C6173, 0x68747261), key=(seed_lo, seed_hi))``.
 
 **Counter.** The element (query, key) of a head of an entry reads the call
@@ -14,12 +14,12 @@ forward and in the backward. One call of Philox4x32 with 7 rounds (Salmon et al.
     word    = 2 * (query % 2) + key % 2
     byte    = 2 * (query // 8 % 2) + key // 8 % 2        (byte 0 is the least significant)
 
-so that a call covers rows {r, r + 1, r + 8, r + 9} and the same columns of a 16 x 16 tile. The map is symmetric
-in queries and keys: a thread that holds a matrix-unit fragment of S (rows l / 4 + {0, 8}, columns 2 (l % 4) + {0, 1}
-+ 8 j) finds two whole words of each of its calls, and so does one that holds Sᵀ in the backward; its neighbour four
-lanes away needs the other two.
+So one call covers rows {r, r + 1, r + 8, r + 9} and columns {c, c + 1, c + 8, c + 9} of a 16 x 16 tile. The map is
+symmetric in queries and keys. A thread that holds a tensor-core fragment of S (rows l / 4 + {0, 8}, columns
+2 (l % 4) + {0, 1} + 8 j, for lane l) needs two whole words of each call; a thread that holds Sᵀ in the backward does,
+too. The thread four lanes away needs the other two words.
 
-The element is kept where its byte is below ``k``, which has probability ``k / 256`` exactly.
+An element is kept if its byte is below ``k``, which has probability ``k / 256`` exactly.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ STREAM_DOMAIN = (0x666C6173, 0x68747261)
 
 @dataclass(frozen=True)
 class RngState:
-    """The generator state of one attention call, and where the call lies in the whole mask.
+    """The generator state of one attention call, and the position of the call in the whole dropout mask.
 
     Attributes:
-        seed, offset: 64 bits each, ints or int64 device scalars.
-        entry, head, query, key: coordinates of the call's first entry, head, query and key, so that a shard of a larger
-            attention draws its part of the whole mask. Multiples of 16 for query and key are the fast case.
+        seed, offset: 64-bit integers: Python ints, or int64 scalars on the device.
+        entry, head, query, key: coordinates of the call's first entry, head, query and key. A shard of a larger
+            attention sets them to draw its part of the larger mask. The kernels are faster if query and key are
+            multiples of 16.
+
+    Raises:
+        ValueError: a value that is no integer, or a coordinate outside [0, 2**31).
     """
 
     seed: int | torch.Tensor
@@ -60,7 +64,7 @@ class RngState:
             given: int | torch.Tensor | None = value
             if not isinstance(value, torch.Tensor):
                 given = integer(value)
-            elif value.numel() != 1 or value.is_floating_point() or value.is_complex():  # all without reading a GPU
+            elif value.numel() != 1 or value.is_floating_point() or value.is_complex():  # reads no device memory
                 given = None
             if given is None:
                 raise ValueError(f"RngState({name}={value!r}): must be an integer, or an int64 scalar on the device")
@@ -80,7 +84,7 @@ class RngState:
         return self.entry, self.head, self.query, self.key
 
     def as_tensor(self, device: torch.device) -> torch.Tensor:
-        """The state as int64 (2,) on the device, without a host synchronisation."""
+        """Seed and offset as int64 (2,) on the device, without synchronising with it."""
 
         def word(value: int | torch.Tensor) -> torch.Tensor:
             if isinstance(value, torch.Tensor):
@@ -91,10 +95,10 @@ class RngState:
 
 
 def draw_state(device: torch.device) -> torch.Tensor:
-    """A fresh state, int64 (2,), from PyTorch's generator of the device.
+    """A new state, int64 (2,), from PyTorch's generator of the device.
 
-    It therefore follows ``torch.manual_seed``, is restored by activation checkpointing, and differs at each replay of a
-    CUDA graph.
+    So it follows ``torch.manual_seed``, activation checkpointing restores it, and each replay of a CUDA graph draws
+    another.
     """
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
@@ -102,17 +106,17 @@ def draw_state(device: torch.device) -> torch.Tensor:
 def keep_mask(
     state: torch.Tensor, entry: int, head: int, queries: torch.Tensor, keys: torch.Tensor, threshold: int
 ) -> torch.Tensor:
-    """The mask of one head of one entry, in plain PyTorch: the definition that every kernel is held to.
+    """The dropout mask of one head of one entry, in plain PyTorch. Tests compare every kernel with it.
 
     Args:
         state: int64 (2,): seed and offset.
-        entry: batch row, or cu_seqlens entry of a packed call.
+        entry: batch row; packed, number of the entry.
         head: query head.
         queries, keys: int64 (m,), (n,): positions within the entry.
-        threshold: ``k`` in 1..256; the probability of keeping is ``k / 256``.
+        threshold: ``k`` from 1 to 256; an element is kept with probability ``k / 256``.
 
     Returns:
-        bool (m, n), True where the weight is kept.
+        bool (m, n), True if the weight is kept.
     """
     queries, keys = queries.to(state.device)[:, None], keys.to(state.device)[None, :]
     shape = torch.broadcast_shapes(queries.shape, keys.shape)
@@ -143,7 +147,7 @@ def philox(
     key: tuple[torch.Tensor, torch.Tensor],
     rounds: int = PHILOX_ROUNDS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32 on int64 tensors that hold 32-bit words; returns four words of the same kind."""
+    """Philox4x32 on int64 tensors that hold 32-bit words; returns four such tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -155,7 +159,7 @@ def philox(
 
 
 def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low words of the 64-bit product of two 32-bit words, without leaving int64."""
+    """High and low words of the 64-bit product of two 32-bit words, computed in int64 without overflow."""
     upper, lower = (a >> 16) * b, (a & 0xFFFF) * b
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK32
 

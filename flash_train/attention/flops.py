@@ -1,7 +1,7 @@
-"""Analytic counts of the work an attention does, from the same masks the kernels run.
+"""FLOPs of attention, counted from the same masks that the kernels run.
 
-Model FLOPs count what the algorithm needs: pairs that attend, two products in the forward and five in the backward
-(one of them the recomputed scores). PyTorch counts its own attention so too, but takes every pair of a causal one.
+For each pair that attends there are two products in the forward and five in the backward, which include the recomputed
+scores. PyTorch counts its own attention the same way, except that it counts all pairs of a causal mask.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from flash_train.attention.tracing import unreadable
 def attended_pairs(
     sequences: Iterable[int | Entry], mask: Mask | None = None, *, causal: bool = True, n_heads: int = 1
 ) -> int:
-    """(query, key) pairs attended over sequences.
+    """How many (query, key) pairs attend, summed over sequences and heads.
 
     Args:
-        sequences: lengths of self-attention, or entries (``Packing.entries()``) where queries and keys differ, or the
-            mask asks which sequence it is.
-        mask: what attends; without it ``Causal()``, or ``Full()`` with ``causal=False``.
-        n_heads: heads to count over. A mask that differs between heads needs the true number; others scale.
+        sequences: lengths for self-attention. Give entries (``Packing.entries()``) if the numbers of queries and keys
+            differ, or if the mask depends on the sequence.
+        mask: which pairs attend; None is ``Causal()``, or ``Full()`` with ``causal=False``.
+        n_heads: number of query heads. A mask that differs between heads needs the true number; for other masks the
+            result is proportional to it.
     """
     if mask is None:
         mask = Causal() if causal else Full()
@@ -37,20 +38,27 @@ def attended_pairs(
 
 
 def attention_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
-    """Floating-point operations of one forward: 2 * head_dim for the score of each attended pair and head, and
-    2 * v_head_dim for its value.
+    """FLOPs of one forward: for each pair and head 2 * head_dim for the score and 2 * v_head_dim for the value.
 
-    A backward does 2.5 times as many (``attention_backward_flops``); model FLOPs, which leave recomputation out, count
-    2 times.
+    The backward does 2.5 times as many (``attention_backward_flops``). Model FLOPs do not count recomputation and so
+    take the backward as twice the forward.
+
+    Args:
+        pairs: (query, key) pairs that attend, for one head.
+        v_head_dim: head_dim of v; None: the same as q's.
     """
     return 2 * pairs * n_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim))
 
 
 def attention_backward_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
-    """Floating-point operations of one backward: the scores again, dP, dV, dQ and dK.
+    """FLOPs of one backward: recomputed scores, dP, dV, dQ and dK.
 
-    It counts FlashAttention's five products, whatever an implementation does beside them: kernels that compute dQ
-    apart from dK and dV recompute scores and dP once more.
+    These are FlashAttention's five products. An implementation may do more: kernels that compute dQ separately from dK
+    and dV compute the scores and dP twice.
+
+    Args:
+        pairs: (query, key) pairs that attend, for one head.
+        v_head_dim: head_dim of v; None: the same as q's.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     return 2 * pairs * n_heads * (3 * head_dim + 2 * v_head_dim)
@@ -64,17 +72,17 @@ def call_pairs(
     block_map: Tensor | None,
     bounds: Sequence[int],
 ) -> int:
-    """Pairs over all heads that one call of the operator attends, from the operator's arguments.
+    """How many pairs attend in one call of the operator, summed over all heads, from the operator's arguments.
 
-    Exact for bands, and for a map of blocks that composes with one; element-wise terms (documents, trees, functions)
-    count as if all of the band within the map's blocks attended, an upper bound. Reads ``cu_seqlens`` and the map.
-    Where they are fake there is nothing to read: a packed call then counts as one sequence, and a map as full.
+    Exact for bands, for block maps, and for both together. Element-wise terms (documents, trees, functions) are not
+    evaluated: the count is then an upper bound, all pairs of the band within the map's blocks. Reads ``cu_seqlens`` and
+    the map. If they are fake tensors, a packed call counts as one sequence and a map as full.
 
     Args:
         q, k: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,), packed.
+        cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,) if packed, else None.
         block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), ``SKIPPED`` where nothing attends.
-        bounds: the band's left and right, the terms' tail, the map's block sizes; -1 for none.
+        bounds: the band's left and right, the terms' tail, and the map's block sizes; -1 for none.
     """
     left, right, _, block_q, block_k = bounds
     mask = Window(None if left < 0 else left, None if right < 0 else right)
@@ -91,16 +99,16 @@ def call_pairs(
     visited = block_map.cpu() != SKIPPED
     pairs = 0
     for entry in found:
-        own = visited[entry.index if visited.shape[0] > 1 else 0]
+        of_entry = visited[entry.index if visited.shape[0] > 1 else 0]  # (heads or 1, query blocks, key blocks)
         inside = _pairs_by_block(mask, entry, block_q, block_k)
-        rows, columns = (min(a, b) for a, b in zip(own.shape[1:], inside.shape, strict=True))
-        counted = (own[:, :rows, :columns] * inside[:rows, :columns]).sum()
-        pairs += int(counted) * (n_heads // own.shape[0])
+        rows, columns = (min(a, b) for a, b in zip(of_entry.shape[1:], inside.shape, strict=True))
+        counted = (of_entry[:, :rows, :columns] * inside[:rows, :columns]).sum()
+        pairs += int(counted) * (n_heads // of_entry.shape[0])
     return pairs
 
 
 def register() -> None:
-    """Teach ``torch.utils.flop_counter.FlopCounterMode`` the operators; call it once, when they are defined."""
+    """Register the operators with ``torch.utils.flop_counter``; call it once, after the operators are defined."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula(torch.ops.flash_train.attention_forward, get_raw=True)(_forward_flops)
@@ -153,9 +161,9 @@ def _backward_flops(
 
 def _pairs_by_block(mask: Window, entry: Entry, block_q: int, block_k: int) -> Tensor:
     """Pairs of a band in each block, int64 (query blocks, key blocks)."""
-    own = torch.arange(entry.len_q) + (entry.len_k - entry.len_q)
-    first = torch.zeros_like(own) if mask.left is None else own - mask.left
-    stop = torch.full_like(own, entry.len_k) if mask.right is None else own + mask.right + 1
+    aligned = torch.arange(entry.len_q) + (entry.len_k - entry.len_q)
+    first = torch.zeros_like(aligned) if mask.left is None else aligned - mask.left
+    stop = torch.full_like(aligned, entry.len_k) if mask.right is None else aligned + mask.right + 1
     begin = torch.arange(0, entry.len_k, block_k)
     end = (begin + block_k).clamp(max=entry.len_k)
     rows = (torch.minimum(stop[:, None], end) - torch.maximum(first[:, None], begin)).clamp(min=0)

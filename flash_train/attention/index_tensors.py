@@ -1,4 +1,4 @@
-"""Index tensors: lengths, offsets, rows and page tables, as a caller gives them and as the kernels read them."""
+"""Index tensors, such as lengths, offsets, rows and page tables: checked, and converted for the kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def readable(x: MaybeTensor) -> MaybeTensor:
-    """The tensor as kernels read it, element after element: contiguous, copied where it is a strided view."""
+    """The tensor if it is contiguous, as the kernels require, else a contiguous copy; None stays None."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
@@ -25,9 +25,9 @@ def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torc
     """The values as a contiguous int32 tensor on the device.
 
     Args:
-        name: of the argument, for messages.
+        name: name of the argument, for error messages.
         x: an int32 or int64 tensor of any strides on ``device``, or integers in lists or a NumPy array.
-        shape: what it must have.
+        shape: the required shape.
 
     Raises:
         ValueError: another dtype, shape or device.
@@ -45,12 +45,12 @@ def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torc
 
 
 def check_range(name: str, x: Tensor, limit: int, where: Tensor | None = None, low: int = 0) -> None:
-    """Raise ValueError where a CPU tensor holds a number outside [low, limit).
+    """Raise ValueError if a CPU tensor has an element outside [low, limit).
 
-    Nothing is read on another device, nor while a program is traced.
+    Tensors on other devices and traced tensors are not read.
 
     Args:
-        where: bool, broadcastable to x: the elements that are used; all without it.
+        where: bool, broadcastable to x, True for the elements to check; None checks all.
     """
     if x.device.type != "cpu" or unreadable(x):
         return

@@ -1,4 +1,4 @@
-"""Jagged nested tensors: packed tensors under PyTorch's name, ``torch.nested`` with ``layout=torch.jagged``."""
+"""Jagged nested tensors, PyTorch's form of packed tensors: ``torch.nested`` with ``layout=torch.jagged``."""
 
 from __future__ import annotations
 
@@ -12,42 +12,56 @@ from flash_train.attention.packing import Packing
 
 
 class Unpacked(NamedTuple):
-    """A call on jagged tensors as a packed one, and what its results need to be jagged again."""
+    """The packed form of a call on jagged tensors, and what turns its results into jagged tensors.
 
-    q: Tensor  # (total_q, heads, head_dim)
-    k: Tensor  # (total_k, kv_heads, head_dim)
+    Attributes:
+        q: (total_q, heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim).
+        packing: boundaries of the entries.
+        like: q as jagged (batch, j, heads, head_dim). Results share its offsets, and so its symbolic length j.
+        rows: int64 (total_q,), the rows of the packed q among q's values if these have holes, else None.
+        by_head: whether the tensors of the call were (batch, heads, j, head_dim).
+    """
+
+    q: Tensor
+    k: Tensor
     v: Tensor
     packing: Packing
-    like: Any  # q as (batch, j, heads, head_dim): results have its boundaries, and so the same j
-    rows: Tensor | None  # where the packed rows lie among q's values, if these have holes
-    by_head: bool  # the tensors are (batch, heads, j, head_dim)
+    like: Any
+    rows: Tensor | None
+    by_head: bool
 
     def out(self, values: Tensor) -> Tensor:
-        """Packed (total_q, heads, head_dim) as jagged, in the layout of q."""
+        """Packed (total_q, heads, head_dim) to jagged, in the layout of q."""
         return self._jagged(values, self.by_head)
 
     def lse(self, values: Tensor) -> Tensor:
-        """Packed (heads, total_q) as jagged (batch, heads, j)."""
+        """Packed (heads, total_q) to jagged (batch, heads, j)."""
         return self._jagged(values.t(), True)
 
     def _jagged(self, values: Tensor, by_head: bool) -> Tensor:
         if self.rows is not None:
-            around = values.new_zeros(self.like.values().shape[0], *values.shape[1:])
-            values = around.index_copy(0, self.rows, values)
+            with_holes = values.new_zeros(self.like.values().shape[0], *values.shape[1:])
+            values = with_holes.index_copy(0, self.rows, values)
         jagged = torch.nested.nested_tensor_from_jagged(values, self.like.offsets(), self.like.lengths())
         return jagged.transpose(1, 2) if by_head else jagged
 
 
 def unpack(q: Any, k: Any, v: Any, packing: Packing | None) -> Unpacked:
-    """Jagged q, k and v, (batch, j, heads, head_dim) or transposed as for SDPA, (batch, heads, j, head_dim).
+    """The packed form of jagged q, k and v. Differentiable.
 
-    Differentiable. k and v may have boundaries of their own; those that they share are not compared.
+    If the boundaries of k and v are different tensors, they are compared, which synchronises with the device.
+
+    Args:
+        q, k, v: jagged (batch, j, heads, head_dim), or (batch, heads, j, head_dim) as for PyTorch's SDPA.
+        packing: must be None.
 
     Raises:
-        ValueError, TypeError: tensors that are not all jagged, in one layout, with the same rows in k and v.
+        TypeError: tensors that are not all jagged.
+        ValueError: a packing, different layouts, or different boundaries in k and v.
     """
     if packing is not None:
-        raise ValueError("packing was given with nested tensors, which have boundaries of their own: must be None")
+        raise ValueError("packing was given with nested tensors, which have boundaries already: must be None")
     layouts = set()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_nested or x.layout != torch.jagged:
@@ -78,9 +92,9 @@ def unpack(q: Any, k: Any, v: Any, packing: Packing | None) -> Unpacked:
 
 
 def _boundaries(x: Any) -> tuple[Tensor | None, Tensor]:
-    """Which of x's values the rows are, int64 (total,), where it has holes; and their boundaries, int32 (batch + 1,).
+    """The rows of x among its values, int64 (total,), or None without holes; and boundaries, int32 (batch + 1,).
 
-    A batch of none is one empty entry. Holes, as ``torch.nested.narrow`` leaves them, cost a device synchronisation.
+    An empty batch becomes one empty entry. Holes come from ``torch.nested.narrow`` and cost a device synchronisation.
     """
     offsets, lengths = x.offsets(), x.lengths()
     if lengths is None:

@@ -1,4 +1,4 @@
-"""Partial results over disjoint keys, put together exactly."""
+"""Exact combination of attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from torch import Tensor
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two disjoint sets of keys, from the attentions over each; associative, differentiable.
+    """Attention over the union of two disjoint sets of keys, from the attention over each; associative, differentiable.
 
-    A result over some keys is the mean of their values under weights that sum to ``exp(lse)``, so two of them average
-    with these weights. This is the step of the online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867) in
-    normalised form, by which flash-decoding (Dao et al., 2023) joins the parts of a split cache.
+    Each partial output is a weighted mean of values whose weights sum to ``exp(lse)``, so the result is the mean of the
+    two outputs with weights ``exp(lse_a)`` and ``exp(lse_b)``. This is one step of the online softmax (Milakov and
+    Gimelshein, 2018, arXiv:1805.02867) in normalised form. Flash-decoding (Dao et al., 2023) joins the parts of a split
+    cache with it.
 
     Args:
         out_a, out_b: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
-        lse_a, lse_b: natural log-sum-exp, (batch, heads, seqlen), packed (heads, total). Where one is -inf, its
-            partial result saw no key and its output is not looked at.
+        lse_a, lse_b: natural log-sum-exp, (batch, heads, seqlen), packed (heads, total). -inf means that the query
+            attends to none of these keys; the output of that row is then ignored.
 
     Returns:
-        out in the dtype of the outputs and lse in that of the log-sum-exps; computed in fp32 at least. Where both saw
-        no key, 0 and -inf.
+        out and lse, with the promoted dtype of the outputs and of the log-sum-exps; computed in at least fp32. For
+        queries that attend to no key at all, out is 0 and lse is -inf.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not fit each other.
     """
     expected = (*out_a.shape[:-3], out_a.shape[-2], out_a.shape[-3]) if out_a.dim() in (3, 4) else None
     if out_b.shape != out_a.shape or lse_a.shape != expected or lse_b.shape != expected:
@@ -35,7 +36,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out_dtype, lse_dtype = torch.promote_types(out_a.dtype, out_b.dtype), torch.promote_types(lse_a.dtype, lse_b.dtype)
     dtype = torch.promote_types(torch.promote_types(out_dtype, lse_dtype), torch.float32)
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
-    # where neither saw a key, a difference of infinities would be NaN, in the gradient too: those rows are left out
+    # without any key the difference of infinities would be NaN, also in the gradient
     seen = torch.maximum(lse_a, lse_b) != float("-inf")
     safe_a, safe_b = torch.where(seen, lse_a, 0.0), torch.where(seen, lse_b, 0.0)
     lse = torch.logaddexp(safe_a, safe_b)
@@ -44,6 +45,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def _weighted(out: Tensor, lse: Tensor, log_share: Tensor) -> Tensor:
-    """A partial output times its share of the whole."""
-    saw = (lse != float("-inf")).transpose(-1, -2)[..., None]
-    return torch.where(saw, out.to(lse.dtype), 0.0) * torch.exp(log_share).transpose(-1, -2)[..., None]
+    """A partial output times its share of the total weight."""
+    seen = (lse != float("-inf")).transpose(-1, -2)[..., None]
+    return torch.where(seen, out.to(lse.dtype), 0.0) * torch.exp(log_share).transpose(-1, -2)[..., None]

@@ -1,4 +1,4 @@
-"""Packed sequences of different length: many documents in one tensor (total, heads, head_dim)."""
+"""Packed sequences: documents of different lengths one after the other in one tensor (total, heads, head_dim)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from flash_train.attention.tracing import unreadable
 
 
 class Entry(NamedTuple):
-    """One sequence of a call: a row of a padded batch, or an entry of a packed one. The same here and in the kernels.
+    """Where one sequence of a call lies: a row of a padded batch, or an entry of a packed tensor.
 
-    ``batch`` is the tensors' batch row (0 where packed), ``q_row`` and ``k_row`` the first rows within it (0 where
-    padded), ``index`` counts the sequences.
+    The kernels use the same names. Fields are Python ints; inside kernels and compiled programs, symbols.
+
+    Attributes:
+        index: number of the sequence in the call.
+        batch: batch row of the tensors; 0 if packed.
+        q_row, k_row: first row of the queries and of the keys within that batch row; 0 if padded.
+        len_q, len_k: number of queries and of keys.
     """
 
     index: Any
@@ -28,12 +33,15 @@ class Entry(NamedTuple):
 
     @classmethod
     def of_lengths(cls, len_q: int, len_k: int) -> Entry:
-        """The only sequence of a call."""
+        """The entry of a call with a single sequence."""
         return cls(0, 0, 0, 0, len_q, len_k)
 
 
 class Span(NamedTuple):
-    """The positions from ``start`` to before ``stop``: a range whose bounds a compiler may hold as symbols."""
+    """The positions from ``start`` up to, not including, ``stop``: a ``range`` that may have symbolic bounds.
+
+    ``range`` itself accepts only integers, and ``torch.compile`` may trace lengths as symbols.
+    """
 
     start: Any
     stop: Any
@@ -43,17 +51,22 @@ class Span(NamedTuple):
 class Packing:
     """Where the entries of a packed tensor begin and end.
 
-    Entry ``e`` holds the rows ``cu_seqlens[e]`` to ``cu_seqlens[e + 1]``. Boundaries may repeat: such entries are
-    empty, so that a fixed number of entries serves batches with any number of documents. Rows past the last boundary
-    belong to no entry: their output and gradients are exactly 0.
+    Entry ``e`` holds rows ``cu_seqlens[e]`` to ``cu_seqlens[e + 1]``. Equal boundaries make an empty entry, so that a
+    fixed number of entries serves batches with any number of documents. Rows past the last boundary belong to no entry:
+    their output and gradients are exactly 0.
 
     Attributes:
-        cu_seqlens_q: int32 (entries + 1,), on the device of q, from 0, never decreasing; may be a strided view. A list
-            of integers becomes a tensor on the CPU.
-        cu_seqlens_k: the same for the keys; the same tensor for self-attention.
-        max_seqlen_q, max_seqlen_k: length of the longest entry where known; no backend of this package needs it.
-        lengths: lengths of the non-empty entries as Python ints where the host knows them, queries and keys share them
-            and empty entries come last. The backends in plain PyTorch then need no device synchronisation.
+        cu_seqlens_q: boundaries of the queries, int32 (entries + 1,) on the device of q; they start at 0 and never
+            decrease. May be a strided view. A list of integers becomes a tensor on the CPU.
+        cu_seqlens_k: boundaries of the keys, likewise; for self-attention the same tensor.
+        max_seqlen_q, max_seqlen_k: length of the longest entry, if known; no backend of this package needs it.
+        lengths: lengths of the non-empty entries as Python ints. Give them if the host knows them, queries and keys
+            have the same lengths, and empty entries come last: the dense backends then do not synchronise with the
+            device.
+
+    Raises:
+        TypeError: boundaries that are not integers.
+        ValueError: boundaries that do not fit int32.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -72,7 +85,15 @@ class Packing:
                 object.__setattr__(self, name, cu)
 
     def validate(self, device: torch.device, rows_q: int | None = None, rows_k: int | None = None) -> None:
-        """Check what can be checked without reading device memory: on a CPU, the values too."""
+        """Check dtypes, shapes and devices; on a CPU also the values. Never reads device memory.
+
+        Args:
+            device: device of q.
+            rows_q, rows_k: rows of q and of k; None leaves the last boundary unchecked.
+
+        Raises:
+            ValueError: boundaries that do not fit each other or the tensors.
+        """
         for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 2:
                 raise ValueError(
@@ -90,10 +111,9 @@ class Packing:
             self.check(rows_q, rows_k)
 
     def check(self, rows_q: int | None = None, rows_k: int | None = None) -> None:
-        """Check the values: boundaries start at 0, never decrease, and end within the rows of q and k, where given;
-        ``lengths``, where given, are the entries'.
+        """Raise ValueError unless boundaries start at 0, never decrease, end within the rows, and fit ``lengths``.
 
-        Reads device memory: for debugging. On a CPU, ``attention`` does it.
+        Reads device memory, so it is for debugging. On a CPU ``attention`` calls it.
         """
         for side, cu, rows in (("q", self.cu_seqlens_q, rows_q), ("k", self.cu_seqlens_k, rows_k)):
             name, bounds = f"cu_seqlens_{side}", cu.tolist()
@@ -105,25 +125,27 @@ class Packing:
             if rows is not None and bounds[-1] > rows:
                 raise ValueError(f"{name} ends at {bounds[-1]} and {side} has {rows} rows: must end within them")
             if self.lengths is not None:
-                found, told = [end - begin for begin, end in pairwise(bounds)], list(self.lengths)
-                if list(filter(None, found)) != list(filter(None, told)):
-                    raise ValueError(f"{name} has entries of {found} rows and lengths is {told}: must be equal")
+                found, given = [end - begin for begin, end in pairwise(bounds)], list(self.lengths)
+                if list(filter(None, found)) != list(filter(None, given)):
+                    raise ValueError(f"{name} has entries of {found} rows and lengths is {given}: must be equal")
 
     def entries(self) -> list[Entry]:
-        """Every entry, on the host; synchronises unless ``lengths`` is given, which leaves empty entries out."""
+        """All entries, on the host.
+
+        With ``lengths`` there are only the non-empty entries; without it, this synchronises with the device.
+        """
         if self.lengths is not None:
-            lengths, begin = list(self.lengths), 0
-            found = []
-            for i, n in enumerate(lengths):
-                found.append(Entry(i, 0, begin, begin, n, n))
-                begin += n
+            found, begin = [], 0
+            for index, length in enumerate(self.lengths):
+                found.append(Entry(index, 0, begin, begin, length, length))
+                begin += length
             return found
         q, k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         return [Entry(i, 0, q[i], k[i], q[i + 1] - q[i], k[i + 1] - k[i]) for i in range(len(q) - 1)]
 
 
 def entries(q: torch.Tensor, k: torch.Tensor, packing: Packing | None) -> list[Entry]:
-    """The sequences of a call on (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim) tensors."""
+    """The sequences of a call with q and k (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim)."""
     if packing is not None:
         return packing.entries()
     return [Entry(b, b, 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]

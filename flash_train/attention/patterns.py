@@ -1,7 +1,8 @@
-"""Patterns of blocks for ``BlockSparse``: bool (query blocks, key blocks), True where a block is attended.
+"""Patterns for ``BlockSparse``: bool (query blocks, key blocks), True if the query block attends to the key block.
 
-Every builder counts in blocks that are square in positions. Query block ``i`` stands at key block ``i + n_k - n_q``:
-patterns, like masks, are aligned at their ends. None of them is causal; ``Causal() & BlockSparse(pattern)`` is.
+The builders assume that a block has as many queries as keys. Patterns are aligned at their ends, like masks: query
+block ``i`` is at the position of key block ``i + n_k - n_q``. No pattern is causal; use
+``Causal() & BlockSparse(pattern)``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from flash_train.attention.checks import integer
 
 
 def local_global(n_q: int, n_k: int, window: int, n_global: int, device: torch.device | str | None = None) -> Tensor:
-    """A band, and global blocks that see and are seen by all: Longformer (Beltagy et al., 2020, arXiv:2004.05150).
+    """A band and global blocks, as in Longformer (Beltagy et al., 2020, arXiv:2004.05150), section 3.1.
 
     Args:
-        n_q, n_k: blocks of queries and of keys.
-        window: blocks on either side of a query's own; 0 leaves the diagonal.
-        n_global: the first so many blocks of keys, which every query sees, and of queries, which see every key.
+        n_q, n_k: number of query blocks and of key blocks.
+        window: blocks before and after a query's own block; 0 keeps the diagonal only.
+        n_global: number of global blocks at the beginning: every query attends to the first ``n_global`` key blocks,
+            and the first ``n_global`` query blocks attend to every key.
 
     Raises:
         ValueError: negative counts, or no blocks.
@@ -32,13 +34,14 @@ def local_global(n_q: int, n_k: int, window: int, n_global: int, device: torch.d
 
 
 def strided(n_q: int, n_k: int, stride: int, window: int, device: torch.device | str | None = None) -> Tensor:
-    """A band and every ``stride``-th block from the query's own: sparse transformers (Child et al., 2019,
-    arXiv:1904.10509).
+    """A band and every ``stride``-th block, counted from the query's own block.
+
+    Source: sparse transformers (Child et al., 2019, arXiv:1904.10509), section 4.3.
 
     Args:
-        n_q, n_k: blocks of queries and of keys.
-        stride: blocks from one attended block to the next.
-        window: blocks on either side of a query's own; 0 leaves the diagonal.
+        n_q, n_k: number of query blocks and of key blocks.
+        stride: distance between attended blocks, in blocks.
+        window: blocks before and after a query's own block; 0 keeps the diagonal only.
 
     Raises:
         ValueError: a stride below 1, a negative window, or no blocks.
@@ -52,19 +55,19 @@ def strided(n_q: int, n_k: int, stride: int, window: int, device: torch.device |
 def butterfly(n_q: int, n_k: int, device: torch.device | str | None = None) -> Tensor:
     """The flat block butterfly: the diagonal, and the blocks whose number differs from the query's in one bit.
 
-    It is the sum of the factors of a butterfly matrix in place of their product, with 1 + log2(n) blocks per row where
-    n is a power of two; other shapes are cut from the end of the next one. Source: Pixelated Butterfly (Dao et al.,
-    2021, arXiv:2112.00029), the pattern of block-sparse FlashAttention.
+    It is the sum of the factors of a butterfly matrix, instead of their product. If n is a power of two, each row has
+    1 + log2(n) blocks; other shapes are the end of the pattern for the next power of two. Source: Pixelated Butterfly
+    (Dao et al., 2021, arXiv:2112.00029), the pattern of block-sparse FlashAttention.
 
     Args:
-        n_q, n_k: blocks of queries and of keys.
+        n_q, n_k: number of query blocks and of key blocks.
 
     Raises:
         ValueError: no blocks.
     """
     _at_least(1, n_q=n_q, n_k=n_k)
     q, k = _positions(n_q, n_k, device)
-    # counted from the end of the power of two, so that ends stay aligned; the pattern is symmetric under the reversal
+    # counting from the end keeps the ends aligned; the pattern is the same in reverse
     last = max(n_q, n_k) - 1
     bits = (last - q) ^ (last - k)
     return bits & (bits - 1) == 0
@@ -77,26 +80,26 @@ def random(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """``per_row`` different blocks of keys for each block of queries, drawn evenly.
+    """``per_row`` different blocks of keys for each block of queries, drawn uniformly.
 
     Args:
-        n_q, n_k: blocks of queries and of keys.
-        per_row: 0 to n_k.
-        generator: PyTorch's generator of the device where not given.
+        n_q, n_k: number of query blocks and of key blocks.
+        per_row: number of key blocks per query block, 0 to n_k.
+        generator: None is PyTorch's generator of the device.
 
     Raises:
-        ValueError: more per row than there are, or no blocks.
+        ValueError: ``per_row`` above n_k, or no blocks.
     """
     _at_least(1, n_q=n_q, n_k=n_k)
     _at_least(0, per_row=per_row)
     if per_row > n_k:
-        raise ValueError(f"per_row={per_row}: there are {n_k} blocks of keys")
+        raise ValueError(f"per_row={per_row}: must be at most n_k, {n_k}")
     chosen = torch.rand(n_q, n_k, generator=generator, device=device).topk(per_row, -1).indices
     return torch.zeros(n_q, n_k, dtype=torch.bool, device=device).scatter_(-1, chosen, True)
 
 
 def _positions(n_q: int, n_k: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-    """Places of the blocks on one line with a common end, int64 (n_q, 1) and (1, n_k), from 0."""
+    """Positions of the blocks, aligned at their ends: int64 (n_q, 1) and (1, n_k), from 0."""
     n = max(n_q, n_k)
     q, k = torch.arange(n - n_q, n, device=device), torch.arange(n - n_k, n, device=device)
     return q[:, None], k[None, :]

@@ -1,4 +1,4 @@
-"""What is computed: the specification every backend reads."""
+"""The specification of an attention, which every backend reads."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class AttentionSpec:
     """One attention: ``out = dropout(softmax(softcap(scale * q @ k.T) + mask)) @ v``.
 
     Attributes:
-        mask: which keys a query may attend to: ``Full()``, ``Causal()``, ``Window(left, right)``, ``BlockSparse``,
-            ``Document``, ``Tree``, ``MaskFunction``, and what ``&`` makes of them.
+        mask: which keys a query attends to: ``Full()``, ``Causal()``, ``Window(left, right)``, any other term, such as
+            ``BlockSparse``, ``Document``, ``Tree`` or ``MaskFunction``, or several terms joined with ``&``.
         scale: factor on the scores, positive; ``None`` means ``1 / sqrt(head_dim)``.
-        softcap: where positive, scores become ``softcap * tanh(scores / softcap)`` before the mask; 0 leaves them.
+        softcap: if positive, scores become ``softcap * tanh(scores / softcap)`` before the mask; 0 turns it off.
         dropout: probability in [0, 1) of dropping an attention weight. It is rounded to ``1 - k / 256`` with
-            ``k = round(256 * (1 - dropout))``; survivors are scaled by ``256 / k``, so the output stays unbiased.
+            ``k = round(256 * (1 - dropout))``. Kept weights are scaled by ``256 / k``, so that the output is unbiased.
 
     Raises:
-        TypeError: for a mask that is no mask, and a number that is none.
-        ValueError: for a scale that is not positive, a negative softcap, or a dropout that is outside [0, 1) or
-            rounds to 0 or 1.
+        TypeError: a mask that is not a ``Mask``, or a setting that is not a number.
+        ValueError: a scale that is not positive, a negative softcap, or a dropout that is outside [0, 1) or rounds to
+            0 or 1.
     """
 
-    mask: Mask = None  # Full(): torch.compile traces no object as a default
+    mask: Mask = None  # becomes Full(): torch.compile cannot trace an object as a default
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
@@ -53,7 +53,7 @@ class AttentionSpec:
             if not isinstance(value, Real):
                 raise TypeError(f"{name}={value!r}: must be a number")
             object.__setattr__(self, name, float(value))
-        # comparisons, which a compiler traces with symbolic numbers, too
+        # a compiler can trace these comparisons with symbolic numbers
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale={self.scale}: must be a positive number, or None for 1/sqrt(head_dim)")
         if not 0 <= self.softcap < math.inf:
@@ -68,9 +68,9 @@ class AttentionSpec:
 
     @property
     def keep_threshold(self) -> int:
-        """``k`` of the dropout probability ``1 - k / 256``: a weight is kept where its random byte is below ``k``."""
+        """``k`` of the dropout probability ``1 - k / 256``: a weight is kept if its random byte is below ``k``."""
         return 256 if self.dropout == 0.0 else math.floor(256 * (1.0 - self.dropout) + 0.5)
 
     def scale_for(self, head_dim: int) -> float:
-        """The scale in force for this head dimension."""
+        """The factor on the scores for this head_dim."""
         return head_dim**-0.5 if self.scale is None else self.scale

@@ -1,19 +1,18 @@
-"""Bytes that attention moves between a device's memory and its processors: what the algorithms ask for, by their masks.
+"""Bytes that attention reads from and writes to device memory, counted from the algorithms and the masks.
 
-A cache may serve part of what is asked for twice, so that a device's own count of its memory's traffic can be lower.
-Sources: FlashAttention (Dao et al., 2022, arXiv:2205.14135), section 3.2 and algorithms 0 and 3 for the standard way;
-FlashAttention-2 (arXiv:2307.08691) for the loops that this project's kernels follow.
+The count assumes no cache. A device's own counter can be lower, because its cache serves repeated reads. Sources:
+FlashAttention (Dao et al., 2022, arXiv:2205.14135), section 3.2, and algorithms 0 and 3 for standard attention;
+FlashAttention-2 (arXiv:2307.08691) for the loops of this project's kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flash_train.attention.masks import Causal, Mask
-from flash_train.attention.masks.base import SKIPPED
+from flash_train.attention.masks import SKIPPED, Causal, Mask
 from flash_train.attention.packing import Entry
 
-STATISTIC = 4  # bytes of a number per row: log-sum-exp, delta
+STATISTIC = 4  #: bytes of one fp32 number per row, such as the log-sum-exp or delta
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Traffic:
 
 
 def standard_traffic(entry: Entry | int, n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Traffic:
-    """Algorithms 0 and 3, which keep S and P in memory: all pairs, whatever the mask.
+    """Traffic of algorithms 0 and 3, which hold S and P in memory: all pairs, for any mask.
 
     Forward: S written and read, P written and read. Backward: P read for dV and again for dS, dP written and read, dS
     written, and read for dQ and for dK.
@@ -51,17 +50,19 @@ def flash_traffic(
     dkdv_tile: tuple[int, int] = (64, 128),
     dq_tile: tuple[int, int] = (128, 64),
 ) -> Traffic:
-    """The kernels of ``flash_train.attention.kernels``.
+    """Traffic of the kernels of ``flash_train.attention.kernels``.
 
-    A program that holds a tile of queries reads every block of keys and values that any of its queries sees; one that
-    holds a tile of keys reads Q, dO and two numbers per row likewise, for each head of its group. So the traffic is in
-    proportion to the blocks visited: of a block-sparse mask, to its density.
+    A program with a tile of queries reads each block of keys and values that any of its queries attends to. A program
+    with a tile of keys reads Q, dO and two numbers per row of each such block of queries, for each head of its group.
+    So the traffic is proportional to the number of visited blocks, and for a block-sparse mask to its density.
 
     Args:
-        entry: lengths of queries and keys (an int: of both).
+        entry: lengths of queries and keys; an int is both.
+        n_heads, n_kv_heads: heads of q, and of k and v.
+        itemsize: bytes per element of q, k and v.
         mask: None is ``Causal()``.
-        density: part of the mask's blocks that a block map beside it leaves.
-        forward_tile, dkdv_tile, dq_tile: (queries, keys) of the tiles.
+        density: fraction of the mask's blocks that an additional block map keeps.
+        forward_tile, dkdv_tile, dq_tile: (queries, keys) per tile of each kernel.
     """
     entry, mask = _entry(entry), Causal() if mask is None else mask
     queries, keys = _rows(entry, n_heads, n_kv_heads, head_dim, itemsize)
@@ -69,12 +70,12 @@ def flash_traffic(
     statistics = STATISTIC * n_heads * entry.len_q
 
     def visits(tile: tuple[int, int]) -> int:
-        """Blocks that hold a pair, over all query heads."""
+        """How many blocks have a pair that attends, summed over all query heads."""
         states = mask.blocks(entry, *tile, n_heads) != SKIPPED
         return round(density * int(states.sum())) * (n_heads // states.shape[0])
 
     forward = 2 * queries + statistics + visits(forward_tile) * forward_tile[1] * 2 * row
-    rows = 2 * queries + 3 * statistics  # out and dout to delta
+    rows = 2 * queries + 3 * statistics  # the kernel that computes delta from out and dout
     dq = 3 * queries + 2 * statistics + visits(dq_tile) * dq_tile[1] * 2 * row
     dkdv = 4 * keys + visits(dkdv_tile) * dkdv_tile[0] * (2 * row + 2 * STATISTIC)
     return Traffic(forward, rows + dq + dkdv)
@@ -85,5 +86,5 @@ def _entry(entry: Entry | int) -> Entry:
 
 
 def _rows(entry: Entry, n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of a tensor like q, and of one like k."""
+    """Bytes of q and bytes of k."""
     return itemsize * head_dim * n_heads * entry.len_q, itemsize * head_dim * n_kv_heads * entry.len_k

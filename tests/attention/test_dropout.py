@@ -1,4 +1,4 @@
-"""The counter map: fixed test vectors, the definition of its parts, and its statistics."""
+"""The dropout map: published vectors, stored masks, its definition, and its statistics."""
 
 import pytest
 import torch
@@ -24,26 +24,26 @@ def test_philox_known_answers():
     assert philox(words(0, 0, 0, 0), words(0, 0), rounds=10) == words(*zeros10)
 
 
-def test_vectors():
-    """Masks that must never change: a saved seed means the same run in every version."""
+def test_stored_masks():
+    """These masks must never change: a seed gives the same run in every version."""
     rows = keep_mask(STATE, 3, 5, torch.arange(30, 34), torch.arange(14, 34), 128)
     assert ["".join("x" if keep else "." for keep in row) for row in rows.tolist()] == VECTORS
 
 
 def test_sixteen_elements_share_a_call():
-    """Rows {0, 1, 8, 9} and the same columns are the sixteen bytes of the call with counter (0, 0, head, entry)."""
+    """Rows and columns {0, 1, 8, 9} are the sixteen bytes of the call with counter (0, 0, head, entry)."""
     call = philox(words(0, 0, 5, 3), stream_key(STATE))
     expected = [(int(word) >> 8 * byte) & 0xFF for word in call for byte in range(4)]
     corner = torch.tensor([0, 1, 8, 9])
     thresholds = torch.stack([keep_mask(STATE, 3, 5, corner, corner, k) for k in range(257)])
-    value = 256 - thresholds.sum(0)  # kept from threshold byte + 1 on
+    value = 256 - thresholds.sum(0)  # an element is kept if the threshold is above its byte
     for i, q in enumerate(corner.tolist()):
         for j, k in enumerate(corner.tolist()):
             word, byte = 2 * (q % 2) + k % 2, 2 * (q // 8) + k // 8
             assert value[i, j] == expected[4 * word + byte]
 
 
-def test_positions_decide_not_tiles():
+def test_the_mask_depends_on_positions_and_not_on_tiles():
     whole = keep_mask(STATE, 0, 0, torch.arange(96), torch.arange(96), 200)
     part = keep_mask(STATE, 0, 0, torch.arange(37, 61), torch.arange(11, 90), 200)
     assert torch.equal(whole[37:61, 11:90], part)
@@ -62,7 +62,7 @@ def test_every_coordinate_matters(change):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_rate_is_a_multiple_of_one_256th(p):
+def test_the_rate_is_a_multiple_of_1_256(p):
     threshold = AttentionSpec(dropout=p).keep_threshold
     assert threshold == round(256 * (1 - p))
     kept = keep_mask(STATE, 0, 0, torch.arange(1024), torch.arange(1024), threshold).double().mean().item()
@@ -70,7 +70,7 @@ def test_rate_is_a_multiple_of_one_256th(p):
     assert abs(kept - rate) < 5 * (rate * (1 - rate)) ** 0.5 / 1024
 
 
-def test_unbiased():
+def test_the_output_is_unbiased():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 24, 1, 8, dtype=torch.float64) for _ in range(3))
     plain = attention(q, k, v, AttentionSpec(Causal()), backend="reference")

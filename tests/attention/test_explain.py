@@ -1,4 +1,4 @@
-"""What ``explain`` says of a call."""
+"""``explain`` names the backend of a call and the reasons."""
 
 from unittest import mock
 
@@ -10,17 +10,17 @@ from flash_train.attention import AttentionSpec, BlockSparse, Causal, RngState, 
 x = torch.zeros(1, 32, 2, 64)
 
 
-def test_a_cpu_takes_pytorchs():
+def test_on_a_cpu_auto_takes_sdpa():
     words = explain(x, x, x, AttentionSpec(Causal()))
     assert words.startswith("sdpa: flash cannot run: there is no NVIDIA GPU")
 
 
-def test_what_sdpa_cannot_do():
+def test_features_that_sdpa_lacks_are_named():
     words = explain(x, x, x, AttentionSpec(softcap=20.0))
     assert words.startswith("reference: flash cannot run") and "neither can sdpa" in words
 
 
-def test_mistakes_are_those_of_the_call():
+def test_it_raises_the_same_errors_as_the_call():
     for call in (attention, explain):
         with pytest.raises(ValueError, match="kernels"):
             call(x, x, x, backend="kernels")
@@ -28,7 +28,7 @@ def test_mistakes_are_those_of_the_call():
             call(x, x[:, :, :1].expand(1, 32, 3, 64), x[:, :, :1].expand(1, 32, 3, 64))
 
 
-def test_which_kernels():
+def test_it_names_the_kernels_of_both_directions():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     from flash_train.attention.kernels import select
     from flash_train.attention.kernels.hopper import launch

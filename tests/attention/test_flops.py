@@ -1,4 +1,4 @@
-"""Counts of pairs and FLOPs, against masks counted densely, and against PyTorch's counts of its own attention."""
+"""Counts of pairs and FLOPs, compared with dense masks and with PyTorch's counts of its own attention."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def tensors(len_q, len_k, batch=None):
 
 
 def counted(mask, q, k, packing=None):
-    """Pairs of a call as the operator's arguments tell them."""
+    """Pairs of a call, counted from the operator's arguments."""
     left, right, _, _, tail = mask.lower()
     blocks = mask.block_map(q.shape[-3], k.shape[-3], packing is not None)
     states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
@@ -87,7 +87,7 @@ def test_blocks_are_counted_exactly(band, heads):
     assert counted(mask, *tensors(77, 122), packing) == dense(mask, packing.entries())
 
 
-def test_every_sequence_has_its_map():
+def test_each_sequence_uses_its_own_map():
     visited = torch.zeros(2, 1, 2, 2, dtype=torch.bool)
     visited[1, 0, 1, 0] = True
     q, k = tensors(20, 20, batch=2)
@@ -96,7 +96,7 @@ def test_every_sequence_has_its_map():
     assert call_pairs(q, k, cu(30, 10), cu(30, 10), visited, (-1, 0, -1, 16, 16)) == 0  # the second has one block
 
 
-def test_documents_are_counted_from_above():
+def test_documents_count_as_an_upper_bound():
     ids = torch.arange(600).div(100, rounding_mode="floor").int()
     mask = Causal() & Document(torch.stack([ids, ids.flip(0)]))
     exact = sum(mask.pairs(Entry(b, b, 0, 0, 600, 600), HEADS) for b in range(2))
@@ -106,7 +106,7 @@ def test_documents_are_counted_from_above():
     assert counted(Causal() & Document(ids), *tensors(600, 600), packing) == band // 2
 
 
-def test_what_cannot_be_read_counts_as_full():
+def test_fake_boundaries_and_maps_count_as_full():
     mask = Causal() & BlockSparse(torch.zeros(4, 4, dtype=torch.bool), 16)
     assert counted(mask, *tensors(64, 64, batch=1)) == 0
     states, mode = mask.block_map(64, 64, packed=True).states, FakeTensorMode()
@@ -118,7 +118,7 @@ def test_what_cannot_be_read_counts_as_full():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_flop_counter_mode(packed):
-    """The registered formulas find their arguments among the operators' own."""
+    """The registered formulas read the right arguments of the operators."""
     bounds = [-1, 0, -1, -1, -1]
     pairs = 2 * HEADS * 32 * 33 // 2
     with FakeTensorMode():
@@ -130,7 +130,7 @@ def test_flop_counter_mode(packed):
             out, lse = autograd.attention_forward(q, k, v, *rest)
         with FlopCounterMode(display=False) as backward:
             autograd.attention_backward(out, None, q, k, v, out, lse, *rest, False)
-    if packed:  # boundaries without values: one sequence
+    if packed:  # fake boundaries count as one sequence
         pairs = HEADS * 64 * 65 // 2
     assert forward.get_total_flops() == attention_flops(pairs, 1, 8, 5)
     assert backward.get_total_flops() == attention_backward_flops(pairs, 1, 8, 5)

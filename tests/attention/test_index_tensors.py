@@ -1,4 +1,4 @@
-"""Index tensors that are views, of other integer dtypes, or lists: read as the values that they hold."""
+"""Index tensors may be strided views, int64, or lists."""
 
 import pytest
 import torch
@@ -21,19 +21,19 @@ BACKENDS = ("reference", "standard", "chunked")
 
 
 def column(x):
-    """The same values, one in three numbers of memory along the last dimension."""
+    """The same values with stride 3 along the last dimension."""
     store = torch.full((*x.shape, 3), 77, dtype=x.dtype, device=x.device)
     store[..., 1] = x
     return store[..., 1]
 
 
 def turned(x):
-    """The same values with the last dimension in the outermost place of memory."""
+    """The same values with the last dimension outermost in memory."""
     return x.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def tail(x):
-    """The same values behind others in each row of memory."""
+    """The same values with other values before them in each row of memory."""
     return torch.cat([torch.full_like(x, 77), x], -1)[..., x.shape[-1] :]
 
 
@@ -95,10 +95,10 @@ def test_views_in_the_decode_kernel(device, paged, name, view):
 
 @on_devices
 @pytest.mark.parametrize("name", ["cache_seqlens", "cache_leftpad", "cache_batch_idx"])
-def test_one_number_expanded_to_all_rows(device, name):
+def test_one_value_expanded_to_all_rows(device, name):
     tensors, options = decode_call(device, False)
     one = torch.tensor([3], dtype=torch.int32, device=device).expand(3)
-    options.pop("k"), options.pop("v")  # rows that share a place of the cache would write over each other
+    options.pop("k"), options.pop("v")  # rows that share a cache row would overwrite each other
     found, right = (
         decode(tensors, options | {name: index}, "triton", AttentionSpec()) for index in (one, one.contiguous())
     )
@@ -134,7 +134,7 @@ def test_views_of_documents_in_the_decode_kernel(device, view):
     "name", ["cu_seqlens_q", "cu_seqlens_k", "rng", "alibi_slopes", "sinks", "term_tensors", "lse"]
 )
 def test_operators_take_views(device, name, view):
-    """Called as a saved program calls them, without the checks of the public call."""
+    """Without the checks of the public function, as in a saved program."""
     from flash_train.attention.kernels.call import Call
 
     generator = torch.Generator().manual_seed(4)
@@ -207,12 +207,12 @@ if not INTERPRETING:
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize(("paged", "name"), INDICES)
     @pytest.mark.parametrize("change", [column, turned, torch.Tensor.long, torch.Tensor.tolist, torch.Tensor.numpy])
-    def test_views_dtypes_and_lists_in_plain_pytorch(backend, paged, name, change):
+    def test_views_dtypes_and_lists_in_dense_backends(backend, paged, name, change):
         check_decode("cpu", backend, paged, name, change)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("view", VIEWS)
-    def test_views_of_boundaries_slopes_and_sinks_in_plain_pytorch(backend, view):
+    def test_views_of_boundaries_slopes_and_sinks_in_dense_backends(backend, view):
         check_packed("cpu", backend, VIEWS[view])
 
     def test_a_length_may_be_a_numpy_integer():

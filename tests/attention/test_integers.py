@@ -1,4 +1,4 @@
-"""Integers, numbers and indices of any kind are taken wherever a Python number or an int32 tensor is."""
+"""NumPy numbers, tensors and lists are accepted wherever a Python number or an int32 tensor is."""
 
 import numpy as np
 import pytest
@@ -58,13 +58,13 @@ WRONG = [3, (1, None), (1.0, 2.0), (True, False), torch.tensor([1.0, 2.0]), torc
 
 
 @pytest.mark.parametrize("window", WRONG, ids=repr)
-def test_windows_of_other_things(window):
+def test_windows_of_other_types_are_refused(window):
     with pytest.raises(ValueError, match=r"window_size=.*: must be two integers \(left, right\), -1 for no bound"):
         flash_attn_func(*qkv(1, 4, 1, 8), window_size=window)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, lambda x: torch.tensor([x])])
-def test_numbers(kind):
+def test_numbers_of_any_type(kind):
     q, k, v = qkv(1, 20, 2, 8)
     ours = flash_attn_func(q, k, v, kind(0.25), kind(0.5), softcap=kind(3.0), rng=RngState(1), backend="reference")
     right = flash_attn_func(q, k, v, 0.25, 0.5, softcap=3.0, rng=RngState(1), backend="reference")
@@ -74,19 +74,19 @@ def test_numbers(kind):
     assert [type(x) for x in (spec.scale, spec.softcap, spec.dropout)] == [float] * 3
 
 
-def test_numbers_of_other_things():
+def test_numbers_of_other_types_are_refused():
     for wrong in (torch.tensor([1.0, 2.0]), torch.tensor(1j), "a", np.array([1.0, 2.0])):
         with pytest.raises(TypeError, match=r"scale=.*: must be a number"):
             AttentionSpec(scale=wrong)
 
 
-def test_a_learnable_number_is_refused_since_it_would_get_no_gradient():
+def test_a_number_that_requires_a_gradient_is_refused():
     for name in ("scale", "softcap"):
         with pytest.raises(TypeError, match=rf"{name}=.*: must be a number, or a tensor without gradient; to learn"):
             AttentionSpec(**{name: torch.tensor(0.5, requires_grad=True)})
 
 
-def test_states():
+def test_dropout_states_of_any_integer_type():
     expected = RngState(2**40 + 1, 3, 1, 2, 48, 16)
     for kind in (np.int64, np.uint64, lambda x: np.array(x)[()]):
         state = RngState(*(kind(x) for x in (2**40 + 1, 3, 1, 2, 48, 16)))
@@ -104,13 +104,13 @@ def test_states():
             RngState(1, entry=wrong)
 
 
-def test_masks():
+def test_masks_take_any_integer_type():
     assert Window(np.int64(5), torch.tensor(2)) == Window(5, 2)
     assert type(Window(np.int64(5)).left) is int
     assert Window(np.int64(2**40)) == Window(None)
     pattern = torch.ones(2, 2, dtype=torch.bool)
     for block in (np.int64(64), torch.tensor(64), [64, 64], (np.int32(64), 64), torch.tensor([64, 64])):
-        assert BlockSparse(pattern, block).sizes == (64, 64)
+        assert BlockSparse(pattern, block).block_sizes == (64, 64)
     for block in (True, 0, 1.5, (64,), (64, -1), "64"):
         with pytest.raises(ValueError, match=r"BlockSparse.block=.*: must be a positive integer or two"):
             BlockSparse(pattern, block)
@@ -120,7 +120,7 @@ def test_masks():
 @pytest.mark.parametrize(
     "kind", [list, tuple, np.array, lambda x: np.array(x, np.int32), lambda x: [*map(np.int64, x)]]
 )
-def test_boundaries(kind):
+def test_boundaries_of_any_integer_type(kind):
     q, k, v = qkv(9, 2, 8)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     right = flash_attn_varlen_func(q, k, v, bounds, bounds, 5, 5)
@@ -132,7 +132,7 @@ def test_boundaries(kind):
     assert torch.equal(attention(q, k, v, packing=packing), right)
 
 
-def test_boundaries_of_other_things():
+def test_boundaries_of_other_types_are_refused():
     q, k, v = qkv(9, 2, 8)
     for wrong in ([0.0, 9.0], ["a"], [True, False], np.array([0.5, 9.0])):
         with pytest.raises(TypeError, match="cu_seqlens_q=.*: must be integers, or an int32 tensor"):
@@ -140,14 +140,14 @@ def test_boundaries_of_other_things():
 
 
 @pytest.mark.parametrize("kind", [list, np.array, lambda x: torch.tensor(x)])
-def test_indices_beyond_int32(kind):
+def test_indices_beyond_int32_are_refused(kind):
     q, cache = torch.randn(2, 1, 2, 8), torch.randn(3, 12, 2, 8)
     with pytest.raises(ValueError, match=r"cache_seqlens.*: must be (integers )?between -"):
         flash_attn_with_kvcache(q, cache, cache, cache_seqlens=kind([2**32 + 5, 9]))
 
 
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_boundaries_beyond_int32(kind):
+def test_boundaries_beyond_int32_are_refused(kind):
     with pytest.raises(ValueError, match=r"cu_seqlens_q=.*: must be integers between -2\*\*31 and 2\*\*31 - 1"):
         Packing(kind([0, 2**32 + 9]), kind([0, 9]))
 
@@ -168,7 +168,7 @@ def test_indices_as_a_list_under_fake_tensors():
 
 
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_indices_of_a_cache(kind):
+def test_indices_of_a_cache_of_any_integer_type(kind):
     torch.manual_seed(0)
     q, cache = torch.randn(2, 1, 2, 8), torch.randn(3, 12, 2, 8)
     right = flash_attn_with_kvcache(

@@ -1,4 +1,4 @@
-"""Partial results over disjoint keys: merged, they are the whole."""
+"""Partial results over disjoint keys merge to the result over all keys."""
 
 from functools import reduce
 
@@ -27,7 +27,7 @@ def partials(count, packed=False, dtype=torch.float64, unseen=0.0):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_parts_of_the_keys_make_the_whole(packed):
+def test_merged_parts_equal_attention_over_all_keys(packed):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 4, d, dtype=torch.float64) for n, d in ((6, 8), (24, 8), (24, 5)))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -51,7 +51,7 @@ def test_parts_of_the_keys_make_the_whole(packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("unseen", [0.0, 0.5, 1.0])
-def test_associative_and_commutative(unseen, packed):
+def test_it_is_associative_and_commutative(unseen, packed):
     torch.manual_seed(1)
     a, b, c = partials(3, packed, unseen=unseen)
     left, right = merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c))
@@ -60,10 +60,10 @@ def test_associative_and_commutative(unseen, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_what_saw_nothing_changes_nothing(packed):
+def test_a_part_without_keys_changes_nothing(packed):
     torch.manual_seed(2)
     a, b = partials(2, packed)
-    nothing = torch.full_like(b[0], float("nan")), torch.full_like(b[1], -INFINITY)  # an output that was never written
+    nothing = torch.full_like(b[0], float("nan")), torch.full_like(b[1], -INFINITY)  # an uninitialised output
     for pair in ((*a, *nothing), (*nothing, *a)):
         out, lse = merge(*pair)
         assert torch.equal(out, a[0])
@@ -81,8 +81,8 @@ def test_gradients(packed):
 
 
 @pytest.mark.parametrize("upstream", [1.0, float("nan")])
-def test_gradients_where_rows_saw_nothing(upstream):
-    """Rows that either saw pass their gradient on; what saw nothing gets 0, and no NaN even from a NaN of its own."""
+def test_gradients_of_rows_without_keys(upstream):
+    """A part without keys gets a gradient of 0, even if its output is NaN; the other part gets the whole gradient."""
     torch.manual_seed(4)
     a, b = partials(2, unseen=0.5)
     leaves = [x.requires_grad_() for x in (*a, *b)]
@@ -101,7 +101,7 @@ def test_gradients_where_rows_saw_nothing(upstream):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precision(dtype):
-    """Computed in fp32: the only error of a 16-bit result is its rounding."""
+    """It computes in fp32, so a 16-bit result differs only by its rounding."""
     torch.manual_seed(5)
     a, b = partials(2, dtype=dtype)
     out, lse = merge(*a, *b)
@@ -128,6 +128,6 @@ BAD = [
 
 
 @pytest.mark.parametrize("shapes", BAD)
-def test_shapes_that_do_not_belong_together(shapes):
+def test_shapes_that_do_not_fit_are_refused(shapes):
     with pytest.raises(ValueError, match="must be .batch, seqlen, heads, head_dim. with .batch, heads, seqlen."):
         merge(*(torch.zeros(shape) for shape in shapes))

@@ -1,4 +1,4 @@
-"""The public call on any machine: backends against each other, validation, and what it reports."""
+"""The public function on any machine: backends compared with each other, validation, and error messages."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_dropout_needs_no_state_and_takes_one():
     assert torch.equal(one, attention(q, k, v, spec, backend="reference"))
 
 
-def test_auto_says_what_it_chose():
+def test_resolve_backend_gives_a_reason():
     name, why = resolve_backend("auto", device="cpu", dtype=torch.float32, head_dim=64)
     assert name == "sdpa"
     assert "no NVIDIA GPU" in why
@@ -109,7 +109,7 @@ BAD_SPECS = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_SPECS, ids=[m for _, m in BAD_SPECS])
-def test_bad_specs(fields, message):
+def test_bad_specs_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         AttentionSpec(**fields)
     with pytest.raises(TypeError, match="mask="):
@@ -117,13 +117,13 @@ def test_bad_specs(fields, message):
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout"])
-def test_specs_of_no_numbers(name):
+def test_settings_that_are_no_numbers_are_refused(name):
     with pytest.raises(TypeError, match=f"{name}='a': must be a number"):
         AttentionSpec(**{name: "a"})
 
 
-def test_a_refusal_names_what_can_run(monkeypatch):
-    """``flash`` and ``sdpa`` only where they can."""
+def test_a_refusal_names_backends_that_can_run(monkeypatch):
+    """It names ``flash`` and ``sdpa`` only if they can run the call."""
     call = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
     monkeypatch.setattr(backends, "hopper_unavailable", lambda _: "it is no Hopper")
@@ -177,20 +177,20 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize(("tensors", "options", "error", "message"), BAD_CALLS, ids=[m for *_, m in BAD_CALLS])
-def test_bad_calls(tensors, options, error, message):
+def test_bad_calls_are_refused(tensors, options, error, message):
     with pytest.raises(error, match=message):
         attention(*tensors, **options)
 
 
 @pytest.mark.parametrize("value", [-1, 2**31, 1.5])
-def test_bad_origins(value):
+def test_bad_origins_are_refused(value):
     with pytest.raises(ValueError, match="query="):
         RngState(1, query=value)
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "standard", "chunked", "reference"])
 @pytest.mark.parametrize("shape, packing", [((0, 30, 4, 16), None), ((0, 4, 16), Packing(cu(0), cu(0)))])
-def test_a_batch_of_none_has_gradients(backend, shape, packing):
+def test_an_empty_batch_has_gradients(backend, shape, packing):
     tensors = qkv(*shape, dtype=torch.float32)
     out = attention(*tensors, CAUSAL, packing=packing, backend=backend)
     assert out.shape == shape
@@ -199,7 +199,7 @@ def test_a_batch_of_none_has_gradients(backend, shape, packing):
 
 
 @pytest.mark.parametrize("value", [1.5, torch.tensor(1.0)])
-def test_bad_states(value):
+def test_bad_states_are_refused(value):
     with pytest.raises(ValueError, match="offset=.*: must be an integer, or an int64 scalar"):
         RngState(1, offset=value)
 
@@ -223,7 +223,7 @@ MISFITS = [
 
 @pytest.mark.parametrize("side", "qk")
 @pytest.mark.parametrize(("bounds", "message"), MISFITS)
-def test_boundaries_that_do_not_fit(side, bounds, message):
+def test_boundaries_that_do_not_fit_are_refused(side, bounds, message):
     misfit, message = torch.tensor(bounds, dtype=torch.int32), f"cu_seqlens_{side} {message.format(side=side)}"
     packing = Packing(misfit, cu(3, 4)) if side == "q" else Packing(cu(3, 4), misfit)
     with pytest.raises(ValueError, match=message):
@@ -233,7 +233,7 @@ def test_boundaries_that_do_not_fit(side, bounds, message):
             attention(P, P, P, packing=packing, backend=backend)
 
 
-def test_check_takes_rows_where_they_are_known():
+def test_check_compares_boundaries_with_rows():
     packing = Packing(cu(3, 0, 4), cu(3, 0, 5))
     packing.check()
     packing.check(7, 8)
@@ -241,21 +241,21 @@ def test_check_takes_rows_where_they_are_known():
         packing.check(rows_k=7)
 
 
-def test_check_takes_lengths_where_they_are_known():
+def test_check_compares_boundaries_with_lengths():
     Packing(cu(3, 4, 0), cu(3, 4, 0), lengths=(3, 4)).check()
     with pytest.raises(ValueError, match=r"cu_seqlens_q has entries of \[3, 4\] rows and lengths is \[4, 3\]: must be"):
         Packing(cu(3, 4), cu(3, 4), lengths=(4, 3)).check()
 
 
 def test_boundaries_without_values_are_not_read():
-    """Those of another device, for which meta stands here, and fake ones."""
+    """Boundaries on another device (here meta), and fake ones."""
     Packing(cu(9).to("meta"), cu(9).to("meta")).validate(torch.device("meta"), 8, 8)
     with FakeTensorMode():
         x, boundaries = torch.empty(8, 4, 16), torch.empty(3, dtype=torch.int32)
         assert attention(x, x, x, packing=Packing(boundaries, boundaries, lengths=(3, 5))).shape == x.shape
 
 
-def test_boundaries_are_tensors():
+def test_boundaries_must_be_tensors():
     with pytest.raises(TypeError, match=r"Packing\(cu_seqlens_k=8\): must be an int32 tensor"):
         Packing(cu(8), 8)
     with pytest.raises(TypeError, match=r"cu_seqlens_k=\[0, 8.5\]: must be integers, or an int32 tensor"):

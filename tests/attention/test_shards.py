@@ -1,4 +1,4 @@
-"""One dropout mask for all: for padded and packed forms of the same entries, and for the shards of a whole."""
+"""Padded and packed forms of the same entries, and shards of a larger attention, have the same dropout mask."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def heads(device, backend):
     ]  # fmt: skip
     close(torch.cat(shards, 2), whole)
     same = attention(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], ALL, rng=RngState(5, 1), backend=backend)
-    assert not torch.allclose(same, whole[:, :, 2:], rtol=1e-2)  # without its head, it is another mask
+    assert not torch.allclose(same, whole[:, :, 2:], rtol=1e-2)  # without the head in its origin, the mask differs
 
 
 def batch(device, backend):
@@ -42,7 +42,7 @@ def batch(device, backend):
 
 
 def queries(device, backend, cut):
-    """The last queries of a causal attention see all keys."""
+    """The last queries of a causal attention attend to all keys."""
     q, k, v = inputs(device, 1, 60)
     whole = attention(q, k, v, CAUSAL, rng=RngState(5, 1), backend=backend)
     part = attention(q[:, cut:], k, v, CAUSAL, rng=RngState(5, 1, query=cut), backend=backend)
@@ -55,7 +55,7 @@ def queries(device, backend, cut):
 
 
 def keys(device, backend, cut):
-    """Disjoint keys, merged."""
+    """Attention over disjoint keys, merged."""
     q, k, v = inputs(device, 1, 50)
     whole, whole_lse = attention(q, k, v, ALL, rng=RngState(5, 1), backend=backend, return_lse=True)
     parts = []
@@ -72,7 +72,7 @@ def keys(device, backend, cut):
 
 
 def padded_and_packed(device, backend):
-    """Entry and position decide, not where a sequence lies: padding at the right changes nothing."""
+    """The mask depends on entry and position, not on the place in memory: padding at the end changes nothing."""
     lengths = (33, 7, 50)
     q, k, v = (x.detach() for x in inputs(device, 3, 50))
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
@@ -103,5 +103,5 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize(("fact", "options"), FACTS)
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
-    def test_implementations_in_pytorch(backend, fact, options):
+    def test_dense_backends(backend, fact, options):
         fact("cpu", backend, **options)

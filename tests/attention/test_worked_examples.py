@@ -1,7 +1,7 @@
-"""Examples worked by hand in texts on FlashAttention, against every backend.
+"""Examples that texts on FlashAttention work out by hand, compared with every backend.
 
-Figures are as printed there and hold to half a unit of their last digit. Where a text went on from rounded figures and
-its last digit came out wrong, the right one stands here and a comment says so.
+Figures are as printed there and are exact to half a unit of the last digit. Some texts computed with rounded figures,
+so that their last digit is wrong; this file then has the right figure, and a comment has the printed one.
 """
 
 import os
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.mark.skipif(UNAVAILABLE is None, reason="the kernels run in this process")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 def test_the_kernels_in_the_interpreter():
-    """The examples of this file by the kernels, in a process where Triton interprets them."""
+    """Run the examples of this file with the kernels, in a process with the Triton interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_the_kernels_in_the_interpreter():
 
 
 def run(q, k, v, spec, backend, return_lse=False):
-    """(queries, head_dim) and (keys, head_dim) matrices of one head through the public call."""
+    """Call ``attention`` for one head, with (queries, head_dim) and (keys, head_dim) matrices."""
     device = DEVICE if backend == "triton" else torch.device("cpu")
     tensors = [(torch.tensor(x) if isinstance(x, list) else x).to(device) for x in (q, k, v)]
     result = attention(*(x[None, :, None] for x in tensors), spec, backend=backend, return_lse=return_lse)
@@ -50,7 +50,7 @@ def run(q, k, v, spec, backend, return_lse=False):
 
 
 def printed(values, digits):
-    """Figures of a text, and how far from them a right result may be."""
+    """Figures of a text, and their tolerance: half a unit of the last digit."""
     return {"expected": torch.tensor(values), "rtol": 0, "atol": 0.501 * 10.0**-digits}
 
 
@@ -90,7 +90,7 @@ def test_eight_keys(backend):
 
 @pytest.mark.parametrize("backend", WITH_LSE)
 def test_eight_keys_block_by_block(backend):
-    """What persists between the blocks: maximum, sum and partial output; the second block rescales the first."""
+    """Maximum, sum and partial output after each block; the second block rescales the first."""
     halves = [run(EIGHT_Q, EIGHT_K[i : i + 4], EIGHT_V[i : i + 4], UNSCALED, backend, True) for i in (0, 4)]
     sums = [torch.exp(lse - top) for (_, lse), top in zip(halves, (4, 5), strict=True)]
     torch.testing.assert_close(sums[0], **printed([1.320], 3))
@@ -125,7 +125,7 @@ def test_six_tokens_in_tiles(backend):
 
 @pytest.mark.parametrize("backend", WITH_LSE)
 def test_six_tokens_tile_zero(backend):
-    """The scores of the first tile, one key at a time, and the maximum and the sum that it leaves."""
+    """The scores of the first tile, one key at a time, and its maximum and sum."""
     for key in range(3):
         pattern = torch.zeros(1, 6, dtype=torch.bool)
         pattern[0, key] = True
@@ -136,10 +136,10 @@ def test_six_tokens_tile_zero(backend):
     torch.testing.assert_close(torch.exp(lse[1:2] - 0.46 / 2**0.5), **printed([1.8146], 4))
 
 
-# A softmax in one pass over four scores, and attention in one pass over three keys.
+# Online softmax over four scores, and attention in one pass over three keys.
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_online_softmax(backend):
-    """Keys are the scores and the query is 1; identity values show the weights."""
+    """With a query of 1 the keys are the scores, and with identity values the output is the weights."""
     scores = [[2.0], [5.0], [1.0], [4.0]]
     out = run([[1.0]], scores, torch.eye(4), UNSCALED, backend)
     torch.testing.assert_close(out[0], **printed([0.0347, 0.6964, 0.0128, 0.2562], 4))
@@ -197,7 +197,7 @@ SEEN = [
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tree_of_nine(backend, prefix):
-    """Zero queries weigh all that they see equally, so that identity values show the mask."""
+    """With queries of 0 all visible keys have equal weight, so that with identity values the output shows the mask."""
     mask = Tree(PARENTS)
     keys = prefix + 9
     seen = torch.tensor([[True] * prefix + [bit == "1" for bit in row] for row in SEEN])
@@ -209,7 +209,7 @@ def test_tree_of_nine(backend, prefix):
 
 @pytest.mark.parametrize("backend", WITH_LSE)
 def test_tree_of_nine_counts(backend):
-    """The log-sum-exp of equal scores is the logarithm of how many a node sees: its depth and itself."""
+    """The log-sum-exp of equal scores is the logarithm of the number of visible keys: the node and its ancestors."""
     zeros = torch.zeros(9, 4)
     _, lse = run(zeros, zeros, zeros, AttentionSpec(Full() & Tree(PARENTS)), backend, True)
     torch.testing.assert_close(lse.exp(), torch.tensor([1.0, 2, 3, 3, 4, 4, 4, 4, 5]))

@@ -1,10 +1,11 @@
-"""Keys and values in a cache: where the keys of each row lie, which rows are padding, how both are written and read.
+"""Keys and values in a cache: where each row lies, which rows are padding, and how to write and read them.
 
-A cache is (batch_size_cache, capacity, kv_heads, head_dim), or paged (num_blocks, page_size, kv_heads, head_dim) with a
-``block_table`` int32 (batch, blocks per sequence) that names the page of each stretch of ``page_size`` positions.
-Position ``p`` of a batch row is found by ``CacheRows.slots``; everything in plain PyTorch goes through it. Nothing here
-synchronises with a GPU. What a CPU tensor holds is checked, since reading it costs nothing; on a GPU an index outside
-the cache is a device-side assertion, or is not seen.
+A cache is (batch_size_cache, capacity, kv_heads, head_dim), or paged (num_blocks, page_size, kv_heads, head_dim). A
+paged cache comes with a ``block_table``, int32 (batch, blocks per sequence): column ``c`` of a row is the page of its
+positions from ``c * page_size`` on. Code in plain PyTorch finds positions with ``CacheRows.slots``.
+
+Nothing here synchronises with a GPU. Values of CPU tensors are checked. On a GPU, an index outside the cache raises a
+device-side assertion or is not detected.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from flash_train.attention.index_tensors import IntegerData, check_range, index_
 
 @dataclass(frozen=True)
 class CacheRows:
-    """The rows of a batch in a cache; every tensor is int32 and contiguous, on the device of the cache.
+    """Where the rows of a batch lie in a cache. All tensors are int32, contiguous, and on the device of the cache.
 
-    A row is padding where its length is negative, or where the page of its last key is negative: it has no keys, and
-    nothing is written for it.
+    A row is padding if its length is negative or the page of its last key is negative. Padding has no keys, and nothing
+    is written for it.
 
     Attributes:
-        lengths: (batch,), where the keys of each row end.
-        batch_idx: (batch,), the cache row of each batch row; None: its own number.
-        leftpad: (batch,), where the keys of each row begin; None: 0.
-        block_table: (batch, blocks per sequence), the page of each stretch of positions; None: the cache has no pages.
+        lengths: (batch,), end of the keys of each row.
+        batch_idx: (batch,), cache row of each batch row; None: row ``i`` of the batch is row ``i`` of the cache.
+        leftpad: (batch,), start of the keys of each row; None: 0.
+        block_table: (batch, blocks per sequence), the pages of each row in order; None: the cache has no pages.
     """
 
     lengths: Tensor
@@ -49,7 +50,9 @@ class CacheRows:
         cache_leftpad: IntegerData | None = None,
         block_table: IntegerData | None = None,
     ) -> CacheRows:
-        """The arguments of a call, checked without reading device memory; values that lie on the CPU are checked, too.
+        """The rows of a call of ``cached_attention``, with its arguments.
+
+        Checks dtypes, shapes and devices; on the CPU also values. Never reads device memory.
 
         Raises:
             ValueError, TypeError: tensors that do not fit together.
@@ -89,7 +92,7 @@ class CacheRows:
         return rows
 
     def padding(self, cache: Tensor, new: int = 0) -> Tensor:
-        """Which rows are padding once ``new`` keys stand behind the others, bool (batch,)."""
+        """Which rows are padding after ``new`` keys were added, bool (batch,)."""
         padding = self.lengths < 0
         if self.block_table is None or capacity_of(cache, self.block_table) == 0:
             return padding
@@ -99,7 +102,7 @@ class CacheRows:
         return padding | ((page < 0) & (self.lengths + new > 0))
 
     def slots(self, cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices (batch, n) into the cache's first two dimensions, for integer positions (batch, n) of the rows."""
+        """Indices into the cache's first two dimensions, two int64 (batch, n), for integer positions (batch, n)."""
         if self.block_table is None:
             rows = torch.arange(len(positions), device=positions.device) if self.batch_idx is None else self.batch_idx
             check_range("position in the cache", positions, cache.shape[1])
@@ -110,26 +113,30 @@ class CacheRows:
         check_range("block_table", pages, cache.shape[0])
         return pages, positions.long() % page_size
 
-    def without(self, padding: Tensor) -> CacheRows:
-        """The same rows, with padding moved to the first place of the cache: an index that exists and means nothing."""
+    def clear_padding(self, padding: Tensor) -> CacheRows:
+        """The same rows with every index of padding set to 0, which is a valid index.
+
+        Args:
+            padding: bool (batch,).
+        """
 
         def cleared(x: Tensor | None) -> Tensor | None:
             return None if x is None else torch.where(padding.view(-1, *[1] * (x.dim() - 1)), 0, x)
 
         return CacheRows(*map(cleared, (self.lengths, self.batch_idx, self.leftpad, self.block_table)))
 
-    def grown(self, new: int) -> CacheRows:
-        """The rows with ``new`` keys more; padding by its length stays padding."""
+    def extended(self, new: int) -> CacheRows:
+        """The rows with ``new`` more keys; rows of negative length stay padding."""
         return replace(self, lengths=torch.where(self.lengths < 0, self.lengths, self.lengths + new))
 
 
 def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """How many positions a row can have."""
+    """The largest number of positions per row."""
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
 def _check_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
-    """Raise ValueError or TypeError where shapes, dtypes and devices do not fit together."""
+    """Raise ValueError or TypeError if shapes, dtypes or devices do not fit together."""
     layout = "(num_blocks, page_size" if paged else "(batch_size_cache, capacity"
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.is_nested:
@@ -160,16 +167,19 @@ def append(
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> None:
-    """Write new keys and values at the end of each row of the cache, in place; rows of padding get nothing.
+    """Write new keys and values at the end of each row of the cache, in place; nothing is written for padding.
 
     Args:
+        k_cache, v_cache: (batch_size_cache, capacity, kv_heads, head_dim), paged (num_blocks, page_size, kv_heads,
+            head_dim).
         k, v: (batch, seqlen_new, kv_heads, head_dim).
-        cache_seqlens: int32 (batch,): the position of the first of them in each row.
-        cache_batch_idx: int32 (batch,); where two rows share a cache row, either may be the one that stays.
+        cache_seqlens: int32 (batch,): position of the first new key in each row.
+        cache_batch_idx: int32 (batch,): cache row of each batch row. If two batch rows share a cache row, either of
+            them may be written last.
         block_table: int32 (batch, blocks per sequence).
 
     Raises:
-        ValueError, TypeError: tensors that do not fit together; on the CPU, a cache without room for them.
+        ValueError, TypeError: tensors that do not fit together; on the CPU, a cache without room for the new keys.
     """
     check_new(k_cache, v_cache, k, v, len(cache_seqlens))
     if k.shape[0] == 0 or k.shape[1] == 0:
@@ -178,10 +188,11 @@ def append(
     padding = rows.padding(k_cache, k.shape[1])
     steps = torch.arange(k.shape[1], device=k.device)
     positions = torch.where(padding[:, None], 0, rows.lengths[:, None] + steps)
-    where = rows.without(padding).slots(k_cache, positions)
-    if k_cache.shape[0] == 0 or k_cache.shape[1] == 0:  # without a place in the cache, all rows are padding
+    where = rows.clear_padding(padding).slots(k_cache, positions)
+    if k_cache.shape[0] == 0 or k_cache.shape[1] == 0:  # the cache is empty, so all rows are padding
         return
-    # No shape may depend on values: padding repeats what a row that is not writes, or else what the cache holds.
+    # shapes must not depend on values: padding repeats the write of another row; if all rows are padding, the cache's
+    # own content is written back
     used = ~padding
     source = torch.where(used, torch.arange(len(used), device=used.device), used.to(torch.int8).argmax())
     where = (where[0][source], where[1][source])
@@ -190,7 +201,7 @@ def append(
 
 
 def check_new(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: int) -> None:
-    """Raise ValueError or TypeError where new keys and values do not fit the cache."""
+    """Raise ValueError or TypeError if new keys and values do not fit the cache."""
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if x.dim() != 4 or x.shape != (batch, k.shape[1], *cache.shape[2:]):
             raise ValueError(
@@ -210,12 +221,12 @@ def gather(
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """The first ``longest`` positions of every row, (batch, longest, kv_heads, head_dim), copied out of the cache.
+    """A copy of the first ``longest`` positions of every row, (batch, longest, kv_heads, head_dim).
 
-    Positions from ``cache_seqlens``, int32 (batch,), on hold anything, and their pages need not exist.
+    Positions at and after ``cache_seqlens``, int32 (batch,), have arbitrary values, and their pages need not exist.
     """
     rows = CacheRows(cache_seqlens, cache_batch_idx, None, block_table)
-    rows = rows.without((rows.lengths <= 0) | rows.padding(cache))  # such a row may have neither pages nor a place
+    rows = rows.clear_padding((rows.lengths <= 0) | rows.padding(cache))  # their pages need not exist
     positions = torch.arange(longest, device=cache.device).expand(len(cache_seqlens), longest)
     if block_table is not None:
         positions = torch.where(positions < rows.lengths[:, None], positions, 0)
@@ -223,17 +234,17 @@ def gather(
 
 
 def gather_packed(pages: Tensor, cu_seqlens: Tensor, longest: int | None, block_table: Tensor) -> Tensor:
-    """Sequences in pages as one packed tensor (total, kv_heads, head_dim); differentiable, without a synchronisation.
+    """Copy sequences out of pages into one packed tensor. Differentiable; does not synchronise with the device.
 
     Args:
         pages: (num_blocks, page_size, kv_heads, head_dim).
         cu_seqlens: int32 (batch + 1,).
-        longest: at least the length of the longest sequence where known.
+        longest: length of the longest sequence or more; None: the capacity of ``block_table``.
         block_table: int32 (batch, blocks per sequence).
 
     Returns:
-        ``batch * longest`` rows (without ``longest``: those that the table can name). The rows after ``cu_seqlens[-1]``
-        belong to no sequence and hold anything.
+        (batch * min(longest, capacity), kv_heads, head_dim), in the dtype of pages, with the capacity per row of
+        ``block_table``. Rows from ``cu_seqlens[-1]`` on belong to no sequence and have arbitrary values.
     """
     batch, page_size, cu_seqlens = block_table.shape[0], pages.shape[1], readable(cu_seqlens)
     capacity = block_table.shape[1] * page_size

@@ -1,7 +1,7 @@
 """Attention to a cache of keys and values that grows in place: decoding, chunked prefill, speculative decoding.
 
-Where keys lie and which rows are padding is in ``cache_rows``. Nothing synchronises with the device but the backends in
-plain PyTorch, and a decode loop compiles as one graph (``decoding``).
+``cache_rows`` finds the keys of each row and the rows that are padding. Only the dense backends synchronise with the
+device. A decode loop compiles to one graph (``operator``).
 """
 
 from __future__ import annotations
@@ -39,46 +39,47 @@ def cached_attention(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write new keys and values into the cache, in place, and attend to all of it, for any mask of the spec.
+    """Write new keys and values into the cache, in place, and attend to the whole cache under any mask. No gradients.
 
-    The keys of a batch row are the cache's positions from its ``cache_leftpad`` to its ``cache_seqlens``, and the new
-    ones behind them. The mask, ALiBi and dropout count them from 0 and align queries with the last of them. Tensors of
-    a mask that hold a value per key (``Document``'s ``k_ids``) hold one per position of the cache. No gradients.
+    The keys of a batch row are the cache's positions from its ``cache_leftpad`` to its ``cache_seqlens``, followed by
+    the new keys. The mask, ALiBi and dropout count them from 0 and align the queries with the last of them. If a mask
+    has one value per key (``Document``'s ``k_ids``), it needs one per position of the cache.
 
-    Index tensors may be strided views, int64, or integers in lists; kernels get int32 copies where they need them.
+    Index tensors may be strided views, int64, or integers in lists; they are converted to int32 if needed.
 
-    Under ``torch.compile`` each backend is one operator of the graph. A CUDA graph (``mode="reduce-overhead"``) holds
-    the decode kernel where the caches have addresses that stay: buffers of a module, or
+    Under ``torch.compile`` each backend is one operator of the graph. A CUDA graph (``mode="reduce-overhead"``) can
+    include the decode kernel if the addresses of the caches do not change: make them buffers of a module, or call
     ``torch._dynamo.mark_static_address``.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k_cache: (batch_size_cache, capacity, kv_heads, head_dim), paged (num_blocks, page_size, kv_heads, head_dim).
-        v_cache: as k_cache; its head_dim may differ, and is the output's.
-        cache_seqlens: where the keys of each row end, before new ones: int32 (batch,), an int for all rows, or None for
-            the capacity. A negative one makes its row padding: output 0, nothing written, its other indices not read.
-        spec: mask, scale, softcap and dropout. ``Tree(parents)`` takes the last queries and keys as nodes, and what
-            comes before as a prefix that they all see.
+        v_cache: the same with v_head_dim, which may differ from head_dim.
+        cache_seqlens: end of the keys of each row, before new keys are added: int32 (batch,), an int for all rows, or
+            None for the capacity. A row with a negative length is padding: its output is 0, nothing is written, and its
+            other indices are not read.
+        spec: mask, scale, softcap and dropout. With ``Tree(parents)``, the last queries and keys are the nodes, and
+            all of them attend to the keys before the tree.
         k, v: new keys and values, (batch, seqlen_new, kv_heads, head_dim); see ``append``.
         cache_batch_idx: int32 (batch,): the cache row of each batch row; not with ``block_table``.
-        cache_leftpad: int32 (batch,): where the keys of each row begin; 0 without it.
-        block_table: int32 (batch, blocks per sequence); what it holds past a row's end is not looked at. A row whose
-            last key, new ones counted, lies in a negative page is padding, too.
+        cache_leftpad: int32 (batch,): start of the keys of each row; None is 0.
+        block_table: int32 (batch, blocks per sequence): the pages of each row. Values past the end of a row are not
+            read. A row is padding, too, if its last key, including new keys, is in a negative page.
         alibi_slopes: (heads,) or (batch, heads).
         sinks: (heads,): a logit per head without a value.
-        num_splits: into how many parts the decode kernel divides the keys; 0 lets it choose. The result does not
-            depend on it but for rounding.
-        backend: ``flash`` or ``triton`` (the decode kernel), ``reference``, ``standard`` or ``chunked`` (row by row,
-            reads ``cache_seqlens`` on the host), or ``auto``: the decode kernel where it runs, else reference.
-        rng: dropout state; without it, one is drawn from PyTorch's generator of the device.
+        num_splits: number of parts into which the decode kernel divides the keys; 0 lets it choose. The result changes
+            only by rounding.
+        backend: ``flash`` or ``triton`` (the decode kernel), ``reference``, ``standard`` or ``chunked`` (row by row;
+            they read ``cache_seqlens`` on the host), or ``auto``: the decode kernel if it can run, else reference.
+        rng: dropout state; None draws one from PyTorch's generator of the device.
 
     Returns:
-        out (batch, seqlen_q, heads, v's head_dim), exactly 0 for queries that see no key, and the natural log-sum-exp
-        (batch, heads, seqlen_q), there -inf, or the sink.
+        out (batch, seqlen_q, heads, v_head_dim), exactly 0 for queries that attend to no key; and the natural
+        log-sum-exp (batch, heads, seqlen_q), which is -inf for these queries, or the sink.
 
     Raises:
-        ValueError, TypeError: tensors that do not fit together, or require a gradient; a backend that cannot run. The
-            cache is then as it was.
+        ValueError, TypeError: tensors that do not fit together or require a gradient, or a backend that cannot run. The
+            cache is then unchanged.
         RuntimeError: the decode kernel under a transform of ``torch.func`` or forward-mode AD.
 
     Source: flash-decoding (Dao, Haziza, Massa, Sizov, 2023) for the kernel's splits.
@@ -88,7 +89,7 @@ def cached_attention(
     validate_settings(q, capacity_of(k_cache, rows.block_table), q.shape[0], spec, rng, alibi_slopes, sinks)
     _forbid_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     if not isinstance(num_splits, int) or num_splits < 0:
-        raise ValueError(f"num_splits={num_splits!r}: must be a number of parts, or 0 for as many as suit")
+        raise ValueError(f"num_splits={num_splits!r}: must be an integer >= 0; 0 lets the kernel choose")
     if (k is None) != (v is None):
         raise ValueError(f"{'v' if k is None else 'k'} was given without the other: new keys and values come together")
     if k is not None and cache_seqlens is None:
@@ -98,7 +99,7 @@ def cached_attention(
         refuse_decoding()
     if k is not None and v is not None:
         write(k_cache, v_cache, k, v, rows)
-        rows = rows.grown(k.shape[1])
+        rows = rows.extended(k.shape[1])
     state, origin = None, (0, 0, 0, 0)
     if spec.dropout > 0:
         state = draw_state(q.device) if rng is None else rng.as_tensor(q.device)
@@ -109,12 +110,12 @@ def cached_attention(
 
 
 def _forbid_gradients(**tensors: Tensor | None) -> None:
-    """Raise ValueError where one of the tensors wants a gradient: a cache that is written in place can give none."""
+    """Raise ValueError if a tensor requires a gradient, since a cache that is written in place cannot give one."""
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires a gradient, and attention to a cache has none: call it under torch.no_grad(), or "
-                "use attention(...) on keys and values that are no cache"
+                "use attention(...) with keys and values outside a cache"
             )
 
 

@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch: what the kernels are checked against and compared with."""
+"""Attention in plain PyTorch: the reference for tests and the baselines for benchmarks."""

@@ -1,6 +1,6 @@
-"""The dense oracle: any specification in any dtype up to fp64, in plain PyTorch.
+"""The reference in plain PyTorch, for any specification and any dtype up to fp64.
 
-Memory is quadratic in length. Every other backend is held to this one.
+Its memory is quadratic in length. Tests compare every other backend with it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ def reference_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp, differentiable; computed in fp32, for fp64 inputs in fp64.
+    """Output and natural log-sum-exp, differentiable; computed in fp32, or in fp64 for fp64 inputs.
 
-    Each row subtracts its maximum and divides by its own sum, so weights add up to 1 however large the logits are. A
-    16-bit call rounds once, at the output, and holds fp32 copies of q, k and v.
+    Each row subtracts its maximum and divides by its own sum, so that weights add up to 1 however large the logits are.
+    With 16-bit inputs it holds fp32 copies of q, k and v and rounds once, at the output.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), packed (total_q, heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim), packed (total_k, kv_heads, head_dim).
-        v: as k, with a head_dim of its own.
-        rng: int64 (2,), the dropout state; required where ``spec.dropout > 0``.
+        v: (batch, seqlen_k, kv_heads, v_head_dim), packed (total_k, kv_heads, v_head_dim).
+        rng: int64 (2,), the dropout state; required if ``spec.dropout > 0``.
         origin: (entry, head, query, key) of the call's first element in the whole dropout mask.
         alibi_slopes: (heads,) or (entries, heads).
         sinks: (heads,).
 
     Returns:
-        out like q with v's head_dim; lse (batch, heads, seqlen_q), packed (heads, total_q), fp32 (fp64 for fp64).
-        Queries that see no key have output 0 and log-sum-exp -inf (with sinks: the sink), as have the rows of a packed
-        tensor that belong to no entry (-inf with sinks, too).
+        out (batch, seqlen_q, heads, v_head_dim), packed (total_q, heads, v_head_dim), in the dtype of q; lse (batch,
+        heads, seqlen_q), packed (heads, total_q), fp32 (fp64 for fp64). Queries that attend to no key have output 0 and
+        log-sum-exp -inf, or the sink if there are sinks. Rows that belong to no packed entry have output 0 and
+        log-sum-exp -inf, also with sinks.
     """
     dtype, stats = q.dtype, statistics_dtype(q)
     q, k, v = q.to(stats), k.to(stats), v.to(stats)
@@ -52,7 +53,7 @@ def reference_attention(
         rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
         tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
-        with torch.autocast(q.device.type, enabled=False):  # it would make the products 16-bit again
+        with torch.autocast(q.device.type, enabled=False):  # autocast would make the products 16-bit
             out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
         outs.append(out)
         lses.append(lse)
@@ -68,7 +69,7 @@ def reference_attention(
 
 
 def scores(q: Tensor, k: Tensor, spec: AttentionSpec, entry: Entry, slopes: Tensor | None = None) -> Tensor:
-    """Logits of one sequence before the mask, (heads, len_q, len_k), from (seqlen, heads, head_dim) tensors.
+    """Logits of one sequence before the mask, (heads, len_q, len_k), from q and k (seqlen, heads, head_dim).
 
     The softcap comes before the ALiBi bias ``-slope * abs(i + len_k - len_q - j)`` (Press et al., arXiv:2108.12409),
     as in flash-attn.
@@ -94,19 +95,19 @@ def _sequence(
     slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(seqlen, heads, head_dim) tensors of one sequence to its output and (heads, seqlen_q) log-sum-exp."""
+    """Output (len_q, heads, v_head_dim) and log-sum-exp (heads, len_q) of one sequence."""
     n_heads = q.shape[1]
     group = n_heads // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     visible = spec.mask.dense(entry, n_heads, q.device)
-    seen = visible.any(1)[..., None].transpose(0, 1)  # a key or value that no query sees may be anything
+    seen = visible.any(1)[..., None].transpose(0, 1)  # other keys and values may be NaN, which 0 * NaN would spread
     k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
     logits = scores(q, k, spec, entry, slopes).masked_fill(~visible, float("-inf"))
     sink = None if sinks is None else sinks.to(logits.dtype)[:, None]
     shift = _row_maximum(logits.detach(), None if sink is None else sink.detach())
     weights = torch.exp(logits - shift[..., None])
     total = weights.sum(-1) if sink is None else weights.sum(-1) + torch.exp(sink - shift)
-    counted = total != 0  # a row with neither key nor sink has sum 0; a sum that is not a number counts, too
+    counted = total != 0  # the sum is 0 without any key and sink; NaN != 0 is True
     total = torch.where(counted, total, 1.0)
     lse = torch.where(counted, shift + total.log(), float("-inf"))
     weights = weights / total[..., None]
@@ -118,7 +119,7 @@ def _sequence(
 
 
 def _row_maximum(logits: Tensor, sink: Tensor | None) -> Tensor:
-    """What each row subtracts, (heads, len_q): its largest logit or the sink; 0 where that is infinite."""
+    """The number that each row subtracts, (heads, len_q): its largest logit or the sink; 0 if that is infinite."""
     top = logits.new_full(logits.shape[:-1], float("-inf")) if sink is None else sink.expand(logits.shape[:-1])
     if logits.shape[-1]:
         top = torch.maximum(top, logits.amax(-1))
@@ -128,7 +129,7 @@ def _row_maximum(logits: Tensor, sink: Tensor | None) -> Tensor:
 def dropout_mask(
     rng: Tensor, entry: Entry, n_heads: int, spec: AttentionSpec, origin: tuple[int, int, int, int]
 ) -> Tensor:
-    """The mask of one sequence, bool (heads, len_q, len_k)."""
+    """The dropout mask of one sequence, bool (heads, len_q, len_k), True if the weight is kept."""
     first_entry, first_head, first_query, first_key = origin
     queries = torch.arange(first_query, first_query + entry.len_q)
     keys = torch.arange(first_key, first_key + entry.len_k)

@@ -1,4 +1,4 @@
-"""PyTorch's own fused attention, as users have it without this package."""
+"""PyTorch's own fused attention."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch._C import _nn
 
 from flash_train.attention.dense.sequences import (
     Part,
-    attend_nothing,
-    distance,
+    alibi_distance,
+    attend_no_pairs,
     join_out,
-    only_seen,
-    opened,
+    open_empty_rows,
     repeat_heads,
     seen_keys,
-    split,
+    split_call,
     statistics_dtype,
-    visible,
+    visible_pairs,
+    zero_unseen,
 )
 from flash_train.attention.index_tensors import readable
 from flash_train.attention.masks import Band, Causal
@@ -30,7 +30,12 @@ from flash_train.attention.tracing import assume_constant_result, unreadable
 
 
 def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool, exact: bool = False) -> str | None:
-    """Why PyTorch's fused attention cannot compute this, or None where it can; ``exact`` as in ``resolve_backend``."""
+    """Why PyTorch's fused attention cannot compute this, or None if it can.
+
+    Args:
+        sinks: whether there are sinks.
+        exact: whether the log-sum-exp or this project's dropout mask is required.
+    """
     if spec.softcap:
         return f"it has no softcap ({spec.softcap:g} was given)"
     if sinks:
@@ -49,21 +54,22 @@ def sdpa_attention(
     *,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention``; packed, ``varlen_attn`` where it applies, else one call per entry.
+    """PyTorch's ``scaled_dot_product_attention``.
 
-    Entries that are known to be equally long and to fill the tensors are a batch, as they are without packing.
-
-    Full and square causal masks are PyTorch's own; any other is given as a bool tensor of all pairs, and ALiBi as an
-    additive one in the dtype of q. Dropout is PyTorch's too: its generator, and the probability as it stands.
+    Packed calls use ``varlen_attn`` if it applies, else one call per entry. If all entries are known to have the same
+    length and to fill the tensors, they run as a padded batch. Full and square causal masks use PyTorch's
+    ``is_causal``; other masks become a bool tensor of all pairs, and ALiBi an additive tensor in the dtype of q.
+    Dropout uses PyTorch's generator, and its probability is not rounded.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), packed (total_q, heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim), packed (total_k, kv_heads, head_dim).
-        v: as k, with a head_dim of its own.
+        v: (batch, seqlen_k, kv_heads, v_head_dim), packed (total_k, kv_heads, v_head_dim).
         alibi_slopes: (heads,) or (entries, heads); may require a gradient.
 
     Returns:
-        out like q with v's head_dim; 0 for queries that see no key and rows that belong to no entry.
+        (batch, seqlen_q, heads, v_head_dim), packed (total_q, heads, v_head_dim), in the dtype of q; 0 for queries that
+        attend to no key and for rows that belong to no entry.
 
     Raises:
         ValueError: a spec with a softcap.
@@ -77,34 +83,34 @@ def sdpa_attention(
             return sdpa_attention(q, k, v, spec).flatten(0, 1)
         if _varlen_applies(q, v, spec, packing):
             return _varlen(q, k, v, spec, packing)
-    outs = [_attend(part, spec) for part in split(q, k, v, packing, alibi_slopes)]
+    outs = [_attend(part, spec) for part in split_call(q, k, v, packing, alibi_slopes)]
     return join_out(outs, q, v, packing)
 
 
 def _attend(part: Part, spec: AttentionSpec) -> Tensor:
     if part.empty:
-        return attend_nothing(part)[0]
+        return attend_no_pairs(part)[0]
     # PyTorch's is_causal aligns sequences at their beginnings
-    native = isinstance(spec.mask, Causal) and _is_square(part.q, part.k) and part.slopes is None
-    rule = None if native else visible(spec.mask, part)
-    mask, seeing = opened(rule)
-    seen = seen_keys(spec.mask, part, rule)
-    q, k, v = part.q, only_seen(part.k, seen), only_seen(part.v, seen)
+    is_causal = isinstance(spec.mask, Causal) and _is_square(part.q, part.k) and part.slopes is None
+    visible = None if is_causal else visible_pairs(spec.mask, part)
+    mask, seeing = open_empty_rows(visible)
+    seen = seen_keys(spec.mask, part, visible)
+    q, k, v = part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen)
     grouped = q.shape[2] != k.shape[2]
-    if grouped and q.device.type == "cpu":  # PyTorch's grouped backward there is eight times slower than copied heads
+    if grouped and q.device.type == "cpu":  # on the CPU the backward of enable_gqa is eight times slower than copies
         k, v = repeat_heads(k, v, q.shape[2])
         grouped = False
     if part.slopes is not None:
         slopes = part.slopes.to(statistics_dtype(q))
-        bias = -slopes[:, :, None, None] * distance(part.entries[0], q.device)
+        bias = -slopes[:, :, None, None] * alibi_distance(part.entries[0], q.device)
         mask = (bias if mask is None else bias.masked_fill(~mask, float("-inf"))).to(q.dtype)
-    # PyTorch's own, by the name that nobody replaces: a program may put this package in its place in nn.functional
+    # not torch.nn.functional's name, which a program may have replaced by this package
     out = _nn.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=native,
+        is_causal=is_causal,
         dropout_p=spec.dropout,
         scale=spec.scale,
         enable_gqa=grouped,
@@ -113,7 +119,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
 
 
 def _is_square(q: Tensor, k: Tensor) -> bool:
-    """Whether there are as many queries as keys; for symbolic lengths, whether that is sure."""
+    """Whether there are as many queries as keys; for symbolic lengths, whether this holds for all values."""
     if not unreadable(q):
         return q.shape[1] == k.shape[1]
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
@@ -127,7 +133,7 @@ def _is_batch(q: Tensor, k: Tensor, packing: Packing) -> bool:
 
 
 def _varlen_applies(q: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> bool:
-    """PyTorch's packed kernel, for bands: Ampere or later, 16 bits, no dropout, head_dim of whole 16-byte vectors."""
+    """Whether ``varlen_attn`` can run: Ampere or later, 16 bits, no dropout, head_dim a multiple of 8."""
     return (
         q.is_cuda
         and _has_packed_kernel(q.device)
@@ -149,7 +155,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packi
 
     cu_q, cu_k = readable(packing.cu_seqlens_q), readable(packing.cu_seqlens_k)
     longest_q, longest_k = packing.max_seqlen_q, packing.max_seqlen_k
-    if packing.lengths is not None:  # the entries that hold something come first: leave the empty ones out
+    if packing.lengths is not None:  # non-empty entries come first: drop the empty ones
         cu_q, cu_k = cu_q[: len(packing.lengths) + 1], cu_k[: len(packing.lengths) + 1]
         longest_q = longest_k = max(packing.lengths, default=1)
     band = cast(Band, spec.mask)
@@ -159,7 +165,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packi
         options["enable_gqa"] = True
     if packing.lengths is not None and sum(packing.lengths) == q.shape[0] == k.shape[0]:
         return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
-    # The kernel leaves rows that belong to no entry as it finds them, in the output and in the gradients.
+    # the kernel does not write rows that belong to no entry, neither of the output nor of the gradients
     inside_q, inside_k = _inside(q, cu_q), _inside(k, cu_k)
     q, k, v = (torch.where(inside, x, 0.0) for inside, x in ((inside_q, q), (inside_k, k), (inside_k, v)))
     out = cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
@@ -167,5 +173,5 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packi
 
 
 def _inside(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """bool (total, 1, 1), True in rows before the last boundary."""
+    """bool (total, 1, 1), True for rows before the last boundary."""
     return (torch.arange(x.shape[0], device=x.device) < cu_seqlens[-1])[:, None, None]

@@ -1,7 +1,7 @@
-"""What the implementations in plain PyTorch share: calls as sequences of equal lengths, and how the parts are joined.
+"""Shared code of the dense implementations: split a call into parts of equal lengths, and join the results.
 
-A padded batch is one part, a packed tensor one part per entry. Inside a part, tensors keep (batch, seqlen, heads,
-head_dim) and what belongs to pairs is (batch, heads, queries, keys).
+A padded batch is one part; a packed call has one part per entry. Inside a part, tensors are (batch, seqlen, heads,
+head_dim), and tensors of pairs are (batch, heads, queries, keys).
 """
 
 from __future__ import annotations
@@ -18,24 +18,35 @@ from flash_train.attention.spec import AttentionSpec
 
 
 class Part(NamedTuple):
-    """Sequences of equal lengths, which one batched computation serves."""
+    """Sequences of equal lengths, computed as one batch.
 
-    q: Tensor  # (batch, len_q, heads, head_dim)
-    k: Tensor  # (batch, len_k, kv_heads, head_dim)
-    v: Tensor  # (batch, len_k, kv_heads, v_head_dim)
-    slopes: Tensor | None  # (batch or 1, heads)
-    entries: list[Entry]  # batch of them
+    Attributes:
+        q: (batch, len_q, heads, head_dim).
+        k: (batch, len_k, kv_heads, head_dim).
+        v: (batch, len_k, kv_heads, v_head_dim).
+        slopes: ALiBi slopes (batch or 1, heads), or None.
+        entries: one entry per batch row.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor | None
+    entries: list[Entry]
 
     @property
     def empty(self) -> bool:
-        """Whether no pair exists."""
+        """Whether there are no pairs."""
         return self.q.shape[1] == 0 or self.k.shape[1] == 0
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes: Tensor | None = None) -> list[Part]:
-    """The parts of a call. Packed, entries without queries are left out; reads ``cu_seqlens`` unless lengths are given.
+def split_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes: Tensor | None = None) -> list[Part]:
+    """The parts of a call. Packed calls leave out entries without queries.
 
-    ``slopes`` are (heads,) or (entries, heads).
+    A packed call without ``packing.lengths`` reads ``cu_seqlens``, which synchronises with the device.
+
+    Args:
+        slopes: (heads,) or (entries, heads).
     """
     found = entries(q, k, packing)
     if slopes is not None and slopes.dim() == 1:
@@ -53,7 +64,7 @@ def split(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes: Tens
 
 
 def join_out(outs: list[Tensor], q: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
-    """Outputs of the parts as one tensor like q with v's head_dim; 0 in rows that belong to no entry."""
+    """Outputs of the parts as one tensor, (..., heads, v_head_dim); 0 in rows that belong to no entry."""
     if packing is None:
         return outs[0] if outs else q.new_zeros(*q.shape[:-1], v.shape[-1])
     tail = q.shape[0] - sum(out.shape[1] for out in outs)
@@ -70,12 +81,12 @@ def join_lse(lses: list[Tensor], q: Tensor, packing: Packing | None) -> Tensor:
 
 
 def statistics_dtype(q: Tensor) -> torch.dtype:
-    """Of maxima, sums and log-sum-exp: fp32, for fp64 inputs fp64."""
+    """dtype of row maxima, row sums and the log-sum-exp: fp32, or fp64 for fp64 inputs."""
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def attend_nothing(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output 0 and log-sum-exp -inf (with sinks: the sink) of a part without pairs, with gradients of 0."""
+def attend_no_pairs(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output 0 and log-sum-exp -inf, or the sink, for a part without pairs; connected, so that gradients are 0."""
     q, k, v = (x.transpose(1, 2) for x in (part.q, *repeat_heads(part.k, part.v, part.q.shape[2])))
     out = ((q @ k.transpose(-1, -2)) @ v).transpose(1, 2)
     if sinks is None:
@@ -84,15 +95,18 @@ def attend_nothing(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 def repeat_heads(k: Tensor, v: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values once per query head, copied where heads are grouped."""
+    """Keys and values with one head per query head; copies if query heads share keys."""
     group = n_heads // k.shape[2]
     return (k, v) if group == 1 else (k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
 
 
-def visible(
+def visible_pairs(
     mask: Mask, part: Part, queries: range | Span | None = None, keys: range | Span | None = None
 ) -> Tensor | None:
-    """The rule of a part or a piece of it, bool (batch or 1, heads or 1, queries, keys); None where all is visible."""
+    """Which pairs attend, bool (batch or 1, heads or 1, queries, keys); None for ``Full``.
+
+    ``queries`` and ``keys`` choose a part of the sequences; None takes all.
+    """
     if isinstance(mask, Full):
         return None
     n_heads, device = part.q.shape[2], part.q.device
@@ -101,11 +115,11 @@ def visible(
     return torch.stack([mask.dense(entry, n_heads, device, queries, keys) for entry in part.entries])
 
 
-def opened(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The mask with rows that see nothing seeing all instead, and which rows saw something, (..., queries, 1).
+def open_empty_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The mask with rows of False replaced by True, and bool (..., queries, 1), False for those rows.
 
-    The softmax of a row of -inf is NaN, in the gradient too. So such a row gets a softmax like any other, and then
-    counts 0 times; no pass over all pairs and heads is needed.
+    The softmax of a row of -inf is NaN, and so is its gradient. The caller computes these rows without a mask and then
+    multiplies them by 0, which needs no extra pass over all pairs and heads.
     """
     if mask is None:
         return None, None
@@ -113,30 +127,31 @@ def opened(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return mask | ~seeing, seeing
 
 
-def seen_keys(mask: Mask, part: Part, rule: Tensor | None) -> Tensor | None:
-    """Which keys some query sees, bool (batch or 1, kv_heads or 1, keys); None where a band alone says that all are.
+def seen_keys(mask: Mask, part: Part, visible: Tensor | None) -> Tensor | None:
+    """Which keys any query attends to, bool (batch or 1, kv_heads or 1, keys); None if a band alone shows that all are.
 
-    ``rule`` is ``visible``'s of the part or of a piece of it.
+    Other keys and values must be replaced by zeros: they may be NaN, and 0 * NaN would spread to every row. This costs
+    one pass over the mask, the keys and the values.
 
-    Keys and values that no query sees count as zeros: a weight of 0 times a number that is none would be none, in every
-    row. It costs one pass over the rule, the keys and the values.
+    Args:
+        visible: ``visible_pairs`` of the part, or of a piece of it.
     """
-    extra = part.k.shape[1] - part.q.shape[1]
-    if rule is None or (isinstance(mask, Band) and (mask.left is None or extra <= mask.left)):
+    shift = part.k.shape[1] - part.q.shape[1]
+    if visible is None or (isinstance(mask, Band) and (mask.left is None or shift <= mask.left)):
         return None
-    seen = rule.any(-2)
+    seen = visible.any(-2)
     return seen if seen.shape[1] == 1 else seen.unflatten(1, (part.k.shape[2], -1)).any(2)
 
 
-def only_seen(x: Tensor, seen: Tensor | None) -> Tensor:
-    """Keys or values (batch, keys, kv_heads, head_dim) with zeros where ``seen_keys`` says that no query sees them."""
+def zero_unseen(x: Tensor, seen: Tensor | None) -> Tensor:
+    """Keys or values (batch, keys, kv_heads, head_dim), with zeros where ``seen``, from ``seen_keys``, is False."""
     return x if seen is None else torch.where(seen.transpose(1, 2)[..., None], x, 0.0)
 
 
-def distance(
+def alibi_distance(
     entry: Entry, device: torch.device, queries: range | Span | None = None, keys: range | Span | None = None
 ) -> Tensor:
-    """How far each key is from its query, fp32 (queries, keys): what ALiBi's slopes multiply."""
+    """Distance between query and key, fp32 (queries, keys), which ALiBi multiplies by its slopes."""
     queries = Span(0, entry.len_q) if queries is None else queries
     keys = Span(0, entry.len_k) if keys is None else keys
     shift = entry.len_k - entry.len_q
@@ -145,7 +160,7 @@ def distance(
     return (q[:, None] - k[None, :]).abs_()
 
 
-def kept(
+def dropout_keep(
     part: Part,
     spec: AttentionSpec,
     rng: Tensor | None,
@@ -155,8 +170,8 @@ def kept(
 ) -> Tensor:
     """Which weights dropout keeps, bool (batch, heads, queries, keys).
 
-    With ``rng``, int64 (2,), the exact mask of ``flash_train.attention.dropout``; without it one drawn from PyTorch's
-    generator of the device, with the same probability of keeping.
+    With ``rng``, int64 (2,), this is the exact mask of ``flash_train.attention.dropout``. Without it, the mask is drawn
+    from PyTorch's generator of the device with the same probability.
     """
     queries = Span(0, part.q.shape[1]) if queries is None else queries
     keys = Span(0, part.k.shape[1]) if keys is None else keys

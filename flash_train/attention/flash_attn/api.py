@@ -1,32 +1,32 @@
-"""The functions of flash-attn 2.8 on this project's operator: its names, arguments, defaults, shapes and meanings.
+"""flash-attn 2.8's functions, with its names, arguments, defaults and shapes, on this project's operator.
 
-A program changes one import. Each function translates its arguments to ``attention`` or ``cached_attention``, and also
-takes ``backend`` and ``rng``. What they share:
+A program that uses flash-attn changes one import. Each function translates its arguments for ``attention`` or
+``cached_attention``, and also takes ``backend`` and ``rng``. Arguments that they share:
 
 Args:
     dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256 (see ``AttentionSpec``).
     softmax_scale: factor on the scores; None is ``1 / sqrt(head_dim)``.
-    causal: a query sees the keys up to its own position. Queries and keys are aligned at their ends: query ``i`` stands
-        at key ``i + seqlen_k - seqlen_q``.
-    window_size: (left, right): how many keys before and after its position a query sees; -1 leaves a side unbounded.
-        With ``causal``, right is 0. Two integers of any kind: a tuple, a list, a NumPy array or an integer tensor.
-    softcap: where positive, scores become ``softcap * tanh(scores / softcap)``.
+    causal: a query attends to the keys up to its own position. Queries and keys are aligned at their ends: query ``i``
+        is at the position of key ``i + seqlen_k - seqlen_q``.
+    window_size: (left, right): how many keys before and after its position a query attends to; -1 leaves a side
+        unbounded. With ``causal``, right is 0. Any two integers: a tuple, a list, a NumPy array or an integer tensor.
+    softcap: if positive, scores become ``softcap * tanh(scores / softcap)``.
     alibi_slopes: (heads,) or (batch, heads), floating-point: the bias ``-slope * abs(i + seqlen_k - seqlen_q - j)``.
-        They get a gradient where they require one, which flash-attn does not give.
-    deterministic: bitwise repeatable gradients. Those of this project's portable kernels always are, and they run
-        then; Hopper's are under ``torch.use_deterministic_algorithms``.
+        Unlike flash-attn's, they get a gradient if they require one.
+    deterministic: require bitwise repeatable gradients. This runs the portable kernels, whose gradients always are
+        repeatable; Hopper's kernels have repeatable gradients under ``torch.use_deterministic_algorithms``.
     return_attn_probs: return ``(out, softmax_lse, None)``. flash-attn's third value is for its own tests: the weights
-        with the dropout in their signs, and an empty tensor where ``dropout_p`` is 0. Here it is always None;
-        ``keep_mask`` says what was dropped.
+        with the dropout mask in their signs, or an empty tensor if ``dropout_p`` is 0. Here it is always None; use
+        ``keep_mask`` for the dropout mask.
     cu_seqlens_q, block_table and other indices: int32 tensors on the device of q, or lists of integers.
     backend: as in ``attention``.
-    rng: the state of dropout; without it, one is drawn from PyTorch's generator.
+    rng: dropout state; None draws one from PyTorch's generator.
 
 Returns:
-    out like q, with v's head_dim, exactly 0 for queries that see no key. softmax_lse is the natural log-sum-exp of the
-    scores, fp32, (batch, heads, seqlen_q), packed (heads, total_q). Unlike flash-attn's it is -inf, not +inf, for
-    queries that see no key, and with causal ALiBi it counts the bias as documented, where flash-attn leaves out what
-    is the same for a whole row.
+    out (batch, seqlen_q, heads, v_head_dim), packed (total_q, heads, v_head_dim), in the dtype of q; exactly 0 for
+    queries that attend to no key. softmax_lse is the natural log-sum-exp of the scores, fp32, (batch, heads, seqlen_q),
+    packed (heads, total_q). It differs from flash-attn's in two ways: it is -inf, not +inf, for queries that attend to
+    no key; and with causal ALiBi it includes the whole bias, from which flash-attn omits a constant per row.
 
 Raises:
     ValueError, TypeError: as ``attention``.
@@ -87,7 +87,7 @@ def flash_attn_qkvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Self-attention of qkv (batch, seqlen, 3, heads, head_dim), read where it lies."""
+    """Self-attention of qkv (batch, seqlen, 3, heads, head_dim), without copies of q, k and v."""
     q, k, v = _unpack("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
     return flash_attn_func(
         q, k, v,
@@ -145,10 +145,10 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the boundaries of the entries.
-        max_seqlen_q, max_seqlen_k: length of the longest entry, or None. A tensor is not read, and is as None.
-        block_table: int32 (batch, blocks per entry): k and v are pages (num_blocks, page_size, kv_heads, head_dim), of
-            any size. They are copied to packed tensors of ``batch * max_seqlen_k`` rows first, and get gradients; for
-            decoding, ``flash_attn_with_kvcache`` reads the pages where they lie.
+        max_seqlen_q, max_seqlen_k: length of the longest entry, or None. A tensor is not read and counts as None.
+        block_table: int32 (batch, blocks per entry): k and v are pages (num_blocks, page_size, kv_heads, head_dim) of
+            any page size. They are first copied to packed tensors of ``batch * max_seqlen_k`` rows, and get gradients.
+            For decoding use ``flash_attn_with_kvcache``, which does not copy.
     """
     packing = _packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     pages = integer_tensor("block_table", block_table, q.device)
@@ -235,30 +235,33 @@ def flash_attn_with_kvcache(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Write new keys and values into the cache, in place, and attend to all of it; no gradients.
+    """Write new keys and values into the cache, in place, and attend to the whole cache. No gradients.
 
-    The shapes of the cache are those of ``cached_attention``, which also has trees, sinks and dropout.
+    The caches have the shapes of ``cached_attention``, which also has trees, sinks and dropout.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k, v: (batch, seqlen_new, kv_heads, head_dim): written from position ``cache_seqlens`` on. Without them, the
+        k, v: (batch, seqlen_new, kv_heads, head_dim): written from position ``cache_seqlens`` on. Without them the
             cache is only read.
-        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), of any even rotary_dim up to head_dim; only with k and v.
-            New key ``i`` turns by row ``cache_seqlens + i``; so does query ``i`` where ``causal`` or a window is given,
-            else all queries turn by row ``cache_seqlens``.
-        cache_seqlens: int32 (batch,) or an int, how much of the cache each row has filled, its ``cache_leftpad``
-            included; needed with k and v. None is the capacity. Rows of padding have a negative length, or a negative
-            page where their last key would lie: output 0, and nothing is written for them.
-        cache_batch_idx, cache_leftpad, block_table, num_splits: as in ``cached_attention``. Pages may be of any size,
-            and may go with ``cache_leftpad``.
-        causal, window_size: aligned at the end of the keys, the new ones included.
-        rotary_interleaved: dimensions turn as (0, 1), (2, 3), ...; else as (0, rotary_dim / 2), ...
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), for any even rotary_dim up to head_dim; only with k and v.
+            New key ``i`` is rotated by row ``cache_seqlens + i``. So is query ``i`` with ``causal`` or a window;
+            without them, all queries are rotated by row ``cache_seqlens``.
+        cache_seqlens: int32 (batch,) or an int: how many positions of each cache row are filled, including
+            ``cache_leftpad``; required with k and v. None is the capacity. A row with a negative length, or with a
+            negative page for its last key, is padding: output 0, nothing written.
+        cache_batch_idx, cache_leftpad, block_table, num_splits: as in ``cached_attention``. Pages may have any size
+            and can be combined with ``cache_leftpad``.
+        causal, window_size: aligned at the end of the keys, including the new keys.
+        rotary_interleaved: True rotates dimensions (0, 1), (2, 3), ...; False (0, rotary_dim / 2), ...
         return_softmax_lse: also return the log-sum-exp, (batch, heads, seqlen_q).
         backend: as in ``cached_attention``.
-        rng: not read, since there is no dropout; here so that all of these functions are called alike.
+        rng: ignored, since there is no dropout; present so that all functions of this module take the same options.
+
+    Returns:
+        out (batch, seqlen_q, heads, v_head_dim), and the log-sum-exp if requested.
 
     Raises:
-        ValueError, TypeError: before anything is written.
+        ValueError, TypeError: arguments that do not fit together; nothing has been written then.
     """
     spec = _spec(0.0, softmax_scale, causal, window_size, softcap)
     n_splits = integer(num_splits)
@@ -269,7 +272,7 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and rotary_sin is not None:
         if k is None or lengths is None:
             raise ValueError(
-                "rotary_cos was given without k, v and cache_seqlens: only new keys, and queries with them, are turned"
+                "rotary_cos was given without k, v and cache_seqlens: only new keys and their queries can be rotated"
             )
         rows = CacheRows.of_call(q, k_cache, v_cache, lengths, cache_batch_idx, cache_leftpad, block_table)
         first = rows.lengths.masked_fill(rows.padding(k_cache, k.shape[1]), 0)[:, None]  # padding has no position
@@ -349,7 +352,7 @@ def _packing(
 
 
 def _unpack(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """q, k, v or k, v as views of one tensor; their gradients are stacked once, in the packed tensor's layout."""
+    """q, k, v or k, v as views of one tensor, so that their gradients are stacked only once."""
     parts = len(name)
     if packed.dim() != layout.count(",") + 1 or packed.shape[-3] != parts:
         raise ValueError(f"{name} has shape {tuple(packed.shape)}: must be {layout}")
@@ -357,13 +360,13 @@ def _unpack(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
 
 
 def _read_pages(q: Tensor, k: Tensor, v: Tensor, packing: Packing, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v of ``flash_attn_varlen_func`` as packed tensors, from pages."""
+    """Copy k and v of ``flash_attn_varlen_func`` from pages into packed tensors."""
     packing.validate(q.device, q.shape[0])
     for name, pages in (("k", k), ("v", v)):
         if pages.dim() != 4:
             raise ValueError(
-                f"{name} has shape {tuple(pages.shape)}: must be (num_blocks, page_size, kv_heads, head_dim) where "
-                "block_table is given"
+                f"{name} has shape {tuple(pages.shape)}: must be (num_blocks, page_size, kv_heads, head_dim) with "
+                "block_table"
             )
     batch = packing.cu_seqlens_k.numel() - 1
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != batch:

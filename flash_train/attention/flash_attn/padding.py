@@ -1,4 +1,4 @@
-"""From padded rows to packed ones and back, under flash-attn's names."""
+"""Conversion between padded and packed tensors, under flash-attn's names."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch, one after the other. Differentiable; synchronises with the device.
+    """Pack the tokens of a padded batch, in order. Differentiable; synchronises with the device.
 
-    Padding may lie anywhere: tokens keep their order. Rows without a token become empty entries.
+    Padding may be anywhere in a row. Rows without a token become empty entries.
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask: (batch, seqlen), bool or integer, not 0 where there is a token.
-        unused_mask: the same, not 0 where room is kept for a token that is not there: it is packed like the others,
-            and left out of ``seqused``.
+        attention_mask: (batch, seqlen), bool or integer; not 0 for a token.
+        unused_mask: (batch, seqlen), bool or integer; not 0 for a reserved position, which is packed like a token but
+            does not count in ``seqused``.
 
     Returns:
-        hidden_states (total, ...); indices int64 (total,), where each token lies in the flattened (batch * seqlen);
-        cu_seqlens int32 (batch + 1,); max_seqlen_in_batch, a Python int; seqused int32 (batch,), the tokens of
-        each row without the unused.
+        hidden_states (total, ...); indices int64 (total,), position of each token in the flattened (batch * seqlen);
+        cu_seqlens int32 (batch + 1,); max_seqlen_in_batch, a Python int; seqused int32 (batch,), number of tokens per
+        row without reserved positions.
 
     Raises:
         ValueError: masks that are not (batch, seqlen).
@@ -42,24 +42,24 @@ def unpad_input(
     indices = packed.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
-    # every row is selected once: the gradient is added up without a race, unlike that of hidden_states[indices]
+    # the gradient of hidden_states[indices] would accumulate with atomics; this one does not, as no row repeats
     tokens = hidden_states.flatten(0, 1).index_select(0, indices)
     return tokens, indices, cu_seqlens, longest, used.sum(-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of ``unpad_input``: packed tokens in their places of a padded batch, and 0 elsewhere. Differentiable.
+    """The inverse of ``unpad_input``: a padded batch with the packed tokens, and 0 elsewhere. Differentiable.
 
     Args:
         hidden_states: (total, ...).
         indices: int64 (total,), from ``unpad_input``.
-        batch, seqlen: of the padded batch.
+        batch, seqlen: shape of the padded batch.
 
     Returns:
         (batch, seqlen, ...).
 
     Raises:
-        ValueError: as many indices as tokens are needed.
+        ValueError: the number of indices differs from the number of tokens.
     """
     if indices.shape != hidden_states.shape[:1]:
         raise ValueError(

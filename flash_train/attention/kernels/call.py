@@ -18,7 +18,7 @@ from flash_train.attention.kernels.device.philox import Dropout
 from flash_train.attention.kernels.device.score import Score
 from flash_train.attention.kernels.device.tile import Rows, Strided
 from flash_train.attention.kernels.portable.tiles import Tile, block_d
-from flash_train.attention.masks import function_named
+from flash_train.attention.masks import device_term
 
 LOG2_E = math.log2(math.e)
 UNUSED = -1  #: a bound that is not there
@@ -135,8 +135,8 @@ def stats(x: Tensor) -> Rows:
 def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> MaskRule:
     """The mask for a kernel; one that cannot follow lists gives no tile, and gets the block map as a term."""
     left, right, tail = (None if bound == UNUSED else bound for bound in call.bounds[:3])
-    tensors = list(call.term_tensors)
-    terms = [_term(name, tensors) for name in call.terms.split(",") if name]
+    tensors = iter(call.term_tensors)
+    terms = [device_term(name, tensors) for name in call.terms.split(",") if name]
     if call.has_lists and tile is not None:
         return MaskRule(left, right, tuple(terms), tail, *_lists(call, tile, walks_keys))
     if call.block_map is not None:
@@ -146,22 +146,6 @@ def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> 
         terms.append((device_mask.block_sparse, (blocks, *strides, *sizes)))
         tail = None
     return MaskRule(left, right, tuple(terms), tail)
-
-
-def _term(name: str, tensors: list[Tensor]) -> tuple[object, tuple[object, ...]]:
-    """The device function of a term and its arguments; takes the term's tensors from the list."""
-    if name == "document":
-        q_ids, k_ids = tensors.pop(0), tensors.pop(0)
-        return device_mask.document, (q_ids, _batch_stride(q_ids), k_ids, _batch_stride(k_ids))
-    if name == "tree":
-        bits = tensors.pop(0)
-        return device_mask.tree, (bits, bits.stride(0) if bits.shape[0] > 1 else 0, bits.shape[1], bits.shape[2])
-    function = function_named(name)
-    return function.kernel, tuple(tensors.pop(0) for _ in range(function.n_tensors))
-
-
-def _batch_stride(ids: Tensor) -> int:
-    return ids.stride(0) if ids.dim() == 2 else 0
 
 
 def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:

@@ -1,12 +1,12 @@
-"""Which keys a query attends to. Every reader of a mask (reference, kernels, FLOP counts) asks the same object.
+"""Masks: which keys each query attends to. The reference, the kernels and the FLOP counts read the same object.
 
-A mask is a rule over (query position, key position) within one sequence, and terms compose with ``&``:
-``Causal() & Window(4096) & BlockSparse(pattern)``. Sequences of different length are aligned at their ends: query ``i``
-stands at key ``i + len_k - len_q``, as in flash-attn since 2.1.
+A mask is a rule over (query position, key position) within one sequence. Terms compose with ``&``:
+``Causal() & Window(4096) & BlockSparse(pattern)``. Sequences of different lengths are aligned at their ends, as in
+flash-attn since 2.1: query ``i`` is at the position of key ``i + len_k - len_q``.
 
-Each term answers four readers: ``dense`` (the rule itself), ``blocks`` (which key blocks the kernels visit for a block
-of queries, whole or in part), ``lower`` and ``block_map`` (what the kernels are told, with their own few lines in
-``kernels.device``), and ``pairs`` (how many pairs attend). A property test holds them to each other.
+A term gives the same answer in four forms: ``attends`` (the rule for each pair), ``blocks`` (which blocks of keys the
+kernels visit for a block of queries), ``lower``, ``device_term`` and ``block_map`` (the kernels' arguments), and
+``pairs`` (how many pairs attend). A property test compares them. ``Mask`` says how to write a new term.
 """
 
 from flash_train.attention.masks.base import (
@@ -21,9 +21,14 @@ from flash_train.attention.masks.base import (
     Full,
     Lowered,
     Mask,
+    TermParts,
     Window,
 )
-from flash_train.attention.masks.terms import BlockSparse, Document, MaskFunction, Tree, function_named
+from flash_train.attention.masks.block_sparse import BlockSparse
+from flash_train.attention.masks.document import Document
+from flash_train.attention.masks.function import MaskFunction
+from flash_train.attention.masks.registry import device_term
+from flash_train.attention.masks.tree import Tree
 
 __all__ = [
     "MAP_BLOCK",
@@ -40,7 +45,8 @@ __all__ = [
     "Lowered",
     "Mask",
     "MaskFunction",
+    "TermParts",
     "Tree",
     "Window",
-    "function_named",
+    "device_term",
 ]

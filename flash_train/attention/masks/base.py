@@ -1,26 +1,31 @@
-"""The rule itself, its bands, and what ``&`` makes of rules."""
+"""The interface of a mask, bands, and the conjunction that ``&`` builds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer
+from flash_train.attention.masks.registry import DeviceTerm, register_class
 from flash_train.attention.packing import Entry, Span
 
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
-FARTHEST = 2**30  #: a bound that no sequence reaches
-MAP_BLOCK = 128  #: rows and columns of a block of a map that a mask draws itself
+UNBOUNDED = 2**30  #: no sequence is as long as this
+MAP_BLOCK = 128  #: queries and keys per block of a map whose sizes no ``BlockSparse`` fixes
 
 
 class Lowered(NamedTuple):
-    """What the kernels are told: a band, and terms that are evaluated element by element inside it.
+    """A mask as the kernels take it: a band, and terms that they evaluate for each pair inside the band.
 
-    ``left`` and ``right`` bound the band (-1: unbounded). ``terms`` names the element-wise terms, comma-separated;
-    ``tensors`` holds their tensors in order. They concern the last ``tail`` keys only (-1: all of them).
+    Attributes:
+        left, right: bounds of the band as in ``Window``; -1 for no bound.
+        terms: names of the terms, joined by commas.
+        tensors: the tensors of all terms, in order.
+        tail: the terms restrict the last ``tail`` keys only; -1: all keys.
     """
 
     left: int
@@ -31,10 +36,12 @@ class Lowered(NamedTuple):
 
 
 class BlockMap(NamedTuple):
-    """What is known of blocks beforehand, and their sizes.
+    """What the mask knows about blocks before the kernels run, apart from its band.
 
-    ``states``: int8 (entries or 1, heads or 1, query blocks, key blocks). ``SKIPPED`` blocks hold nothing; in ``WHOLE``
-    ones all terms but a band let every pair pass.
+    Attributes:
+        states: int8 (entries or 1, heads or 1, query blocks, key blocks). No pair of a ``SKIPPED`` block attends. In a
+            ``WHOLE`` block every pair passes all terms but the band.
+        block_q, block_k: queries and keys per block.
     """
 
     states: Tensor
@@ -42,22 +49,45 @@ class BlockMap(NamedTuple):
     block_k: int
 
 
-class Mask:
-    """A rule over (query position, key position) within one sequence."""
+class TermParts(NamedTuple):
+    """One term as plain values, from which ``Mask.from_parts`` makes an equal term."""
 
-    #: where the mask's tensors lie; None where it has none
-    device: torch.device | None = None
+    integers: tuple[int, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+
+class Mask:
+    """A rule over (query position, key position) within one sequence.
+
+    A new term is one subclass. It sets ``kind`` and ``tensors`` and defines ``attends``, which is enough for the dense
+    backends and the FLOP counts. ``device_term`` lets the kernels run it, and ``to_parts`` with ``from_parts`` lets the
+    dense backends run it in a traced program. All other methods have defaults that are right for any rule; override
+    them to skip blocks and to check arguments. A subclass of a term needs its own ``kind`` if its rule differs.
+    """
+
+    #: name of the term in operators and saved programs, unique among terms; a class that sets it is registered
+    kind: ClassVar[str] = ""
 
     #: every tensor that the rule reads
     tensors: tuple[Tensor, ...] = ()
 
-    #: (queries, keys) per block, where the rule is made of blocks
-    sizes: tuple[int, int] | None = None
+    #: (queries, keys) per block if blocks define the rule
+    block_sizes: tuple[int, int] | None = None
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "kind" in cls.__dict__:
+            register_class(cls)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the mask's tensors; None if it has none."""
+        return self.tensors[0].device if self.tensors else None
 
     @property
     def per_entry(self) -> bool:
-        """Whether the rule may differ between sequences of equal lengths; if not, one serves a whole batch."""
-        return False
+        """Whether the rule may differ between sequences of equal lengths; if not, one dense mask serves a batch."""
+        return True
 
     def dense(
         self,
@@ -69,7 +99,7 @@ class Mask:
     ) -> Tensor:
         """The rule as bool (1 or n_heads, queries, keys), True where the query attends to the key.
 
-        ``queries`` and ``keys`` choose a part of the sequence; all of it without them.
+        ``queries`` and ``keys`` choose a part of the sequence; None takes all.
         """
         queries = Span(0, entry.len_q) if queries is None else queries
         keys = Span(0, entry.len_k) if keys is None else keys
@@ -82,32 +112,67 @@ class Mask:
         raise NotImplementedError
 
     def blocks(self, entry: Entry, block_q: int, block_k: int, n_heads: int = 1) -> Tensor:
-        """Per block of queries and keys, int8 (1 or n_heads, query blocks, key blocks).
+        """States of the blocks of one sequence, int8 (1 or n_heads, query blocks, key blocks).
 
-        ``SKIPPED``: the kernels do not visit it, and it holds no pair. ``WHOLE``: every pair in it attends and the
-        kernels do not look. ``PARTIAL``: the kernels evaluate the rule, unless ``block_map`` knows better.
+        ``SKIPPED``: no pair attends, and the kernels do not visit the block. ``WHOLE``: every pair attends, and the
+        kernels do not evaluate the rule. ``PARTIAL``: the kernels evaluate the rule, unless ``block_map`` knows more.
         """
         shape = (1, -(-entry.len_q // block_q), -(-entry.len_k // block_k))
-        return mask_end(torch.full(shape, PARTIAL, dtype=torch.int8), entry, block_k)
+        return clamp_last_block(torch.full(shape, PARTIAL, dtype=torch.int8), entry, block_k)
 
     def pairs(self, entry: Entry, n_heads: int = 1) -> int:
-        """How many (query, key) pairs attend, over all heads. May read tensors of the mask."""
+        """How many (query, key) pairs attend, summed over all heads. May read the mask's tensors."""
         dense = self.dense(entry, n_heads)
         return int(dense.sum()) * (n_heads if dense.shape[0] == 1 else 1)
 
     def lower(self) -> Lowered:
-        """What the kernels are told."""
-        return Lowered(-1, -1, "", [], -1)
+        """The mask as the kernels take it. By default: no band, and one term that ``device_term`` evaluates."""
+        return Lowered(-1, -1, self.kind or type(self).__qualname__, [x.contiguous() for x in self.tensors], -1)
+
+    @classmethod
+    def device_term(cls, tensors: Iterator[Tensor]) -> DeviceTerm:
+        """The ``@triton.jit`` function ``(entry, head, q, k, *arguments) -> bool tile`` and its arguments.
+
+        Import Triton inside this method: masks also serve machines without Triton.
+
+        Args:
+            tensors: the tensors of all lowered terms; take this term's tensors with ``next``.
+        """
+        raise ValueError(
+            f"mask={cls.__name__}: must be a term that defines device_term, for this project's kernels; or use another "
+            "backend, such as standard"
+        )
+
+    def to_parts(self) -> TermParts:
+        """The term as integers and tensors, which a PyTorch operator can take.
+
+        Raises:
+            ValueError: only Python can evaluate this term.
+        """
+        raise ValueError(
+            f"mask={type(self).__name__}: must be a term that defines to_parts and from_parts, for a dense backend in "
+            "a traced program; or use backend=flash"
+        )
+
+    @classmethod
+    def from_parts(cls, integers: Iterator[int], tensors: Iterator[Tensor]) -> Mask:
+        """The term with these parts; takes as many from each iterator as ``to_parts`` returned."""
+        raise NotImplementedError
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        """Which blocks the kernels need to visit within the band, and in which of them to look at pairs, where this
-        mask knows; without a synchronisation."""
+        """States of blocks if the mask can tell them without a synchronisation, else None.
+
+        Args:
+            len_q, len_k: lengths; packed, rows of the tensors.
+            packed: whether the tensors are packed.
+            block: (queries, keys) per block that another term requires; None leaves the choice.
+        """
         return None
 
     def validate(self, batch: int, len_q: int, len_k: int, n_heads: int, device: torch.device, packed: bool) -> None:
-        """Raise ValueError or TypeError where the mask's tensors do not fit the call's.
+        """Raise ValueError or TypeError if the mask's tensors do not fit the call's.
 
-        Packed, ``batch`` counts the entries and the lengths are the tensors' total rows.
+        Packed, ``batch`` is the number of entries, and the lengths are the tensors' rows.
         """
 
     def __and__(self, other: Mask) -> Mask:
@@ -117,18 +182,23 @@ class Mask:
 
 
 class Band(Mask):
-    """Query ``i`` sees the keys from ``i + shift - left`` to ``i + shift + right``, shift = len_k - len_q."""
+    """Query ``i`` attends to the keys from ``i + shift - left`` to ``i + shift + right``, shift = len_k - len_q."""
 
+    kind = "band"
     left: int | None
     right: int | None
 
+    @property
+    def per_entry(self) -> bool:
+        return False
+
     def attends(self, entry: Entry, q: Tensor, k: Tensor, n_heads: int) -> Tensor:
-        own = q + (entry.len_k - entry.len_q)
+        aligned = q + (entry.len_k - entry.len_q)
         visible = torch.ones((), dtype=torch.bool, device=q.device).expand(torch.broadcast_shapes(q.shape, k.shape))
         if self.left is not None:
-            visible = visible & (k >= own - self.left)
+            visible = visible & (k >= aligned - self.left)
         if self.right is not None:
-            visible = visible & (k <= own + self.right)
+            visible = visible & (k <= aligned + self.right)
         return visible[None]
 
     def blocks(self, entry: Entry, block_q: int, block_k: int, n_heads: int = 1) -> Tensor:
@@ -144,7 +214,7 @@ class Band(Mask):
         if self.right is not None:
             visited &= k <= last_q + self.right
             whole &= last_k <= q + self.right
-        return mask_end((visited.to(torch.int8) + (visited & whole).to(torch.int8))[None], entry, block_k)
+        return clamp_last_block((visited.to(torch.int8) + (visited & whole).to(torch.int8))[None], entry, block_k)
 
     def pairs(self, entry: Entry, n_heads: int = 1) -> int:
         m, n = entry.len_q, entry.len_k
@@ -160,7 +230,16 @@ class Band(Mask):
         return n_heads * max(0, above - below)
 
     def lower(self) -> Lowered:
-        return Lowered(-1 if self.left is None else self.left, -1 if self.right is None else self.right, "", [], -1)
+        left, right = self.to_parts().integers
+        return Lowered(left, right, "", [], -1)
+
+    def to_parts(self) -> TermParts:
+        return TermParts((-1 if self.left is None else self.left, -1 if self.right is None else self.right))
+
+    @classmethod
+    def from_parts(cls, integers: Iterator[int], tensors: Iterator[Tensor]) -> Mask:
+        left, right = next(integers), next(integers)
+        return Window(None if left < 0 else left, None if right < 0 else right)
 
 
 @dataclass(frozen=True)
@@ -174,7 +253,7 @@ class Full(Band):
 class Causal(Band):
     """A query attends to the keys up to its own position.
 
-    With ``len_q > len_k`` the first queries see nothing and their output is exactly 0.
+    With ``len_q > len_k`` the first queries attend to no key, and their output is exactly 0.
     """
 
     left = None
@@ -185,8 +264,11 @@ class Causal(Band):
 class Window(Band):
     """A query attends to ``left`` keys before its own position, the position itself, and ``right`` keys after it.
 
-    ``None`` leaves a side unbounded, as does any bound of 2**30 or more: no sequence is as long, and the kernels count
-    positions in int32. ``Window(4095) & Causal()`` is a causal window of 4,096 keys.
+    ``None`` leaves a side unbounded, as does any bound of 2**30 or more: no sequence is that long, and the kernels
+    count positions in int32. ``Window(4095) & Causal()`` is a causal window of 4,096 keys.
+
+    Raises:
+        ValueError: a bound that is negative or no integer.
     """
 
     left: int | None = None
@@ -199,19 +281,15 @@ class Window(Band):
             bound = integer(value)
             if bound is None or bound < 0:
                 raise ValueError(f"Window({name}={value!r}): must be an integer >= 0, or None for no bound")
-            if bound is not value or bound >= FARTHEST:
-                object.__setattr__(self, name, bound if bound < FARTHEST else None)
+            if bound is not value or bound >= UNBOUNDED:
+                object.__setattr__(self, name, bound if bound < UNBOUNDED else None)
 
 
 @dataclass(frozen=True)
 class And(Mask):
-    """Pairs that every term attends: what ``&`` builds, with at most one band, which comes first."""
+    """Pairs that attend under every term. ``&`` builds it, with at most one band, which comes first."""
 
     terms: tuple[Mask, ...]
-
-    @property
-    def device(self) -> torch.device | None:  # type: ignore[override]
-        return next((term.device for term in self.terms if term.device is not None), None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -234,31 +312,31 @@ class And(Mask):
         return states
 
     def lower(self) -> Lowered:
-        parts = [term.lower() for term in self.terms]
-        named = [part for part in parts if part.terms]
-        tails = [part.tail for part in named]
+        lowered = [term.lower() for term in self.terms]
+        named = [term for term in lowered if term.terms]
+        tails = [term.tail for term in named]
         return Lowered(
-            parts[0].left,
-            parts[0].right,
-            ",".join(part.terms for part in named),
-            [tensor for part in named for tensor in part.tensors],
+            lowered[0].left,
+            lowered[0].right,
+            ",".join(term.terms for term in named),
+            [tensor for term in named for tensor in term.tensors],
             max(tails) if tails and min(tails) >= 0 else -1,
         )
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        sizes = {term.sizes for term in self.terms if term.sizes is not None}
+        sizes = {term.block_sizes for term in self.terms if term.block_sizes is not None}
         if len(sizes) > 1:
             raise ValueError(f"BlockSparse terms have blocks of {sorted(sizes)}: must be equal to be composed")
         block = next(iter(sizes), block)
-        drawn = [term.block_map(len_q, len_k, packed, block) for term in self.terms]
-        maps = [found for found in drawn if found is not None]
+        maps_or_none = [term.block_map(len_q, len_k, packed, block) for term in self.terms]
+        maps = [found for found in maps_or_none if found is not None]
         if not maps:
             return None
         rows, columns = (min(m.states.shape[dim] for m in maps) for dim in (2, 3))
         states = maps[0].states[:, :, :rows, :columns]
         for other in maps[1:]:
             states = torch.minimum(states, other.states[:, :, :rows, :columns])
-        if len(maps) < sum(not isinstance(term, Band) for term in self.terms):  # there are others, which ask every pair
+        if len(maps) < sum(not isinstance(term, Band) for term in self.terms):  # some term must be asked for every pair
             states = states.clamp(max=PARTIAL)
         return BlockMap(states, maps[0].block_q, maps[0].block_k)
 
@@ -288,8 +366,14 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def mask_end(states: Tensor, entry: Entry, block_k: int) -> Tensor:
-    """The block of keys that the sequence's end cuts is never whole."""
+def clamp_last_block(states: Tensor, entry: Entry, block_k: int) -> Tensor:
+    """A key block that extends past the sequence's end is at most PARTIAL, since the kernels mask its end."""
     if entry.len_k % block_k and states.shape[-1]:
         states[..., -1] = states[..., -1].clamp(max=PARTIAL)
     return states
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless the mask's tensor is on the device of q."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and q on {device}: must be the same device")

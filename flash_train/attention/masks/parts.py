@@ -1,4 +1,4 @@
-"""A mask as plain values and tensors, which can cross ``torch.library``, and back."""
+"""Masks as plain values and tensors, which PyTorch operators can take, and back."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flash_train.attention.masks.base import And, Band, Full, Mask, Window
-from flash_train.attention.masks.terms import BlockSparse, Document, Tree
-
-NO_BOUND = -1
+from flash_train.attention.masks.base import And, Full, Mask
+from flash_train.attention.masks.registry import term_class
 
 
 class MaskParts(NamedTuple):
-    """The terms of a mask, in order: comma-separated names, integers and tensors.
+    """The terms of a mask, in order.
 
-    ``band`` takes two integers, its left and right bound (-1: none); ``blocks`` two, its block's sizes, and the
-    pattern; ``document`` the ids of queries and keys; ``tree`` the parents. The last integer counts the terms: PyTorch
-    takes an empty list for a list of tensors.
+    Attributes:
+        names: ``Mask.kind`` of each term, joined by commas.
+        integers: the integers of each term's ``to_parts``, and finally the number of terms: PyTorch takes an empty list
+            for a list of tensors.
+        tensors: the tensors of each term's ``to_parts``.
     """
 
     names: str
@@ -36,39 +36,17 @@ def take_apart(mask: Mask) -> MaskParts:
     integers: list[int] = []
     tensors: list[Tensor] = []
     for term in mask.terms if isinstance(mask, And) else (mask,):
-        if isinstance(term, Band):
-            names.append("band")
-            integers += [NO_BOUND if bound is None else bound for bound in (term.left, term.right)]
-        elif isinstance(term, BlockSparse):
-            names.append("blocks")
-            integers += term.sizes
-            tensors.append(term.pattern)
-        elif isinstance(term, Document):
-            names.append("document")
-            tensors += [term.q_ids, term.q_ids.clone() if term.k_ids is None else term.k_ids]
-        elif isinstance(term, Tree):
-            names.append("tree")
-            tensors.append(term.parents)
-        else:
-            raise ValueError(
-                f"a mask with {type(term).__name__} was given to a backend in plain PyTorch in a traced program: must "
-                "be Full, Causal, Window, BlockSparse, Document, Tree, or these joined by &; or use backend=flash"
-            )
+        parts = term.to_parts()
+        names.append(term.kind)
+        integers += parts.integers
+        tensors += parts.tensors
     return MaskParts(",".join(names), [*integers, len(names)], tensors)
 
 
 def put_together(names: str, integers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
-    """The mask that has these parts."""
-    plain, held = list(integers), list(tensors)
+    """The mask with these parts. Raises ValueError if this process does not know a name."""
+    remaining_integers, remaining_tensors = iter(integers), iter(tensors)
     mask: Mask = Full()
     for name in names.split(","):
-        if name == "band":
-            left, right = plain.pop(0), plain.pop(0)
-            mask = mask & Window(*(None if bound == NO_BOUND else bound for bound in (left, right)))
-        elif name == "blocks":
-            mask = mask & BlockSparse(held.pop(0), (plain.pop(0), plain.pop(0)))
-        elif name == "document":
-            mask = mask & Document(held.pop(0), held.pop(0))
-        else:
-            mask = mask & Tree(held.pop(0))
+        mask = mask & term_class(name).from_parts(remaining_integers, remaining_tensors)
     return mask

@@ -1,4 +1,4 @@
-"""Decoding from a cache: the split kernel against the reference, in the interpreter and on the card."""
+"""The decode kernel compared with the reference, in the interpreter and on a GPU."""
 
 import json
 import subprocess
@@ -40,8 +40,8 @@ def test_on_the_card(case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, len_q", [(70_000, 1), (1, 131_072)])
-def test_more_programs_than_a_second_axis_holds(batch, len_q):
-    """65,535 is the most; the last sequences, or queries, are as if they were alone."""
+def test_more_programs_than_the_second_grid_axis_allows(batch, len_q):
+    """The limit is 65,535; the last sequences, or queries, give the same result as alone."""
     q = torch.randn(batch, len_q, 8, 16, device="cuda", dtype=torch.float16)
     k, v = (torch.randn(batch, 40, 2, 16, device="cuda", dtype=torch.float16) for _ in "kv")
     lengths = torch.full((batch,), 37, dtype=torch.int32, device="cuda")
@@ -54,7 +54,7 @@ def test_more_programs_than_a_second_axis_holds(batch, len_q):
 
 @pytest.mark.gpu
 def test_a_long_cache_in_a_graph():
-    """131,072 keys of 8 heads for 32: equal to attention in fp32, and when replayed after the cache has grown."""
+    """131,072 keys, 32 heads with 8 key heads: equal to attention in fp32, also when replayed after the cache grew."""
     n = 131_072
     q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, n, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")

@@ -1,4 +1,4 @@
-"""Decoding in compiled programs: one graph, caches written in place, and the same numbers as without a compiler."""
+"""Decoding in compiled programs: one graph, caches written in place, and the same numbers as in eager mode."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CAPACITY = 24
 
 
 class Decoder(torch.nn.Module):
-    """One layer that decodes: rotary embedding, a cache in rows or pages, and lengths that grow on the device."""
+    """One decoding layer: rotary embedding, a contiguous or paged cache, and lengths that grow on the device."""
 
     def __init__(self, device, backend, paged=False, head_dim=16, dtype=torch.float32):
         super().__init__()
@@ -53,7 +53,7 @@ class Decoder(torch.nn.Module):
 
 
 def compare_loops(device, backend, paged, compiler, mode=None, steps=6, dtype=torch.float32, head_dim=16):
-    """A loop of a compiled step, token by token, and the same loop run eagerly."""
+    """Compare a loop over a compiled step, token by token, with the same loop in eager mode."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     eager, compiled = (Decoder(device, backend, paged, head_dim, dtype) for _ in "ec")
@@ -81,7 +81,7 @@ def test_a_loop_is_one_graph_with_the_decode_kernel(device, paged):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_loop_by_inductor_and_in_a_cuda_graph(paged, mode):
-    """Enough steps for the graph to be recorded and replayed; nothing keeps it from being recorded."""
+    """There are enough steps to record and replay the graph, and nothing prevents recording."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -90,7 +90,7 @@ def test_a_loop_by_inductor_and_in_a_cuda_graph(paged, mode):
 
 
 def mistaken_loop(device, backend):
-    """A compiled step on a cache without room raises what the eager one does."""
+    """A compiled step on a cache without room raises the same error as in eager mode."""
     torch._dynamo.reset()
     decoder = Decoder(device, backend)
     decoder.lengths.fill_(CAPACITY)
@@ -100,7 +100,7 @@ def mistaken_loop(device, backend):
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of the package's operators."""
+    """Records the arguments of the package's operators."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def check_operators(device, backend, name, monkeypatch):
-    """PyTorch's checks of the operators that a traced program calls: shapes, strides, and what is written."""
+    """Run PyTorch's opcheck on the operators of a traced program: shapes, strides, and mutated arguments."""
     monkeypatch.setattr(decoding, "unreadable", lambda x: True)
     decoder = Decoder(device, backend, paged=True)
     with Recorder() as recorder:
@@ -129,7 +129,7 @@ def test_operators_with_the_decode_kernel(device, monkeypatch):
 
 
 def two_widths(device, backend, dynamic):
-    """Models of several head dimensions share the code that a compiler traced for the first."""
+    """Models with several head dimensions share the code that was traced for the first one."""
     torch._dynamo.reset()
 
     def call(q, cache, lengths):
@@ -169,13 +169,13 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", DENSE)
     @pytest.mark.parametrize("paged", [False, True])
-    def test_a_loop_is_one_graph_in_plain_pytorch(backend, paged):
+    def test_a_loop_is_one_graph_with_dense_backends(backend, paged):
         counter = CompileCounterWithBackend("aot_eager")
         compare_loops("cpu", backend, paged, counter)
         assert counter.frame_count == 1
 
     def test_a_loop_by_inductor_copies_no_cache():
-        """Neither cache is cloned around the operator that writes into it."""
+        """Neither cache is cloned for the operator that writes into it."""
         from torch._inductor.utils import run_and_get_code
 
         torch._dynamo.reset()
@@ -191,10 +191,10 @@ if not INTERPRETING:
         mistaken_loop("cpu", backend)
 
     @pytest.mark.parametrize("backend", DENSE)
-    def test_operators_in_plain_pytorch(backend, monkeypatch):
+    def test_operators_with_dense_backends(backend, monkeypatch):
         check_operators("cpu", backend, "flash_train.cached_attention_dense.default", monkeypatch)
 
-    def test_a_function_of_the_users_own_runs_while_operators_are_counted():
+    def test_a_mask_function_runs_under_a_dispatch_mode():
         mask = MaskFunction(None, lambda entry, head, q, k: k % 2 == 0)
         given = (torch.randn(1, 1, 2, 16), *2 * [torch.randn(1, 8, 2, 16)], 3, AttentionSpec(mask))
         with FlopCounterMode(display=False):
@@ -203,14 +203,14 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", ["auto", *DENSE])
     @pytest.mark.parametrize("dynamic", [None, True])
-    def test_several_head_dimensions_in_plain_pytorch(backend, dynamic):
+    def test_several_head_dimensions_with_dense_backends(backend, dynamic):
         two_widths("cpu", backend, dynamic)
 
     @pytest.mark.parametrize("backend", ["auto", *DENSE])
-    def test_fake_tensors_in_plain_pytorch(backend):
+    def test_fake_tensors_with_dense_backends(backend):
         check_fake(backend)
 
-    def test_lengths_as_integers_compile_for_all_of_them():
+    def test_integer_lengths_do_not_recompile():
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         caches = [torch.zeros(2, 9, 2, 16) for _ in range(4)]
@@ -223,7 +223,7 @@ if not INTERPRETING:
             tokens = [torch.randn(2, 1, h, 16) for h in (4, 2, 2)]
             assert torch.equal(compiled(*tokens, *caches[:2], n), step(*tokens, *caches[2:], n))
         assert all(torch.equal(a, b) for a, b in zip(caches[:2], caches[2:], strict=True))
-        assert counter.frame_count <= 3  # 0, 1, and one for all others
+        assert counter.frame_count <= 3  # 0, 1, and all other lengths
 
     def test_keys_and_values_interleaved_in_one_cache():
         torch._dynamo.reset()
@@ -253,7 +253,7 @@ if not INTERPRETING:
     }
 
     @pytest.mark.parametrize("mask", MASKS)
-    def test_masks_dropout_and_biases_cross_the_operator(mask):
+    def test_masks_dropout_and_biases_pass_through_the_operator(mask):
         torch.manual_seed(0)
         torch._dynamo.reset()
         q, cache = torch.randn(2, 2, 4, 16), torch.randn(2, 64, 2, 16)
@@ -270,7 +270,7 @@ if not INTERPRETING:
         found, right = torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q)
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
-    def test_dropout_without_a_state_draws_once_for_a_compiled_call():
+    def test_dropout_without_a_state_draws_once_per_compiled_call():
         torch._dynamo.reset()
         q, cache = torch.randn(2, 2, 4, 16), torch.randn(2, 64, 2, 16)
 
@@ -284,9 +284,12 @@ if not INTERPRETING:
             draws.append(run(q))
         assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
-    def test_a_function_of_the_users_own_is_refused_in_one_line():
+    def test_a_mask_function_is_refused_in_one_line():
         mask = MaskFunction(None, lambda entry, head, q, k: k % 2 == 0)
-        with FakeTensorMode(), pytest.raises(ValueError, match="a mask with MaskFunction .* or use backend=flash"):
+        with (
+            FakeTensorMode(),
+            pytest.raises(ValueError, match="mask=MaskFunction: must .* or use backend=flash"),
+        ):
             cached_attention(torch.randn(1, 1, 2, 16), *2 * [torch.randn(1, 8, 2, 16)], 3, AttentionSpec(mask))
 
     def test_a_decoder_is_exported_with_any_number_of_new_tokens():

@@ -1,4 +1,4 @@
-"""The cache: where positions lie, what is written, and attention to it, against caches that are Python lists."""
+"""The cache: positions, writes and attention, compared with caches that are Python lists."""
 
 import math
 
@@ -27,7 +27,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 class Store:
-    """A cache with random contents, contiguous or in shuffled pages, and where position p of a row lies in it."""
+    """A cache with random contents, contiguous or in shuffled pages, and the index of each position."""
 
     def __init__(self, batch, capacity, page_size=None, shuffled_rows=False, head_dim=8, head_dim_v=8):
         self.idx = self.table = None
@@ -46,7 +46,7 @@ class Store:
         self.v = torch.randn(first, second, KV_HEADS, head_dim_v, dtype=torch.float64)
 
     def row(self, cache, b, begin, end):
-        """Positions begin to end of row b, one by one."""
+        """Positions begin to end of row b, read one by one."""
         found = [cache[self.where[b][p]] for p in range(begin, end)]
         return torch.stack(found) if found else cache.new_zeros(0, *cache.shape[2:])
 
@@ -56,7 +56,7 @@ class Store:
 
 
 def rotated(x, cos, sin, position, interleaved):
-    """One token (heads, head_dim), each pair of dimensions multiplied as a complex number."""
+    """Rotate one token (heads, head_dim): each pair of dimensions is multiplied as a complex number."""
     half, x = cos.shape[1], x.clone()
     for pair in range(half):
         i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
@@ -68,7 +68,7 @@ def rotated(x, cos, sin, position, interleaved):
 @settings(deadline=None, max_examples=120)
 @given(st.data())
 def test_everything_together(data):
-    """flash_attn_with_kvcache: all of its arguments, at random; the cache afterwards, too."""
+    """flash_attn_with_kvcache with random arguments: its result, and the cache afterwards."""
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 2**32)))
     batch, len_q, len_new = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(0, 4))
@@ -144,7 +144,7 @@ def test_everything_together(data):
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_token_by_token_is_causal_attention(page_size, dtype):
-    """A prompt, then tokens one at a time, with rotary embedding, against the whole sequence at once."""
+    """A prompt, then one token at a time, with rotary embedding, compared with one call for the whole sequence."""
     n, prompt, half = 11, 4, 3
     store = Store(2, n, page_size)
     caches = [torch.full_like(x, math.nan, dtype=dtype) for x in (store.k, store.v)]
@@ -193,7 +193,7 @@ def naive_ancestors(parents, node):
 
 @pytest.mark.parametrize("page_size", [None, 2])
 def test_trees_over_a_prefix(page_size):
-    """A tree per row: each node sees its row's whole prefix and its own ancestors."""
+    """A tree per row: each node attends to its row's whole prefix and to its ancestors."""
     parents, prefix = [[-1, 0, 0, 1], [-1, -1, 1, 2]], [5, 0]
     store = Store(2, 10, page_size)
     q, k, v = (torch.randn(2, 4, heads, 8, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -209,8 +209,8 @@ def test_trees_over_a_prefix(page_size):
             torch.testing.assert_close(lse[b, :, node], alone_lse[0, :, 0])
 
 
-def test_masks_see_positions_from_the_left_padding():
-    """A mask function gets positions and lengths within the row, Document's ids lie beside the cache's positions."""
+def test_masks_count_positions_from_the_left_padding():
+    """A mask function gets positions and lengths within the row; Document has one id per position of the cache."""
     store, begins, ends = Store(2, 9), [2, 4], [9, 7]
     ids = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0, 1, 0, 1]]).int()
     seen = {}
@@ -240,8 +240,8 @@ def test_masks_see_positions_from_the_left_padding():
 
 
 @pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
-def test_dropout_and_sinks_are_those_of_the_whole_attention(backend):
-    """Row b of the batch is entry b of the mask, whatever the cache's order; the state's origin counts on top."""
+def test_dropout_and_sinks_equal_those_of_the_whole_attention(backend):
+    """Row b of the batch is entry b of the dropout mask, for any order of the cache; the state's origin is added."""
     store = Store(3, 12, shuffled_rows=True)
     q, sinks = torch.randn(3, 5, HEADS, 8, dtype=torch.float64), torch.randn(HEADS, dtype=torch.float64)
     spec, rng = AttentionSpec(Causal(), dropout=0.5), RngState(9, 2, entry=4, head=1, query=16, key=3)
@@ -265,7 +265,7 @@ def test_dropout_without_a_state_follows_the_seed():
     assert not torch.equal(draw(0), draw(1))
 
 
-def test_the_sink_alone_is_left_of_an_empty_row():
+def test_an_empty_row_has_the_sink_as_log_sum_exp():
     store, sinks = Store(1, 4), torch.randn(HEADS, dtype=torch.float64)
     q = torch.randn(1, 2, HEADS, 8, dtype=torch.float64)
     out, lse = cached_attention(q, store.k, store.v, 0, sinks=sinks)
@@ -294,7 +294,7 @@ def test_pages_past_the_end_of_a_row_need_not_exist():
 
 
 def test_strided_caches_are_written_in_place():
-    """Keys and values interleaved in one tensor, as serving engines keep them."""
+    """Keys and values interleaved in one tensor, as in serving engines."""
     both = torch.randn(2, 6, 2, KV_HEADS, 8, dtype=torch.float64)
     before = both.clone()
     k, v = (torch.randn(2, 2, KV_HEADS, 8, dtype=torch.float64) for _ in "kv")
@@ -313,8 +313,8 @@ def test_gather_and_append_are_inverse():
         assert torch.equal(found[b, :n], store.row(store.v, b, 0, n))
 
 
-def test_nothing_is_read_on_the_host():
-    """On the meta device there is nothing to read."""
+def test_no_values_are_read_on_the_host():
+    """Tensors on the meta device have no values."""
     with torch.device("meta"):
         cache, new, lengths = torch.empty(5, 4, 2, 8), torch.empty(3, 2, 2, 8), torch.empty(3, dtype=torch.int32)
         table, boundaries = torch.empty(3, 2, dtype=torch.int32), torch.empty(4, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Calls on a cache that do not fit together: told in words, and the cache is left alone."""
+"""Calls with arguments that do not fit together raise an error and leave the cache unchanged."""
 
 import pytest
 import torch
@@ -68,28 +68,28 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("tensors", "options", "error", "message"), CALLS, ids=[message for *_, message in CALLS])
-def test_bad_calls_leave_the_cache_alone(tensors, options, error, message):
+def test_bad_calls_leave_the_cache_unchanged(tensors, options, error, message):
     before = [x.clone() for x in tensors[1:3]]
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(*tensors, **options)
     assert all(torch.equal(x, y) for x, y in zip(tensors[1:3], before, strict=True))
 
 
-def test_parameters_may_be_used_where_no_gradient_is_wanted():
+def test_parameters_are_accepted_under_no_grad():
     q = Q.clone().requires_grad_()
     with torch.no_grad():
         out = flash_attn_with_kvcache(q, S.k, S.v)
     assert torch.equal(out, flash_attn_with_kvcache(Q, S.k, S.v))
 
 
-def test_masks_are_held_to_the_capacity():
+def test_masks_must_fit_the_capacity():
     with pytest.raises(ValueError, match="Document k_ids"):
         cached_attention(Q, S.k, S.v, 3, AttentionSpec(Document(INT[:, None], torch.zeros(2, 3).int())))
     with pytest.raises(ValueError, match="sinks is"):
         cached_attention(Q, S.k, S.v, 3, sinks=torch.ones(3))
 
 
-def test_kinds_are_checked_as_those_of_any_call():
+def test_types_are_checked_as_in_any_call():
     with pytest.raises(TypeError, match="must be an AttentionSpec"):
         cached_attention(Q, S.k, S.v, 3, Causal())
     with pytest.raises(ValueError, match="q is on the meta device"):

@@ -1,4 +1,4 @@
-"""Rows of padding in a decode batch: output 0, nothing written, and the other rows as if they were alone."""
+"""Padding rows in a decode batch have output 0 and write nothing, and they do not change the other rows."""
 
 import math
 
@@ -55,7 +55,7 @@ def check(device, backend, kind, new, mask, rotary=False, num_splits=0, sinks=No
     assert (out[[1, 3]] == 0).all()
     expected = torch.full_like(lse[[1, 3]], -math.inf) if sinks is None else sinks[None, :, None].expand(2, 4, 2)
     assert torch.equal(lse[[1, 3]], expected)
-    if new:  # the first place of the cache, where padding could be written, is a real row's or as it was
+    if new:  # the first position of the cache, which padding indexes, is unchanged or has a real row's key
         assert not torch.equal(caches[0], k_cache)
 
 
@@ -75,13 +75,13 @@ def test_the_decode_kernel(device, kind, new, mask, rotary, num_splits):
 
 
 @on_devices
-def test_the_sink_is_left_of_padding(device):
+def test_padding_has_the_sink_as_log_sum_exp(device):
     check(device, "triton", "both", 1, Causal(), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], device=device))
 
 
 @on_devices
 def test_indices_of_padding_are_not_read(device):
-    """Without pages: cache_batch_idx and cache_leftpad of padding may hold anything."""
+    """Without pages: cache_batch_idx and cache_leftpad of padding may have any value."""
     check_indices(device, "triton")
 
 
@@ -105,17 +105,17 @@ if not INTERPRETING:
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("kind", LENGTHS)
     @pytest.mark.parametrize(("new", "mask", "rotary", "num_splits"), CASES)
-    def test_backends_in_plain_pytorch(backend, kind, new, mask, rotary, num_splits):
+    def test_dense_backends(backend, kind, new, mask, rotary, num_splits):
         check("cpu", backend, kind, new, mask, rotary, num_splits)
         check("cpu", backend, kind, new, mask, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
     @pytest.mark.parametrize("backend", BACKENDS)
-    def test_indices_of_padding_are_not_read_in_plain_pytorch(backend):
+    def test_indices_of_padding_are_not_read_by_dense_backends(backend):
         check_indices("cpu", backend)
 
     @pytest.mark.parametrize("first_row", [0, 3])
-    def test_padding_beside_a_row_that_writes_the_first_place_of_the_cache(first_row):
-        """Padding must not bring back what the cache held there before."""
+    def test_padding_with_a_row_that_writes_the_first_position_of_the_cache(first_row):
+        """Padding must not restore the previous content of that position."""
         cache, new = torch.zeros(2, 4, 1, 8), torch.randn(4, 1, 1, 8)
         lengths = torch.full((4,), -1, dtype=torch.int32)
         lengths[first_row] = 0
@@ -124,7 +124,7 @@ if not INTERPRETING:
         assert (cache[0, 1:] == 0).all() and (cache[1] == 0).all()
 
     @pytest.mark.parametrize("paged", [False, True])
-    def test_a_batch_of_padding_alone_writes_nothing(paged):
+    def test_a_batch_with_only_padding_writes_nothing(paged):
         cache, new = torch.randn(2, 4, 1, 8), torch.randn(2, 3, 1, 8)
         before = cache.clone()
         lengths = torch.full((2,), -1, dtype=torch.int32)
@@ -134,7 +134,7 @@ if not INTERPRETING:
         assert (out == 0).all() and (lse == -math.inf).all()
 
     def test_padding_stays_padding_while_a_graph_adds_to_its_length():
-        """A CUDA graph that adds 1 to all lengths makes 0, then 1 of -1: the pages still say that it is padding."""
+        """A CUDA graph that adds 1 to all lengths turns -1 into 0, then 1: the negative page still marks padding."""
         pages, new = torch.randn(3, 2, 1, 8), torch.randn(2, 1, 1, 8)
         table = torch.tensor([[2, 1], [-1, -1]], dtype=torch.int32)
         lengths = torch.tensor([0, -1], dtype=torch.int32)

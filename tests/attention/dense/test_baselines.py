@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: sdpa, standard and chunked against the reference, what they hold, what they refuse."""
+"""The backends sdpa, standard and chunked: results compared with the reference, memory, and refusals."""
 
 import weakref
 import zlib
@@ -58,7 +58,7 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Features:
-    """What is computed beside the mask. ``slopes`` counts their dimensions."""
+    """Features of a call apart from the mask. ``slopes`` is their number of dimensions."""
 
     kv_heads: int = HEADS
     v_head_dim: int = 6
@@ -81,7 +81,7 @@ FEATURES = {
 
 
 class Call:
-    """Random arguments of one call, and its gradients."""
+    """Random arguments of one call, and the gradients of its outputs."""
 
     def __init__(self, name, mask, packed, features, dtype=torch.float64):
         torch.manual_seed(zlib.crc32(name.encode()))
@@ -106,7 +106,7 @@ class Call:
         self.dout, self.dlse = torch.randn(*rows_q, HEADS, features.v_head_dim), torch.randn(99, 99, 99)
 
     def run(self, implementation, dtype=None, **options):
-        """Everything by name: out, lse and the gradients of all that has one."""
+        """All results by name: out, lse and all gradients."""
         inputs = {"q": self.q, "k": self.k, "v": self.v}
         leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in inputs.items()}
         extra = {n: None if x is None else x.clone().requires_grad_() for n, x in self.options.items()}
@@ -122,10 +122,10 @@ class Call:
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_equal_the_reference_in_all(mask, packed, features):
+def test_all_results_equal_the_reference(mask, packed, features):
     call = Call(f"{mask}-{packed}-{features}", mask, packed, FEATURES[features])
     expected = call.run(reference_attention)
-    if packed:  # NaN lies in rows that belong to no entry
+    if packed:  # rows that belong to no entry are NaN
         assert (expected["out"][-2:] == 0).all()
         assert (expected["dk"][-2:] == 0).all()
     for name, implementation in IMPLEMENTATIONS.items():
@@ -141,7 +141,7 @@ def test_sdpa_equals_the_reference(mask, packed, features):
 
     def sdpa(q, k, v, spec, packing, rng, *, origin, alibi_slopes, sinks):
         out = sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
-        return out, out.new_zeros(1).requires_grad_()  # it has no log-sum-exp
+        return out, out.new_zeros(1).requires_grad_()  # sdpa returns no log-sum-exp
 
     def reference(*tensors, **options):
         out, _ = reference_attention(*tensors, **options)
@@ -156,7 +156,7 @@ def test_sdpa_equals_the_reference(mask, packed, features):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_16_bits_are_as_accurate_as_the_reference_in_16_bits(name, dtype, features):
-    """The rule of FlashAttention: at most twice the error of plain PyTorch in the same precision, gradients thrice."""
+    """FlashAttention's rule: at most twice (gradients: three times) PyTorch's error in the same precision."""
     call = Call(f"{dtype}-{features}", "causal-window", False, FEATURES[features], dtype)
     exact = call.run(reference_attention, torch.float64)
     plain, ours = call.run(reference_attention), call.run(IMPLEMENTATIONS[name])
@@ -170,8 +170,8 @@ def test_16_bits_are_as_accurate_as_the_reference_in_16_bits(name, dtype, featur
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_rows_that_see_nothing_pass_nothing_on(name):
-    """Whatever the gradient of a log-sum-exp of -inf is, NaN or not, no other gradient hears of it."""
+def test_rows_without_keys_pass_no_gradient_on(name):
+    """The gradient of a log-sum-exp of -inf may be NaN: no other gradient depends on it."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 2, 8, requires_grad=True) for n in (9, 4, 4))
     out, lse = IMPLEMENTATIONS[name](q, k, v, AttentionSpec(Causal()))
@@ -186,7 +186,7 @@ def test_rows_that_see_nothing_pass_nothing_on(name):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", [*IMPLEMENTATIONS, "sdpa"])
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
-def test_nothing_to_attend(name, lengths, sinks):
+def test_calls_without_queries_or_keys(name, lengths, sinks):
     if name == "sdpa" and sinks:
         pytest.skip("sdpa has no sinks")
     q, k, v = (
@@ -208,7 +208,7 @@ def test_nothing_to_attend(name, lengths, sinks):
 
 
 @pytest.mark.parametrize("name", [*IMPLEMENTATIONS, "sdpa"])
-def test_no_sequences(name):
+def test_calls_without_sequences(name):
     q, k = torch.randn(0, 3, 2, 8), torch.randn(0, 4, 2, 8)
     run = sdpa_attention if name == "sdpa" else IMPLEMENTATIONS[name]
     empty = run(q, k, k, AttentionSpec(Document(ids(0, 3), ids(0, 4))))
@@ -219,7 +219,7 @@ def test_no_sequences(name):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_sink_of_minus_infinity_is_none(name):
+def test_a_sink_of_minus_infinity_has_no_effect(name):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (6, 4, 4))
     sinks = torch.tensor([float("-inf"), 0.3], requires_grad=True)
@@ -260,7 +260,7 @@ def test_dropout_from_the_generator_is_unbiased(name):
 
 
 class Memory(TorchDispatchMode):
-    """The largest tensor made and the most bytes alive at a time, of tensors made inside; and how often ops ran."""
+    """Records the largest new tensor, the peak of live bytes of new tensors, and how often each operation ran."""
 
     def __init__(self):
         super().__init__()
@@ -304,13 +304,13 @@ def test_chunked_is_linear_in_memory(mask, packed):
     heads = 2
     assert long.largest <= heads * max(1024 * 8, 32 * 64)
     assert long.peak < 2.2 * short.peak
-    square = memory(standard_attention, 512, spec, packed)  # the same measure sees what is quadratic
+    square = memory(standard_attention, 512, spec, packed)  # the same measurement detects quadratic memory
     assert square.largest >= heads * 512**2
     assert square.peak > 4 * short.peak
 
 
-def test_standard_keeps_the_weights_and_no_more():
-    """Four bytes per pair and head for P between the passes, twice that within them, and the mask of one head."""
+def test_standard_saves_only_the_weights():
+    """Between the passes four bytes per pair and head for P; inside them twice as much, and the mask of one head."""
     used = memory(standard_attention, 512, AttentionSpec(Causal()))
     pairs = 2 * 512**2
     assert used.peak < (4 + 4 + 2) * pairs
@@ -328,7 +328,7 @@ def test_standard_batches_its_products(mask):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_chunked_skips_what_the_band_excludes(packed):
-    """Keys outside the band may be NaN, where a masked weight times NaN would show: nobody reads them."""
+    """Keys outside the band may be NaN: they are not read, since a masked weight times NaN would show."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 96, 2, 8) for _ in range(3))
     spec, chunks = AttentionSpec(Window(8, 3)), partial(chunked_attention, query_chunk=16, key_chunk=16)
@@ -342,14 +342,14 @@ def test_chunked_skips_what_the_band_excludes(packed):
     assert torch.isnan(out[80:]).all()
 
 
-def test_chunks_must_hold_something():
+def test_chunk_sizes_must_be_positive():
     x = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match="query_chunk=0, key_chunk=4: must be at least 1"):
         chunked_attention(x, x, x, AttentionSpec(), query_chunk=0, key_chunk=4)
 
 
 class CudaAutocast(TorchFunctionMode):
-    """One thing that CUDA's autocast does and a CPU's does not: softmax is fp32 unless a dtype is named."""
+    """Emulates one rule of autocast on CUDA that the CPU lacks: softmax returns fp32 unless a dtype is given."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         widened = {"dtype": torch.float32} if func in (torch.softmax, torch.Tensor.softmax) else {}

@@ -1,4 +1,4 @@
-"""Programs that put this operator in place of PyTorch's, and tensors that lie as PyTorch's attention wants them."""
+"""Programs that replace PyTorch's attention by this operator, and tensors in the layout of PyTorch's attention."""
 
 import warnings
 
@@ -10,14 +10,14 @@ from flash_train.attention import AttentionSpec, Causal, Full, attention
 
 
 def replacement(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **_):
-    """As a user writes it: the layouts differ."""
+    """A typical replacement, which transposes because the layouts differ."""
     spec = AttentionSpec(Causal() if is_causal else Full(), dropout=dropout_p)
     return attention(*(x.transpose(1, 2) for x in (q, k, v)), spec).transpose(1, 2)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_pytorchs_function_replaced_by_ours(monkeypatch, causal):
-    """``auto`` takes PyTorch's attention on a CPU: it must find the real one."""
+    """On a CPU ``auto`` runs PyTorch's attention: it must call the original, not the replacement."""
     q, k, v = (torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3))
     right = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
@@ -27,7 +27,7 @@ def test_pytorchs_function_replaced_by_ours(monkeypatch, causal):
     torch.testing.assert_close(compiled(q, k, v), right)
 
 
-def test_a_module_of_pytorchs_with_ours_inside(monkeypatch):
+def test_a_pytorch_module_runs_our_operator(monkeypatch):
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     x = torch.randn(2, 9, 32)
     right, _ = layer(x, x, x, need_weights=False)
@@ -35,7 +35,7 @@ def test_a_module_of_pytorchs_with_ours_inside(monkeypatch):
     torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], right)
 
 
-def test_heads_that_fit_in_the_other_layout_only():
+def test_heads_that_fit_only_in_the_other_layout():
     q, k = torch.randn(1, 8, 50, 16), torch.randn(1, 2, 33, 16)
     with pytest.raises(
         ValueError, match="q has 50 heads and k 33: .*as for scaled_dot_product_attention, needs transp"

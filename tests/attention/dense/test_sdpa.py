@@ -1,4 +1,4 @@
-"""PyTorch's own attention behind our call: what it lacks, and its packed kernel."""
+"""The backend sdpa: unsupported features, and PyTorch's packed kernel."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
 
 
-def test_sdpa_says_what_it_lacks():
+def test_sdpa_names_unsupported_features():
     assert sdpa_unavailable(AttentionSpec(Causal(), dropout=0.5), sinks=False) is None
     assert sdpa_unavailable(AttentionSpec(softcap=30.0), sinks=False) == "it has no softcap (30 was given)"
     assert sdpa_unavailable(AttentionSpec(), sinks=True) == "it has no sinks"
@@ -24,7 +24,7 @@ def test_sdpa_says_what_it_lacks():
 
 
 def varlen(calls):
-    """PyTorch's packed kernel as it behaves on a GPU: rows of no entry come out as garbage, forward and backward."""
+    """Emulates PyTorch's packed kernel on a GPU: rows of no entry are garbage, in the forward and the backward."""
 
     class Garbage(torch.autograd.Function):
         @staticmethod
@@ -52,7 +52,7 @@ def varlen(calls):
 @pytest.mark.parametrize("known", ["lengths", "longest"])
 @pytest.mark.parametrize("tail", [0, 3])
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(3, 1)])
-def test_sdpa_takes_the_packed_kernel(monkeypatch, mask, tail, known):
+def test_sdpa_uses_the_packed_kernel(monkeypatch, mask, tail, known):
     torch.manual_seed(0)
     calls = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen(calls))
@@ -74,7 +74,7 @@ def test_sdpa_takes_the_packed_kernel(monkeypatch, mask, tail, known):
 
 @pytest.mark.parametrize(("rows", "lengths"), [(12, (12,)), (12, (4, 4, 4)), (12, (4, 8)), (13, (4, 4, 4)), (12, None)])
 def test_entries_of_one_length_are_a_batch(monkeypatch, rows, lengths):
-    """As a user without packing would call it: PyTorch then chooses among all its kernels."""
+    """So that PyTorch can choose among all its kernels."""
     batches, own = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         sdpa._nn,

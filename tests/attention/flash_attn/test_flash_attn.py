@@ -1,4 +1,4 @@
-"""flash-attn's names: signatures, and the meaning of every argument against loops written from its documentation."""
+"""flash-attn's functions: signatures, and every argument compared with loops written from its documentation."""
 
 import inspect
 import math
@@ -41,8 +41,8 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
-def test_signatures_are_those_of_flash_attn(function):
-    """Names, order and defaults of flash-attn 2.8.3, and our two at the end, by keyword only."""
+def test_signatures_equal_flash_attns(function):
+    """Names, order and defaults of flash-attn 2.8.3, followed by our two keyword-only arguments."""
     parameters = list(inspect.signature(function).parameters.values())
     bare = [p.replace(annotation=p.empty) for p in parameters]
     assert ", ".join(map(str, bare[:-2])) == SIGNATURES[function]
@@ -51,7 +51,7 @@ def test_signatures_are_those_of_flash_attn(function):
 
 
 def naive(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, softmax_scale=None):
-    """One sequence in loops, from flash-attn's documentation: (n, heads, d) tensors to out and (heads, n) lse."""
+    """One sequence by loops, from flash-attn's documentation: (n, heads, d) tensors to out and lse (heads, n)."""
     len_q, heads, head_dim = q.shape
     len_k, group = k.shape[0], heads // k.shape[1]
     left, right = (math.inf if bound < 0 else bound for bound in window_size)
@@ -106,7 +106,7 @@ def expected(rows, chosen):
 
 def same_gradients(out, ref, inputs):
     grad = torch.randn_like(out)
-    if not ref.requires_grad:  # the loops found no pair
+    if not ref.requires_grad:  # there is no pair
         assert all((mine == 0).all() for mine in torch.autograd.grad(out, inputs, grad))
         return
     theirs = torch.autograd.grad(ref, inputs, grad, allow_unused=True, materialize_grads=True)
@@ -172,7 +172,7 @@ def test_packed_forms(data):
 
 
 def paged(k, v, cu_seqlens, page_size):
-    """Packed keys and values in shuffled pages, differentiable; the table holds nonsense past the end of a sequence."""
+    """Packed keys and values in shuffled pages, differentiable; the table is invalid past the end of a sequence."""
     lengths = cu_seqlens.diff().tolist()
     columns = max(-(-n // page_size) for n in lengths) + 1
     table = torch.full((len(lengths), columns), 10**6, dtype=torch.int32)
@@ -202,7 +202,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize(("function", "shape", "boundaries"), PACKED, ids=lambda x: getattr(x, "__name__", None))
-def test_packed_tensors_are_read_where_they_lie(monkeypatch, function, shape, boundaries):
+def test_packed_tensors_are_not_copied(monkeypatch, function, shape, boundaries):
     (qkv,) = tensors(shape)
     seen = []
 
@@ -220,14 +220,14 @@ def test_packed_tensors_are_read_where_they_lie(monkeypatch, function, shape, bo
     torch.testing.assert_close(grad, torch.stack(torch.autograd.grad(alone.square().sum(), parts), -3))
 
 
-def test_heads_of_values_may_be_of_another_size():
+def test_values_may_have_another_head_dim():
     q, k, v = tensors((1, 3, 2, 4), (1, 5, 2, 4), (1, 5, 2, 6))
     out = flash_attn_func(q, k, v, causal=True, backend="reference")
     torch.testing.assert_close(out[0], naive(q[0], k[0], v[0], causal=True)[0])
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_dropout_is_that_of_the_operator(packed):
+def test_dropout_equals_the_operators(packed):
     shape, packing = ((2, 20, 2, 8), None), None
     q, k, v = tensors(*[(40, 2, 8) if packed else shape[0]] * 3)
     rng, spec = RngState(3, 4, entry=2, head=1), AttentionSpec(Causal(), dropout=0.4)
@@ -260,7 +260,7 @@ def test_slopes_get_a_gradient():
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "standard", "chunked"])
-def test_every_backend_is_within_reach(backend):
+def test_every_backend_can_be_chosen(backend):
     q, k, v = tensors((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
     out = flash_attn_func(q, k, v, window_size=(3, 1), deterministic=True, backend=backend)
     torch.testing.assert_close(out, flash_attn_func(q, k, v, window_size=(3, 1), backend="reference"))
@@ -274,7 +274,7 @@ def test_auto_finds_a_backend_for_what_sdpa_lacks(given):
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (3, 0)])
-def test_the_translation_compiles_into_one_graph(window_size):
+def test_calls_compile_into_one_graph(window_size):
     qkv = torch.randn(1, 6, 3, 2, 8)
 
     def call(qkv):
@@ -283,7 +283,7 @@ def test_the_translation_compiles_into_one_graph(window_size):
     torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(qkv), call(qkv))
 
 
-def test_longest_is_never_read():
+def test_max_seqlen_is_never_read():
     q, k, v = tensors(*[(6, 2, 4)] * 3)
     cu = torch.tensor([0, 4, 6]).int()
     unreadable = torch.empty((), dtype=torch.int32, device="meta")
@@ -292,7 +292,7 @@ def test_longest_is_never_read():
 
 
 @pytest.mark.gpu
-def test_sdpa_is_not_called_deterministic_on_a_gpu():
+def test_deterministic_refuses_sdpa_on_a_gpu():
     q = torch.randn(1, 16, 2, 32, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="deterministic=True, and backend=sdpa"):
         flash_attn_func(q, q, q, deterministic=True, backend="sdpa")
@@ -344,18 +344,18 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=[message for _, message in BAD_CALLS])
-def test_bad_calls(call, message):
+def test_bad_calls_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_bad_types():
+def test_bad_types_are_refused():
     with pytest.raises(TypeError, match="k is torch.float16"):
         flash_attn_func(X, X.half(), X)
 
 
 def test_the_packed_path_of_transformers():
-    """What transformers does with a padded batch, on these functions, equals attention under its padding mask."""
+    """A padded batch through these functions, as transformers calls them, equals attention with a padding mask."""
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     q, k, v = (torch.randn(2, 5, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))

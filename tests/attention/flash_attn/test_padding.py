@@ -1,4 +1,4 @@
-"""Packing and padding: round trips, what flash-attn's callers read from them, and gradients."""
+"""Packing and padding: round trips, all return values, and gradients."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_unused_tokens_are_packed_and_not_counted(dtype):
     assert longest == 5
 
 
-def test_nothing_at_all():
+def test_empty_batches():
     tokens, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 4), torch.zeros(2, 3))
     assert tokens.shape == (0, 4)
     assert cu_seqlens.tolist() == [0, 0, 0]
@@ -50,7 +50,7 @@ def test_nothing_at_all():
     assert used.tolist() == [0, 0]
 
 
-def test_gradients_pass_through():
+def test_gradients():
     hidden = torch.randn(*MASK.shape, 2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(hidden)
     tokens, indices, *_ = unpad_input(hidden, MASK)
@@ -61,7 +61,7 @@ def test_gradients_pass_through():
 
 
 def test_packed_attention_equals_each_row_alone():
-    """Padding on the left and on the right, through the whole path that replaces a padded batch."""
+    """Padding on the left and on the right; unpad, attend, and pad again."""
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]])
     q, k, v = (torch.randn(3, 7, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     packed_q, indices, cu_seqlens, longest, _ = unpad_input(q, mask)
@@ -84,6 +84,6 @@ def test_packed_attention_equals_each_row_alone():
         (lambda: pad_input(torch.randn(3, 4), torch.arange(2), 1, 4), r"indices have shape \(2,\)"),
     ],
 )
-def test_bad_shapes(call, message):
+def test_bad_shapes_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

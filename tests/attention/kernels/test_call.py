@@ -1,4 +1,4 @@
-"""Which tensors the portable kernels read where they lie."""
+"""Which tensors are copied for the portable kernels."""
 
 import pytest
 
@@ -18,6 +18,6 @@ def test_rows_too_far_apart_for_32_bits_are_copied(shape, stride, copied):
     assert found.stride()[-3:] == ((32 if copied else stride), 8, 1)
 
 
-def test_columns_apart_are_copied():
+def test_strided_columns_are_copied():
     x = torch.randn(3, 8, 4).transpose(1, 2)
     assert addressable(x).is_contiguous() and torch.equal(addressable(x), x)

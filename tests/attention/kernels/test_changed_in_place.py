@@ -1,4 +1,4 @@
-"""Tensors that change between the forward and the backward: the right gradient, or PyTorch's error."""
+"""If a tensor changes between forward and backward, the gradients are right or PyTorch raises its error."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ N = 40
 
 
 def one_mask(name, device):
-    """A mask, and its tensor that will change."""
+    """A mask, and the tensor of it that will change."""
     if name == "document":
         ids = (torch.arange(N, device=device) // 7).int()
         return Document(ids), ids
@@ -62,9 +62,9 @@ def call_of(name, device, dtype, head_dim):
 
 
 def hold(backend, device, name, dtype=torch.float32, head_dim=16):
-    """Whether the gradients are right or PyTorch refuses; fails where they are other numbers."""
+    """Check that the gradients are right or PyTorch refuses, and return which."""
     leaves, spec, options, tensor = call_of(name, device, dtype, head_dim)
-    inputs = [x * 1 for x in leaves]  # a leaf may not be changed
+    inputs = [x * 1 for x in leaves]  # a leaf must not be changed in place
     if name in "qkv":
         tensor = inputs["qkv".index(name)]
     out = attention(*inputs, spec, backend=backend, **options)
@@ -95,13 +95,13 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("name", [*MASKS, *OTHERS])
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
-    def test_implementations_in_pytorch(backend, name):
+    def test_dense_backends(backend, name):
         if backend == "sdpa" and name in ("sinks", "rng"):
             pytest.skip("PyTorch's fused attention has neither sinks nor a dropout state")
         hold(backend, "cpu", name)
 
     @pytest.mark.parametrize("name", ["document", "function", "k", "v"])
-    def test_chunked_refuses_what_it_reads_again(name):
+    def test_chunked_refuses_changes_of_tensors_that_it_reads_again(name):
         assert hold("chunked", "cpu", name) == "refused"
 
     def test_hopper_in_the_emulator():

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are absent, within their shared memory and with few spills; and a spill is noticed."""
+"""Kernels compile without a GPU, fit into shared memory, and have few spills; and spills are detected."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ HOPPER = Variant((9, 0), torch.bfloat16, 128)
 
 
 def compile_tier(*arguments):
-    """In processes of its own: the stand-in driver stays for the life of a process."""
+    """Compile in another process, since a process cannot change its driver."""
     command = [sys.executable, "-m", "tests.support.attention.compiled", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
@@ -42,7 +42,7 @@ def test_a_few_of_each_kind_compile():
 
 
 def test_a_tile_that_spills_is_noticed():
-    """Far too large for the registers of four warps."""
+    """The tile is far too large for the registers of four warps."""
     variant = str(Variant((9, 0), torch.bfloat16, 128, "causal", True))
     done = compile_tier("--only", variant, "--tile", "128", "128", "4", "2", "--verbose")
     *kernels, last = done.stdout.splitlines()
@@ -89,7 +89,7 @@ def test_limits():
     assert problems_of(HOPPER, Resources(255, 0, 0, 0, 0, serial=True, meetings=4)) == []
 
 
-def test_every_row_of_the_table_is_compiled_for_every_chip_it_serves():
+def test_every_row_of_the_table_is_compiled_for_every_chip_that_uses_it():
     compiled = {(v.capability, 8 * v.dtype.itemsize, v.head_dim, v.row) for v in all_variants()}
     served = []
     for (chip, limit), row in product(SHARED_LIMIT.items(), load_table()):
@@ -107,7 +107,7 @@ def tiles_in(row):
 
 
 def test_packings_share_a_kernel():
-    """How many documents a row holds changes from batch to batch: nothing is compiled for it in the midst of a run."""
+    """The number of documents per row changes from batch to batch, and this must not compile kernels during a run."""
     command = [sys.executable, "-m", "tests.support.attention.packings"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The contract on the card, and what only a card can show."""
+"""The contract on a GPU, and tests that need a GPU."""
 
 import contextlib
 from dataclasses import replace
@@ -57,8 +57,8 @@ def test_head_dims(head_dim, dropout):
     assert all(e.ok for e in errors), errors
 
 
-def test_flash_is_the_contract_too():
-    """``flash``, whichever kernels it takes on this card."""
+def test_flash_fulfils_the_contract():
+    """``flash`` with the kernels that it selects on this GPU."""
     for name in ("causal", "full", "packed-gqa-dropout", "gqa", "dropout"):
         errors = run(replace(on_card(BY_NAME[name]), dtype=torch.bfloat16), "flash", "cuda")
         assert all(e.ok for e in errors), (name, errors)
@@ -66,7 +66,7 @@ def test_flash_is_the_contract_too():
 
 @pytest.mark.parametrize("group", range(4))
 def test_some_random_draws(group):
-    """A few draws of some variants. ``tests.support.attention.fuzz --device cuda --draws 20000`` makes the rest."""
+    """A few draws of some variants. ``tests.support.attention.fuzz --device cuda --draws 20000`` runs more."""
     first = 100 * (1000 + group)
     for number in range(first, first + 5):
         subject = fuzz.Subject(0, "cuda")
@@ -74,7 +74,7 @@ def test_some_random_draws(group):
 
 
 def test_mask_is_the_reference_mask():
-    """With q = 0 and V = I the output is the mask itself, scaled."""
+    """With q = 0 and V = I the output is the scaled dropout mask."""
     n, spec = 128, AttentionSpec(dropout=0.3)
     rng = RngState(11, 3)
     q = torch.zeros(2, n, 3, n, device="cuda", dtype=torch.float16)
@@ -129,8 +129,8 @@ def test_gradients_repeat_bitwise(spec):
             assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
 
 
-def test_more_entries_than_a_second_axis_of_programs_holds():
-    """65,535 is the most; the last entries are as if they were alone."""
+def test_more_entries_than_the_second_grid_axis_allows():
+    """The limit is 65,535; the last entries give the same result as alone."""
     q, k, v, dout = (torch.randn(70_000, 5, 1, 16, device="cuda", dtype=torch.float16) for _ in range(4))
 
     def gradients(*tensors, do):
@@ -207,8 +207,8 @@ def _with_tree():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_waits_for_the_device(name):
-    """Forward and backward, and the making of the mask."""
+def test_calls_do_not_synchronise(name):
+    """Forward and backward, including the construction of the mask."""
     call = CALLS[name]()
     call()  # compiles kernels
     torch.cuda.synchronize()
@@ -219,7 +219,7 @@ def test_nothing_waits_for_the_device(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_check_for_waiting_would_notice():
+def test_the_check_detects_a_synchronisation():
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
@@ -229,7 +229,7 @@ def test_the_check_for_waiting_would_notice():
 
 
 def test_another_stream():
-    """The kernels run on the current stream: they see what was put there just before, and no other stream waits."""
+    """The kernels run on the current stream, after earlier work there, and do not block other streams."""
     q, k, v = (x.detach() for x in random_tensors(1, 2048))
     expected = attention(q, k, v, AttentionSpec(Causal()), backend="triton")
     torch.cuda.synchronize()

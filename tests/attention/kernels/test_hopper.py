@@ -1,4 +1,4 @@
-"""Hopper's kernels against the contract, in the emulator of Gluon: no GPU is needed."""
+"""Hopper's kernels fulfil the contract in the Gluon emulator, without a GPU."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
 
 
 def kernels_of(case, repeatable=False):
-    """Those that a call runs: dQ has a kernel of its own for wide heads, and where it must."""
+    """Names of the kernels that a call runs: dQ has a separate kernel for wide heads and for some features."""
     if case.head_dim > 128:
         return [*OURS[:2], "hopper_backward_wide", "hopper_backward_dq"]
     return [*OURS[:3], "hopper_backward_dq"] if repeatable or (case.slopes and case.learns) else OURS
@@ -109,8 +109,8 @@ def test_contract_in_fp16(name):
 
 
 @pytest.mark.parametrize("case", WIDE, ids=str)
-def test_more_than_a_tile(case, monkeypatch):
-    """Also by groups of heads that follow one another: of one key head, and of two at last."""
+def test_calls_with_several_tiles(case, monkeypatch):
+    """Also in groups of consecutive heads: of one key head, and finally of two."""
     case = replace(case, dtype=torch.bfloat16)
     check(case)
     monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
@@ -119,16 +119,16 @@ def test_more_than_a_tile(case, monkeypatch):
 
 @pytest.fixture
 def again(monkeypatch):
-    """Whether weights were too large, of every time that a consumer looked."""
-    told, exceeds = [], ASSEMBLY[WARP_EXCEEDS.value]
+    """Records whether weights were too large, for each check by a consumer."""
+    results, exceeds = [], ASSEMBLY[WARP_EXCEEDS.value]
 
     def tell(sums):
         found = exceeds(sums)
-        told.append(bool(found.any()))
+        results.append(bool(found.any()))
         return found
 
     monkeypatch.setitem(ASSEMBLY, WARP_EXCEEDS.value, tell)
-    return told
+    return results
 
 
 DOCUMENTS = Document(torch.tensor([150, 20, 230]).repeat_interleave(torch.tensor([150, 20, 230])).int())
@@ -146,7 +146,7 @@ MASKS = {
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_block_is_computed_once(mask, head_dim, again):
-    """Where scores are of one size: a walk begins where its queries see something, whatever they don't see later."""
+    """With scores of similar size no block is recomputed: a walk begins at a block that its queries attend to."""
     q, k, v = torch.randn(3, 1, 400, 2, head_dim, generator=torch.Generator().manual_seed(0)).half()
     with hopper_on_cpu():
         attention(q, k, v, AttentionSpec(MASKS[mask]), backend="hopper")
@@ -154,14 +154,14 @@ def test_every_block_is_computed_once(mask, head_dim, again):
 
 
 @pytest.mark.parametrize("case", [case for case in WIDE if case.name.startswith("large-scores")], ids=str)
-def test_large_scores_are_computed_again(case, again):
+def test_large_scores_are_recomputed(case, again):
     check(replace(case, dtype=torch.bfloat16))
     assert any(again) and not all(again)
 
 
 @pytest.mark.parametrize("case", MANY_HEADS, ids=str)
-def test_sums_are_finished(case, monkeypatch):
-    """Of the first heads by the backward, of the last two by the kernel behind it."""
+def test_dq_accumulators_are_converted(case, monkeypatch):
+    """The backward finishes dQ of the first heads; the kernel after it finishes dQ of the last two heads."""
     launched, finish = [], launch.finish_launch
     monkeypatch.setattr(launch, "finish_launch", lambda *args: launched.append(finish(*args)) or launched[-1])
     monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
@@ -172,7 +172,7 @@ def test_sums_are_finished(case, monkeypatch):
 
 @pytest.mark.parametrize("case", [*WIDE, BY_NAME["gqa"], BY_NAME["everything"]], ids=str)
 def test_repeatable_gradients(case):
-    """As ``torch.use_deterministic_algorithms`` wants them: dQ in a kernel of its own."""
+    """With ``torch.use_deterministic_algorithms`` a separate kernel computes dQ."""
     if case.name == "everything":
         case = replace(case, terms=(Documents(20), Blocks((128, 128), 0.8)), packed=False, tail=(0, 0), slopes="")
         case = replace(case, lengths=same(150, 150))
@@ -185,7 +185,7 @@ def test_repeatable_gradients(case):
 
 @pytest.mark.parametrize("tile", [(3, 128, 2, 3, 3), (3, 64, 1, 2, 3), (2, 64, 2, 4, 2, False)], ids=str)
 def test_other_tiles(tile, monkeypatch):
-    """Three consumers, and consumers that take no turns."""
+    """Three consumers, and consumers that do not alternate."""
     monkeypatch.setitem(tiles.FORWARD, 64, tiles.ForwardTile(*tile))
     check(replace(WIDE[0], dtype=torch.bfloat16))
     check(replace(WIDE[3], dtype=torch.bfloat16), seed=1)
@@ -193,7 +193,7 @@ def test_other_tiles(tile, monkeypatch):
 
 @pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
 def test_long_calls(case, monkeypatch):
-    """By the tiles that narrow heads get where queries walk over many keys."""
+    """With the tiles that narrow heads use for long sequences of keys."""
     monkeypatch.setattr(tiles, "LONG_WALK", 0)
     check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
 
@@ -201,7 +201,7 @@ def test_long_calls(case, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("far", ["q", "k", "v", "dout"])
 def test_far_rows(far, packed):
-    """Row offsets inside a tile that pass 2**31 elements."""
+    """Row offsets inside a tile exceed 2**31 elements."""
     case = Case("far", same(140), heads=1, kv_heads=1, head_dim=64, far=far, packed=packed, dtype=torch.float16)
     check(case)
 
@@ -236,7 +236,7 @@ def test_deterministic_is_not_promised():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused(name):
+def test_unsupported_calls_are_refused(name):
     with hopper_on_cpu() as ran, pytest.raises(ValueError, match="the hopper backend cannot run this") as raised:
         run(replace(BY_NAME[name], dtype=torch.bfloat16), "hopper", "cpu")
     assert REFUSED[name] in str(raised.value) and str(raised.value).endswith("; flash can")
@@ -251,7 +251,7 @@ def test_other_devices_are_refused():
 
 @pytest.mark.parametrize("case", [WIDE[0], WIDE[6]], ids=str)
 def test_one_result_for_every_schedule(case):
-    """Neither the order of partitions and copies, nor the number of processors, reaches the forward's bits."""
+    """The forward is bitwise equal for any order of partitions and copies, and any number of processors."""
     problem = build(replace(case, dtype=torch.bfloat16), "cpu")
     results = []
     for seed, programs in ((0, 1), (1, 3), (2, 7)):

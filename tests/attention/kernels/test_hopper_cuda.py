@@ -1,4 +1,4 @@
-"""Hopper's kernels on a card of theirs."""
+"""Hopper's kernels on a Hopper GPU."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def needs_hopper():
 
 
 def servable(case):
-    """The case at the card's sizes, in blocks of whole tiles, with head dimensions that TMA takes."""
+    """The case with sizes for a GPU, blocks of whole tiles, and head dimensions that TMA supports."""
 
     def multiple(n):
         return n and -(-n // 8) * 8
@@ -55,7 +55,7 @@ def test_contract(case, dtype):
 
 @pytest.mark.parametrize("group", range(4))
 def test_some_random_draws(group):
-    """``python -m tests.support.attention.fuzz --backend hopper --device cuda --draws 20000`` makes more."""
+    """``python -m tests.support.attention.fuzz --backend hopper --device cuda --draws 20000`` runs more."""
     subject, first = fuzz.Subject(0, "cuda", "hopper"), 100 * (1000 + group)
     for number in range(first, first + 5):
         assert not fuzz.judge(subject, number), fuzz.draw(subject, number).source
@@ -66,8 +66,8 @@ def test_some_random_draws(group):
     [*MANY_HEADS, Case("more-tasks", ((700, 700),) * 12, heads=12, kv_heads=6, head_dim=128, dropout=0.1)],
     ids=lambda case: case.name,
 )
-def test_sums_are_finished(case, monkeypatch):
-    """By programs of heads that follow, one head at a time."""
+def test_dq_accumulators_are_converted(case, monkeypatch):
+    """In groups of one head."""
     monkeypatch.setattr(launch, "_at_once", lambda *_: 1)
     monkeypatch.setattr(launch_cache, "_plans", {})
     errors = run(replace(case, dtype=torch.bfloat16), "hopper", "cuda")
@@ -81,7 +81,7 @@ def tensors(n, head_dim, heads=8, kv_heads=2):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_thousand_times_the_same_output(head_dim, dropout):
+def test_a_thousand_runs_give_the_same_output(head_dim, dropout):
     q, k, v = (x.detach() for x in tensors(1500, head_dim))
     spec, rng = AttentionSpec(Causal(), dropout=dropout), RngState(1)
     first = attention(q, k, v, spec, rng=rng, backend="hopper", return_lse=True)
@@ -91,8 +91,8 @@ def test_a_thousand_times_the_same_output(head_dim, dropout):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_again(head_dim):
-    """dK and dV are the same every time; dQ, summed in any order, up to fp32's rounding."""
+def test_gradients_repeat_up_to_the_order_of_dq(head_dim):
+    """dK and dV repeat bitwise; dQ, summed in any order, repeats up to rounding in fp32."""
     leaves, spec, rng = tensors(1500, head_dim), AttentionSpec(Causal(), dropout=0.1), RngState(1)
     out = attention(*leaves, spec, rng=rng, backend="hopper")
     dout = torch.randn_like(out)
@@ -118,16 +118,16 @@ def test_repeatable_gradients(head_dim):
         torch.use_deterministic_algorithms(False)
 
 
-def test_both_kernels_drop_the_same():
-    """A row whose weights are dropped on one are dropped on the other: outputs differ by rounding alone."""
+def test_both_kernels_drop_the_same_weights():
+    """Both kernels drop the same weights, so that outputs differ only by rounding."""
     q, k, v = (x.detach() for x in tensors(900, 128))
     spec, rng = AttentionSpec(Causal(), dropout=0.3), RngState(5, 2)
     ours, portable = (attention(q, k, v, spec, rng=rng, backend=name).float() for name in ("hopper", "triton"))
     assert (ours - portable).abs().max() < 0.02 * portable.abs().max()
 
 
-def test_streams_and_graphs_take_their_own_tasks():
-    """Launches at the same time on two streams, and a graph replayed beside them: each as by itself."""
+def test_streams_and_graphs_have_separate_tasks():
+    """Launches on two streams at the same time as a graph replay: each gives the same result as alone."""
     spec = AttentionSpec(Causal())
     q = torch.randn(4, 2048, 8, 128, device="cuda", dtype=torch.bfloat16)
 
@@ -153,7 +153,7 @@ def test_streams_and_graphs_take_their_own_tasks():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_gradients_on_streams_and_by_graphs(dropout):
-    """As above: backwards whose programs wait for each other's tasks, at the same time."""
+    """The same for backwards, whose programs wait for each other's tasks."""
     spec, rng = AttentionSpec(Causal(), dropout=dropout), RngState(1)
 
     def record():
@@ -187,7 +187,7 @@ def test_gradients_on_streams_and_by_graphs(dropout):
 
 @gluon.jit
 def _occupy(flag, places, turns):
-    """Keeps a processor's shared memory until somebody sets the flag, or so many turns are over."""
+    """Occupies a processor's shared memory until the flag is set, or for a number of iterations."""
     SIZE: gl.constexpr = 32768
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -199,8 +199,8 @@ def _occupy(flag, places, turns):
     gl.store(places + gl.program_id(0), gl.max(tile.load(THREADS), 0))
 
 
-def test_gradients_while_others_keep_most_processors():
-    """No task may wait for one whose program has not begun."""
+def test_gradients_while_most_processors_are_occupied():
+    """No task may wait for a task whose program has not started."""
     leaves, spec = tensors(2000, 128), AttentionSpec(Causal())
     out = attention(*leaves, spec, backend="hopper")
     dout = torch.randn_like(out)
@@ -222,8 +222,8 @@ def test_gradients_while_others_keep_most_processors():
     assert (dq - alone[0]).abs().max() <= 2**-8 * alone[0].abs().max()
 
 
-def test_under_graphs_that_compile_makes():
-    """Whose warm-up runs take memory from a pool that may keep none of it."""
+def test_cuda_graphs_of_torch_compile():
+    """Their warm-up runs allocate from a pool that must be empty afterwards."""
     q, k, v = (x.detach() for x in tensors(900, 128))
 
     def call(q, k, v):

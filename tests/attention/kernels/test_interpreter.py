@@ -1,4 +1,4 @@
-"""The kernels against the contract on any machine: forward and backward under the Triton interpreter."""
+"""The kernels fulfil the contract on any machine: forward and backward in the Triton interpreter."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PROCESSES = 2
 
 @pytest.fixture(scope="module")
 def results():
-    """Results of all cases by name, from processes of their own: Triton reads what to do when it is imported."""
+    """Results of all cases by name, from other processes: Triton reads TRITON_INTERPRET when it is imported."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.attention.interpreter"]
     started = [
         subprocess.Popen(
@@ -50,7 +50,7 @@ def test_names_are_unique():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_in_the_interpreter(module):
-    """Tests that are written for any device, on the CPU."""
+    """Tests with ``@on_devices``, on the CPU."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "not gpu", f"tests/attention/{module}"],
         cwd=ROOT, capture_output=True, text=True, timeout=900, env=os.environ | {"TRITON_INTERPRET": "1"},

@@ -1,4 +1,4 @@
-"""A launch that was planned is told what one that is made anew would be told."""
+"""A cached launch gets the same arguments as a new launch."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def _budget():
 
 
 class Operands:
-    """Random tensors of a case, other ones each time."""
+    """New random tensors of a case."""
 
     def __init__(
         self, mask=Causal, n_kv_heads=2, softcap=0.0, dropout=0.0, sinks=False, slopes=None, packed=None, tiles=TILES,
@@ -110,7 +110,7 @@ def absent_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_plan_takes_other_tensors(case, absent_gpu):
+def test_a_cached_launch_takes_other_tensors(case, absent_gpu):
     first, second = Operands(**case), Operands(**case)
     for (build, tensors, options), (_, others, _) in zip(first.all(), second.all(), strict=True):
         launched = [(found, "compiled") for found in launch_cache._flat(build(*tensors, first.call, *options))]
@@ -123,8 +123,8 @@ def test_a_plan_takes_other_tensors(case, absent_gpu):
             kernel = found.kernel
             assert len(plan.arguments.parts) == len(kernel.arg_names) and not holds_tensors(plan.arguments)
             tail = kernel.arg_names[len(found.arguments) :]
-            anew = (*found.arguments, *(found.constants[name] for name in tail))
-            assert same(anew, tuple(launch_cache._filled(plan, (*second.given(others), *made)))), kernel.__name__
+            fresh = (*found.arguments, *(found.constants[name] for name in tail))
+            assert same(fresh, tuple(launch_cache._filled(plan, (*second.given(others), *made)))), kernel.__name__
             assert plan.grid == (*found.grid, 1, 1)[:3] and plan.compiled == "compiled"
 
 
@@ -132,8 +132,8 @@ def holds_tensors(group):
     return launch_cache._has_tensor(tuple(group.parts)) or any(holds_tensors(inner) for _, inner in group.groups)
 
 
-def test_what_leaves_no_plan(absent_gpu):
-    """Slopes whose columns lie apart, which are copied for every call; and a kernel that was not compiled."""
+def test_calls_that_are_not_cached(absent_gpu):
+    """Strided slopes, which are copied for every call; and a kernel that was not compiled."""
     operands = Operands()
     given = (operands.q, operands.k, operands.v, operands.out, operands.lse)
     for slopes, compiled in ((torch.rand(8)[::2], "compiled"), (torch.rand(4), None)):
@@ -142,15 +142,15 @@ def test_what_leaves_no_plan(absent_gpu):
         assert launch_cache._plan_all(made, (*given, None, None, None, slopes, None)) is None
 
 
-def test_numbers_of_a_call_have_one_kind():
-    """A form must not depend on how 1 is written."""
+def test_numbers_of_a_call_have_one_type():
+    """1 and 1.0 must give the same key."""
     q = torch.randn(1, 16, 4, 64)
     call = Call(*operands_of(q, q, AttentionSpec(scale=1, softcap=2), None, None, (0, 0, 0, 0), None, None))
     assert type(call.scale) is type(call.softcap) is float
 
 
 class OnCuda:
-    """A tensor that says it lies on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     def __init__(self, shape=(2, 80, 4, 64), stride=(20480, 256, 64, 1), dtype=torch.bfloat16, address=4096):
         self.device, self.shape, self.dtype, self.address = torch.device("cuda", 0), shape, dtype, address
@@ -163,7 +163,7 @@ class OnCuda:
         return self.address
 
 
-def test_what_a_key_tells_apart():
+def test_keys_differ_for_different_launches():
     call = Operands().call
     a, b, c = OnCuda(), OnCuda(), OnCuda()
 
@@ -186,7 +186,7 @@ def test_what_a_key_tells_apart():
     assert key(torch.empty(1), b, c) is None
 
 
-def test_plans_do_not_grow_without_end(monkeypatch):
+def test_the_cache_has_a_limit(monkeypatch):
     monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(launch_cache, "MOST", 3)
     monkeypatch.setattr(launch_cache, "_plan_all", lambda made, given: launch_cache.Planned((), ()))
@@ -203,8 +203,8 @@ def test_plans_do_not_grow_without_end(monkeypatch):
     assert made == [1, 2, 3, 4, 1]
 
 
-def test_what_was_given_twice_is_planned_as_two(monkeypatch, absent_gpu):
-    """The next call of its form may have two tensors in its place."""
+def test_one_tensor_given_twice_is_cached_as_two(monkeypatch, absent_gpu):
+    """The next call with this key may have two different tensors."""
     monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(launch_cache, "_key", lambda *_: "a form")
     ran = []
@@ -277,7 +277,7 @@ def _plan_no_more(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "more"])
 def test_every_call_computes_with_its_own_tensors(backend, shared, packed, more, monkeypatch):
-    """The first call of a form plans its launches, the others only fill them."""
+    """The first call with a key caches its launches; later calls only fill in their tensors."""
     _needs(backend)
     lead = (400,) if packed else (2, 200)
     for seed in range(4):
@@ -300,7 +300,7 @@ def test_every_call_computes_with_its_own_tensors(backend, shared, packed, more,
 
 
 class Recorder:
-    """In a kernel's place: what it was launched with."""
+    """Replaces a kernel and records its arguments."""
 
     __name__ = "recorder"
 
@@ -312,7 +312,7 @@ class Recorder:
 
 
 def test_tracing_launches_nothing():
-    """A launch that torch.compile reaches runs behind a graph break, on real tensors and numbers, or not at all."""
+    """Under torch.compile a launch runs after a graph break, with real tensors and numbers, or not at all."""
     kernel = Recorder()
 
     def call(x):

@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in any way: what the backward reads, and rows whose offsets pass 32 bits."""
+"""Tensors with any memory layout: strided inputs of the backward, and rows whose offsets exceed 32 bits."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from tests.support.attention.devices import on_devices
 
 
 def at_size(case, device):
-    """The case for the interpreter; on a card at sizes that cross several tiles, in bf16."""
+    """The case for the interpreter; on a GPU with sizes that cross several tiles, in bf16."""
     return replace(on_card(case), dtype=torch.bfloat16) if device == "cuda" else case
 
 
@@ -49,7 +49,7 @@ def kernel_families(device):
 @on_devices
 @pytest.mark.parametrize("layout", [*STRIDED, "far"])
 def test_backward_of_strided_out_and_lse(layout, device):
-    """The operator's own backward, as a compiler that lays out its own tensors would call it."""
+    """The backward operator, called with the strides that a compiler may choose for its own tensors."""
     torch.manual_seed(0)
     n = 140 if device == "cuda" else 40
     q, k, v, dout = (torch.randn(1, n, 2, 64, device=device, dtype=torch.float16) for _ in range(4))
@@ -71,7 +71,7 @@ def test_backward_of_strided_out_and_lse(layout, device):
 @on_devices
 @pytest.mark.parametrize("entries", [((0, 40), (5, 5), (0, 7)), ((3, 20), (0, 33))], ids=["no-queries", "few-queries"])
 def test_entries_with_fewer_queries_than_a_tile(entries, device):
-    """Heads that share keys, and nothing to walk: no step may be loaded ahead."""
+    """Grouped heads, and loops without a step: no step may be loaded ahead."""
     case = Case("short", entries, heads=4, kv_heads=1, packed=True, band=BY_NAME["full"].band)
     errors = run(at_size(case, device), "triton", device)
     assert all(e.ok for e in errors), errors

@@ -45,14 +45,14 @@ def checked(tool, *command):
     return done.returncode, done.stdout + done.stderr
 
 
-# initcheck does not see what TMA writes: it reports every output of Hopper's kernels that is read again. There, the
-# contract's poisoned memory stands for it: what is allocated without a value is NaN.
+# initcheck does not see writes by TMA, and so reports every output of Hopper's kernels that is read again. For these
+# kernels the contract's poisoned memory replaces it: uninitialised memory is NaN.
 TOOLS = [("memcheck", "triton"), ("memcheck", "hopper"), ("memcheck", "decode"), ("initcheck", "triton")]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("tool, kernels", TOOLS)
-def test_checker_finds_nothing(tool, kernels, part):
+def test_the_checker_finds_nothing(tool, kernels, part):
     if kernels == "hopper" and (reason := hopper.device_unavailable(torch.device("cuda", 0))):
         pytest.skip(reason)
     only_run = ["--only-run"] if tool == "initcheck" else []

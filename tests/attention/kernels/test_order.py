@@ -1,4 +1,4 @@
-"""The order in which Hopper's kernels take tasks: each once, and so that no processor waits for another at the end."""
+"""The order in which Hopper's kernels take tasks: each once, and such that all processors end almost together."""
 
 import heapq
 from collections import OrderedDict
@@ -43,7 +43,7 @@ def order(entries, tokens, heads, at_once, walks_keys, block=128):
 
 
 def waiting(costs):
-    """The part of the time that processors wait at the end, where who is free takes the next task."""
+    """The fraction of time that processors are idle at the end, if each free processor takes the next task."""
     free = [0.0] * PROCESSORS
     for cost in costs:
         heapq.heapreplace(free, free[0] + cost)
@@ -56,7 +56,7 @@ def waiting(costs):
      (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 128), (1, 16384, 8, 8, 256), (1, 16384, 32, 32, 64)],
 )  # fmt: skip
 def test_processors_end_together(entries, tokens, heads, kv_heads, head_dim, monkeypatch):
-    """Causal: a tile of queries costs as many steps as there are keys before it, one of keys twice those behind it."""
+    """Causal: a tile of queries costs one step per block of keys before it, a tile of keys two per block after it."""
     monkeypatch.setattr(launch, "processors", lambda device: PROCESSORS)
     q = torch.empty(entries, tokens, heads, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(entries, tokens, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
@@ -79,8 +79,10 @@ def write_walks(
     out, mask, seqlen, n_kv_heads, heads_at_once, processors, STEPS: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """A task's steps, a program each: the number of a tile of queries among those of all heads, and -1 behind them;
-    int32 (n_tasks, STEPS)."""
+    """The steps of each task, one program per task: int32 (n_tasks, STEPS).
+
+    A step is the number of a tile of queries, counted over all heads; -1 fills the row after the last step.
+    """
     work = Work(None, None, 1, seqlen, seqlen, n_kv_heads, heads_at_once, processors)
     task = gl.program_id(0)
     seq, kv_head, start_n, live = find_task(task, work, BLOCK_N, False, False)
@@ -92,11 +94,11 @@ def write_walks(
 
 
 def misses(walks, processors, cached):
-    """How often a cache of so many tiles, the last ones used, did not hold one. Who is free takes the next walk."""
+    """Count the misses of an LRU cache of ``cached`` tiles. Each free processor takes the next walk."""
     cache, missed, left = OrderedDict(), 0, iter(walks)
     at_work = [iter(next(left, ())) for _ in range(processors)]
     while at_work:
-        going_on = []
+        remaining = []
         for walk in at_work:
             tile = next(walk, None)
             while tile is None and (following := next(left, None)) is not None:
@@ -109,15 +111,15 @@ def misses(walks, processors, cached):
             cache.move_to_end(tile)
             if len(cache) > cached:
                 cache.popitem(last=False)
-            going_on.append(walk)
-        at_work = going_on
+            remaining.append(walk)
+        at_work = remaining
     return missed
 
 
 @pytest.mark.parametrize("processors", [15, 16])
-def test_walks_of_keys_that_heads_share_meet(processors):
-    """Causal, 4 heads for each of the keys: what is read twice is seldom read from memory, though the queries of a
-    head of keys are four times what the cache holds."""
+def test_walks_of_grouped_heads_share_the_cache(processors):
+    """Causal, 4 query heads per key head: tiles are rarely read from memory again, though the queries of a key head
+    are four times as large as the cache."""
     seqlen, kv_heads, group, block_m, block_n = 2048, 8, 4, 64, 128
     of_head = seqlen // block_m
     walks = torch.full((kv_heads * seqlen // block_n, group * of_head), -1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Random calls against the contract on any machine, and the machinery of the long runs."""
+"""Random cases of the contract on any machine, and the program for long runs."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from tests.support.attention import fuzz
-from tests.support.attention.contract import FAR_STEP, STRIDED, Case, _place, run
+from tests.support.attention.contract import FAR_STEP, STRIDED, Case, _arrange, run
 from tests.support.attention.properties import CARD, SMALL, cases, problem, variant
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ LIMITS = ANY_DTYPE if has_triton() else replace(ANY_DTYPE, rules=())
 
 
 @pytest.mark.parametrize("backend", ["standard", "chunked"])
-def test_implementations_in_pytorch(backend):
+def test_dense_backends(backend):
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(cases(LIMITS))
     def holds(case):
@@ -51,7 +51,7 @@ def command(*arguments, **variables):
 
 
 def test_kernels_in_the_interpreter():
-    """Drawn by hypothesis, so that a failure is shrunk."""
+    """Hypothesis draws the cases, so that it can shrink a failure."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.attention.properties", "50"],
@@ -74,8 +74,8 @@ def drawn(seed, limits):
 
 
 @pytest.mark.parametrize("limits", [SMALL, CARD], ids=["small", "card"])
-def test_draws_reach_everything(limits):
-    """Every kind of everything is drawn, and often."""
+def test_draws_cover_all_options(limits):
+    """Every option is drawn, and often."""
     some = [drawn(seed, limits) for seed in range(600)]
     shown = {
         "terms": {type(term).__name__ for case in some for term in case.terms},
@@ -118,21 +118,21 @@ def test_draws_reach_everything(limits):
 
 @pytest.mark.parametrize("strided", STRIDED)
 @pytest.mark.parametrize("packed", [False, True])
-def test_strided_inputs_are_the_same_numbers(strided, packed):
+def test_strided_inputs_have_the_same_numbers(strided, packed):
     x = torch.randn(6, 4, 8) if packed else torch.randn(2, 6, 4, 8)
-    placed = _place("q", x, Case("strided", ((6, 6),), strided=strided, packed=packed))
+    placed = _arrange("q", x, Case("strided", ((6, 6),), strided=strided, packed=packed))
     assert torch.equal(placed, x) and not placed.is_contiguous()
 
 
-def test_far_rows_are_the_same_numbers():
+def test_far_rows_have_the_same_numbers():
     x = torch.randn(2, 3, 4, 8)
-    placed = _place("k", x, Case("far", ((3, 3),), far="k"))
+    placed = _arrange("k", x, Case("far", ((3, 3),), far="k"))
     assert torch.equal(placed, x) and placed.stride() == (3 * FAR_STEP, FAR_STEP, 8, 1)
-    assert _place("k", x[:, :0], Case("far", ((0, 0),), far="k")).shape == (2, 0, 4, 8)
+    assert _arrange("k", x[:, :0], Case("far", ((0, 0),), far="k")).shape == (2, 0, 4, 8)
     assert 127 * FAR_STEP >= 2**31
 
 
-def test_a_printed_case_is_the_case():
+def test_a_printed_case_evaluates_to_the_case():
     from flash_train.attention.masks import Causal, Full, Window
     from tests.support.attention.recipes import Blocks, Documents, Nodes, Rule
 
@@ -142,7 +142,7 @@ def test_a_printed_case_is_the_case():
         assert eval(case.source, names) == case
 
 
-def test_a_draw_is_the_same_whoever_makes_it():
+def test_draws_are_reproducible():
     here, on_card = fuzz.Subject(3, "cpu"), fuzz.Subject(0, "cuda")
     assert fuzz.draw(here, 17) == fuzz.draw(here, 17)
     assert fuzz.draw(here, 17) != fuzz.draw(replace(here, seed=4), 17)
@@ -152,7 +152,7 @@ def test_a_draw_is_the_same_whoever_makes_it():
     assert [getattr(one, name) for name in static] != [getattr(next_variant, name) for name in static]
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path):
+def test_a_run_continues_where_it_stopped(tmp_path):
     path = tmp_path / "state.json"
     subject = fuzz.Subject(5, "cpu")
     record = fuzz.Record(subject, path, done={0, 1, 2, 3, 9}, failures={9: "dq: error"})
@@ -187,7 +187,7 @@ if __name__ == "__main__":
 
 
 def test_failures_name_their_draws(tmp_path):
-    """A wrong answer, an error, and a worker that dies: each is reported, and the other draws are still made."""
+    """A wrong answer, an error, and a worker that dies are all reported, and the other draws still run."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     (tmp_path / "planted.py").write_text(PLANT)
     state = tmp_path / "state.json"

@@ -1,4 +1,4 @@
-"""Weights of a row add up to 1: with values of 1 the output is 1, whatever the logits and the dtype are."""
+"""Weights of a row add up to 1: with values of 1 the output is 1, for any logits and dtype."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SPECS = {
 
 
 def far_inputs(n, dtype, logit=200.0):
-    """q and k whose logits all lie near ``logit`` times the scale's factor, and values of 1."""
+    """q and k whose logits are all near ``logit`` times the scale's factor, and values of 1."""
     torch.manual_seed(1)
     q, k = torch.randn(1, n, 4, 64), torch.randn(1, n, 2, 64)
     q[..., 0], k[..., 0] = 8.0, logit
@@ -44,7 +44,7 @@ def test_outputs_of_the_reference_are_1_up_to_rounding(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sink_far_from_0_takes_its_share_exactly(dtype):
+def test_a_sink_far_from_0_has_its_exact_share(dtype):
     """One key and a sink of the same logit, 200, share a row equally."""
     q, k, v = far_inputs(1, dtype)
     q, k = torch.zeros_like(q), torch.zeros_like(k)
@@ -64,7 +64,9 @@ def test_decoding_on_a_cpu(dtype):
         flash_attn_with_kvcache(q, k, v, backend="reference"),
         cached_attention(q, k, v, backend="reference")[0],
     ):
-        assert (out.double() - 1).abs().max() <= n**0.5 * torch.finfo(torch.float32).eps  # n roundings of either sign
+        assert (out.double() - 1).abs().max() <= n**0.5 * torch.finfo(
+            torch.float32
+        ).eps  # n rounding errors of random sign
 
 
 def test_the_reference_computes_in_fp32_under_autocast():
@@ -75,8 +77,8 @@ def test_the_reference_computes_in_fp32_under_autocast():
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_products_past_the_range_of_fp16():
-    """q @ k is 80,000 before the scale and 10,000 behind it: no backend may overflow where the logits do not."""
+def test_products_beyond_the_range_of_fp16():
+    """q @ k is 80,000 before the scale and 10,000 after it: no backend may overflow if the logits do not."""
     q, k, v = (torch.zeros(1, 3, 1, 64, dtype=torch.float16) for _ in range(3))
     q[..., 0], k[..., 0], v[0, :, 0, 0] = 200.0, 400.0, torch.tensor([1.0, 2.0, 3.0])
     for backend in ("reference", "standard", "chunked"):

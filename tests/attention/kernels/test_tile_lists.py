@@ -1,4 +1,4 @@
-"""Lists of tiles beside the same from PyTorch's sort."""
+"""Lists of tiles, compared with lists from PyTorch's sort."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.support import gluon
 
 @pytest.mark.parametrize("asks", [False, True], ids=["plain", "with terms"])
 @pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("n_blocks", [1, 15, 16, 50])  # a program looks at 16 together
+@pytest.mark.parametrize("n_blocks", [1, 15, 16, 50])  # a program reads 16 at a time
 def test_tiles_of_the_blocks_that_are_visited(n_blocks, repeats, asks):
     generator = torch.Generator().manual_seed(n_blocks)
     states = torch.randint(3, (2, n_blocks, 3, 4), generator=generator, dtype=torch.int8).permute(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""Masks, specs, and modules that hold them, as copies: deep copies, pickles, files, and in another process."""
+"""Copies of masks, specs, and modules that have them: deep copies, pickles, files, and other processes."""
 
 import copy
 import io
@@ -57,7 +57,7 @@ COPIES = {
 
 
 class Layer(torch.nn.Module):
-    """A module that holds a spec, as a user's does."""
+    """A user's module with a spec as attribute."""
 
     def __init__(self, spec):
         super().__init__()
@@ -78,27 +78,27 @@ def test_a_copied_module_computes_the_same(name, way):
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_a_copied_function_has_tensors_of_its_own_and_the_same_kernel(way):
+def test_a_copied_function_has_its_own_tensors_and_the_same_kernel(way):
     copied = COPIES[way](FUNCTION)
     assert copied.kernel is FUNCTION.kernel and copied.twin is FUNCTION.twin and copied.name == FUNCTION.name
     assert torch.equal(copied.tensors[0], FUNCTION.tensors[0])
     assert copied.tensors[0].data_ptr() != FUNCTION.tensors[0].data_ptr()
 
 
-def test_a_tensor_that_two_parts_share_is_copied_once():
+def test_a_shared_tensor_is_copied_once():
     tensor = torch.arange(N)
     mask, other = copy.deepcopy((MaskFunction(parity, parity_twin, (tensor,)), tensor))
     assert mask.tensors[0] is other
 
 
-def test_an_averaged_model_holds_a_copy():
+def test_an_averaged_model_has_a_copy():
     layer = Layer(AttentionSpec(FUNCTION))
     averaged = torch.optim.swa_utils.AveragedModel(layer)
     averaged.update_parameters(layer)
     assert averaged.module.spec.mask.kernel is budget
 
 
-def test_other_arguments_of_a_call():
+def test_copies_of_packing_and_dropout_state():
     cu = torch.tensor([0, 4, N], dtype=torch.int32)
     for way in COPIES.values():
         packing, rng = way((Packing(cu, cu, lengths=(4, 5)), RngState(torch.tensor(5), 6)))
@@ -111,7 +111,7 @@ def rule_of(mask, queue):
     queue.put(mask.dense(Entry.of_lengths(N, N), 2).tolist())
 
 
-def test_a_spawned_process():
+def test_a_mask_is_sent_to_a_spawned_process():
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     mask = MASKS["function-with-others"]
@@ -137,7 +137,7 @@ NAMELESS = [
 
 
 @pytest.mark.parametrize(("mask", "message"), NAMELESS, ids=["lambda", "closure", "kernel"])
-def test_functions_without_a_name_are_copied_and_not_pickled(mask, message):
+def test_lambdas_and_closures_are_copied_but_not_pickled(mask, message):
     for way in (copy.copy, copy.deepcopy):
         copied = way(AttentionSpec(Causal() & mask)).mask.terms[1]
         assert copied.twin is mask.twin and copied.kernel is mask.kernel

@@ -1,4 +1,4 @@
-"""A mask has several readers; on random masks, alone and composed, none contradicts the rule itself."""
+"""All answers of a mask agree with its rule: random terms, alone and composed."""
 
 import ast
 import functools
@@ -24,7 +24,7 @@ from flash_train.attention.masks import (
     MaskFunction,
     Tree,
     Window,
-    function_named,
+    device_term,
 )
 from flash_train.attention.packing import Entry
 
@@ -35,13 +35,13 @@ SIDES = st.none() | st.integers(0, 90)
 
 
 def seeded(build):
-    """A strategy from a function of a generator."""
+    """A hypothesis strategy from a function of a generator."""
     return st.integers(0, 2**32 - 1).map(lambda seed: build(torch.Generator().manual_seed(seed)))
 
 
 def random_parents(n, generator):
-    """A forest in which parents come before and after their children."""
-    rank = torch.randperm(n, generator=generator).tolist()  # a parent is any node of smaller rank, or none
+    """A random forest, in which parents come before or after their children."""
+    rank = torch.randperm(n, generator=generator).tolist()  # the parent is any node of smaller rank, or none
     draw = torch.randint(2**31, (n,), generator=generator).tolist()
     below = {r: [i for i in range(n) if rank[i] < r] for r in range(n)}
     return [below[rank[i]][draw[i] % rank[i]] if rank[i] and draw[i] % 7 else -1 for i in range(n)]
@@ -78,7 +78,7 @@ def terms_of(mask):
 
 
 def shaped(mask, len_q, len_k):
-    """The mask with documents cut to the lengths of the call, as a caller has them."""
+    """The mask with document ids cut to the lengths of the call."""
     kept = [
         Document(term.q_ids[..., :len_q], (term.q_ids if term.k_ids is None else term.k_ids)[..., :len_k])
         if isinstance(term, Document)
@@ -89,7 +89,7 @@ def shaped(mask, len_q, len_k):
 
 
 def blocks_of(dense, block_q, block_k):
-    """(any pair, every pair) of each block, written out."""
+    """Whether any pair and whether every pair of each block attends, computed by loops."""
     rows = [range(i, min(i + block_q, dense.shape[1])) for i in range(0, dense.shape[1], block_q)]
     columns = [range(j, min(j + block_k, dense.shape[2])) for j in range(0, dense.shape[2], block_k)]
     cut = [[[head[r.start : r.stop, c.start : c.stop] for c in columns] for r in rows] for head in dense]
@@ -104,7 +104,7 @@ def blocks_of(dense, block_q, block_k):
 @example(Window(3, 2) & Tree([[-1, 0, 0], [-1, 0, 1]]), 80, 80, 16, 32, 1)
 @example(Causal() & FUNCTION, 0, 5, 16, 16, 0)
 @settings(max_examples=500, deadline=None)
-def test_readers_agree(mask, len_q, len_k, block_q, block_k, batch):
+def test_all_answers_agree_with_the_rule(mask, len_q, len_k, block_q, block_k, batch):
     mask = shaped(mask, len_q, len_k)
     entry = Entry(batch, batch, 0, 0, len_q, len_k)
     mask.validate(2, len_q, len_k, HEADS, CPU, packed=False)
@@ -129,19 +129,22 @@ def test_readers_agree(mask, len_q, len_k, block_q, block_k, batch):
     assert (within | ~dense).all()
     if not names and not any(isinstance(term, BlockSparse) for term in terms_of(mask)):
         assert torch.equal(within.expand_as(dense), dense)
-    if tail >= 0:  # before the tail, the element-wise terms let all pass
+    if tail >= 0:  # before the tail, the element-wise terms restrict nothing
         free = functools.reduce(operator.and_, (t for t in terms_of(mask) if isinstance(t, BlockSparse)), band)
         before = max(len_k - tail, 0)
         assert torch.equal(dense[:, :, :before], free.dense(entry, HEADS).expand_as(dense)[:, :, :before])
-    counts = {"document": 2, "tree": 1}
-    assert len(tensors) == sum(counts.get(name) or function_named(name).n_tensors for name in names.split(",") if name)
+    remaining = iter(tensors)
+    for name in names.split(","):
+        if name:
+            device_term(name, remaining)
+    assert not list(remaining)
 
 
 @given(COMPOSED, LENGTHS, LENGTHS, st.booleans(), st.integers(0, 1))
 @settings(max_examples=400, deadline=None)
-def test_maps_of_blocks_leave_no_pair_out(mask, len_q, len_k, packed, batch):
+def test_block_maps_skip_no_pair_that_attends(mask, len_q, len_k, packed, batch):
     mask = shaped(mask, len_q, len_k)
-    if len({term.sizes for term in terms_of(mask) if term.sizes is not None}) > 1:
+    if len({term.block_sizes for term in terms_of(mask) if term.block_sizes is not None}) > 1:
         with pytest.raises(ValueError, match="BlockSparse terms have blocks of .*: must be equal to be composed"):
             mask.block_map(len_q, len_k, packed)
         return
@@ -160,13 +163,13 @@ def test_maps_of_blocks_leave_no_pair_out(mask, len_q, len_k, packed, batch):
     band = Window(*(None if bound < 0 else bound for bound in mask.lower()[:2])).dense(entry)
     _, every_pair = blocks_of((mask.dense(entry, HEADS) | ~band).expand(HEADS, -1, -1), found.block_q, found.block_k)
     assert every_pair[own == WHOLE].all()
-    if all(isinstance(term, BlockSparse) for term in terms_of(mask)):  # and none in that holds nothing
+    if all(isinstance(term, BlockSparse) for term in terms_of(mask)):  # the map is then exact
         assert torch.equal(own == WHOLE, any_pair)
 
 
 @given(COMPOSED, st.integers(1, 80), st.integers(1, 80), st.integers(0, 1), st.data())
 @settings(max_examples=200, deadline=None)
-def test_pieces_are_cut_from_the_whole(mask, len_q, len_k, batch, data):
+def test_parts_of_a_dense_mask_equal_slices_of_it(mask, len_q, len_k, batch, data):
     mask = shaped(mask, len_q, len_k)
     entry = Entry(batch, batch, 0, 0, len_q, len_k)
     a, b = (sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in (len_q, len_k))
@@ -179,7 +182,7 @@ def test_pieces_are_cut_from_the_whole(mask, len_q, len_k, batch, data):
 
 @given(st.lists(TERMS, min_size=1, max_size=4), LENGTHS, LENGTHS)
 @settings(max_examples=200, deadline=None)
-def test_and_is_and(terms, len_q, len_k):
+def test_composition_is_a_conjunction(terms, len_q, len_k):
     terms = [shaped(term, len_q, len_k) for term in terms]
     entry = Entry(1, 1, 0, 0, len_q, len_k)
     dense = [term.dense(entry, HEADS).expand(HEADS, -1, -1) for term in terms]
@@ -188,8 +191,8 @@ def test_and_is_and(terms, len_q, len_k):
     assert torch.equal(composed.dense(entry, HEADS).expand_as(expected), expected)
 
 
-def test_composed_maps_are_one_map():
-    """Blocks are visited only where every term has them, over the blocks that every term knows."""
+def test_composed_terms_have_one_block_map():
+    """A block is visited only if all terms visit it; the map covers the blocks that all terms know."""
     torch.manual_seed(0)
     patterns = torch.rand(HEADS, 5, 4) < 0.5, torch.rand(4, 6) < 0.5
     ids = torch.stack([torch.arange(64) // 20, torch.arange(64) // 50]).int()
@@ -203,7 +206,7 @@ def test_composed_maps_are_one_map():
         [[[2, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 1], [1, 1, 1, 1]]],
     ]
     assert mask.block_map(64, 64, packed=True).states.shape == (1, HEADS, 4, 4)
-    assert mask.block_map(64, 64, packed=True).states.max() == PARTIAL  # as far as blocks know
+    assert mask.block_map(64, 64, packed=True).states.max() == PARTIAL  # packed, the document has no map
 
 
 def test_composed_bands_are_one_band():
@@ -232,12 +235,12 @@ def test_composed_bands_are_one_band():
         (Tree([-1, 0, 0]) & Window(2), ["xxx..", ".xxx.", "..x.x"]),
     ],
 )
-def test_small_masks_drawn_out(mask, rows):
+def test_small_masks_drawn(mask, rows):
     dense = mask.dense(Entry.of_lengths(3, 5))[0]
     assert ["".join("x" if seen else "." for seen in row) for row in dense.tolist()] == rows
 
 
-def test_queries_before_the_first_key_see_nothing():
+def test_queries_before_the_first_key_attend_to_nothing():
     dense = Causal().dense(Entry.of_lengths(5, 3))[0]
     assert not dense[:2].any()
     assert dense[2].tolist() == [True, False, False]
@@ -255,7 +258,7 @@ def test_packed_documents_read_their_own_rows():
 
 @given(st.integers(1, 70), st.integers(0, 2**31), st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
-def test_trees_are_sets_of_ancestors(n, seed, prefix):
+def test_nodes_attend_to_their_ancestors(n, seed, prefix):
     parents = random_parents(n, torch.Generator().manual_seed(seed))
     dense = Tree(parents).dense(Entry.of_lengths(n, n + prefix))[0]
     for node in range(n):
@@ -269,7 +272,7 @@ def test_trees_are_sets_of_ancestors(n, seed, prefix):
 
 @pytest.mark.parametrize(("len_q", "len_k"), [(2, 9), (7, 9), (7, 3)])
 def test_trees_may_be_longer_or_shorter_than_the_call(len_q, len_k):
-    """The last queries are the last nodes; queries before the tree see its prefix alone."""
+    """The last queries are the last nodes; queries before the tree attend only to keys before the tree."""
     parents = [-1, 0, 1, 0, 3]
     whole = Tree(parents).dense(Entry.of_lengths(20, 20))[0]
     assert whole[:, :15].all()
@@ -292,7 +295,7 @@ def test_bits_are_packed_by_words_of_32():
     assert [word % 2**32 for word in bits[0, 65].tolist()] == [2**32 - 1, 2**32 - 1, 3]
 
 
-def test_functions_have_one_name_per_kernel():
+def test_mask_functions_with_the_same_kernel_share_a_name():
     def kernel():
         pass
 
@@ -301,7 +304,7 @@ def test_functions_have_one_name_per_kernel():
     assert one.name == two.name != other.name
     assert one.lower().terms == one.name
     assert two.lower().tensors[0] is two.tensors[0]
-    assert function_named(two.name).kernel is kernel
+    assert device_term(two.name, iter(two.tensors)) == (kernel, two.tensors)
 
 
 NAMES = """
@@ -314,17 +317,17 @@ print({name: MaskFunction(*kinds[name]).name for name in %r.split()})
 
 
 def test_kernels_have_the_same_name_in_every_process():
-    """A saved program would otherwise find that of another mask."""
+    """A saved program would otherwise run the kernel of another mask."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     orders = ("parity budget", "budget parity")
     outputs = [subprocess.check_output([sys.executable, "-c", NAMES % order], text=True) for order in orders]
     one, two = (ast.literal_eval(output) for output in outputs)
     assert one == two == {name: f"tests.support.attention.rules.{name}" for name in ("parity", "budget")}
-    with pytest.raises(ValueError, match="kernel rules.other is not known here: make its MaskFunction before"):
-        function_named("rules.other")
+    with pytest.raises(ValueError, match=r"mask term 'rules\.other': must be known in this process before"):
+        device_term("rules.other", iter(()))
 
 
-def test_kernels_get_contiguous_ids():
+def test_lowered_ids_are_contiguous():
     ids = torch.arange(20).int()[::2]
     assert all(x.is_contiguous() for x in Document(ids).lower().tensors)
 
@@ -353,7 +356,7 @@ BAD_MASKS = [
 
 @pytest.mark.parametrize("returned", [None, True, torch.zeros(4, 4)], ids=repr)
 def test_a_function_needs_a_twin_of_bool_tensors(returned):
-    with pytest.raises(TypeError, match="twin=None.: must be the kernel's rule as a function in PyTorch"):
+    with pytest.raises(TypeError, match="twin=None.: must be a function, the kernel's rule in PyTorch"):
         MaskFunction(None, None)
     given = "torch.float32" if torch.is_tensor(returned) else repr(returned)
     with pytest.raises(TypeError, match=f"MaskFunction's twin returned {given}: must return a bool tensor"):
@@ -361,7 +364,7 @@ def test_a_function_needs_a_twin_of_bool_tensors(returned):
 
 
 @pytest.mark.parametrize(("build", "message"), BAD_MASKS, ids=[message for _, message in BAD_MASKS])
-def test_masks_that_cannot_be(build, message):
+def test_bad_masks_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 
@@ -385,7 +388,7 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize(("mask", "changes", "message"), BAD_CALLS, ids=[message for *_, message in BAD_CALLS])
 @pytest.mark.parametrize("composed", [False, True], ids=["alone", "composed"])
-def test_masks_that_do_not_fit_the_call(mask, changes, message, composed):
+def test_masks_that_do_not_fit_the_call_are_refused(mask, changes, message, composed):
     call = {"batch": 2, "len_q": 64, "len_k": 64, "n_heads": HEADS, "device": CPU, "packed": False} | changes
     with pytest.raises(ValueError, match=message):
         (Causal() & mask if composed else mask).validate(**call)

@@ -1,4 +1,4 @@
-"""The kernels' reader of masks against the masks themselves: what they visit, and what they let through."""
+"""Kernels visit the blocks, and evaluate the pairs, that the mask itself says."""
 
 import json
 import subprocess
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 DRAWS = 300
 
 
-def test_the_device_reads_what_the_mask_says():
-    """Random terms and compositions, in both orientations; in a process of its own, for the interpreter."""
+def test_kernels_read_random_masks():
+    """Random terms and compositions, for loops over keys and over queries; in a process with the interpreter."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.attention.readers", str(DRAWS)],
         cwd=ROOT, capture_output=True, text=True, timeout=1200,

@@ -1,4 +1,4 @@
-"""The named cases of the contract, and those that once failed."""
+"""Named cases of the contract, and random cases that once failed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CASES = (
     Case("dropout-shard", _same(64), dropout=0.3, origin=(3, 2, 48, 16)),
     Case("dropout-unaligned-shard", _same(64), dropout=0.3, origin=(1, 5, 37, 3)),
     Case("dropout-most", _same(40), dropout=0.99),
-    # what is used
+    # results that the loss uses
     Case("plain-call", _same(40, 40), uses="plain"),
     Case("output-only", ((40, 30),), uses="out", softcap=3.0, slopes="heads", sinks=True),
     Case("lse-only", ((40, 30),), uses="lse", slopes="heads", sinks=True),
@@ -103,7 +103,7 @@ CASES = (
     ),
 )  # fmt: skip
 
-#: draws of ``tests.support.attention.fuzz`` that failed once
+#: draws of ``tests.support.attention.fuzz`` that once failed
 KEPT: tuple[Case, ...] = (
     # a map of one row: Triton 3.6 loses a 1 in a named tuple inside a named tuple
     Case(
@@ -122,7 +122,7 @@ KEPT: tuple[Case, ...] = (
         dtype=torch.float16,
         seed=202335825,
     ),
-    # values of 192 columns beside keys of 1
+    # v_head_dim 192 with head_dim 1
     Case(
         name="kept-2600",
         lengths=((409, 124), (192, 192), (61, 61)),
@@ -139,7 +139,7 @@ KEPT: tuple[Case, ...] = (
         uses="lse",
         seed=2020249767,
     ),
-    # values of 3 columns beside keys of 256: an illegal address
+    # v_head_dim 3 with head_dim 256: an illegal address
     Case(
         name="kept-5801",
         lengths=((626, 626), (130, 130)),
@@ -159,7 +159,7 @@ KEPT: tuple[Case, ...] = (
         dtype=torch.bfloat16,
         seed=479395141,
     ),
-    # the same, 16 beside 128
+    # the same, v_head_dim 16 with head_dim 128
     Case(
         name="kept-6300",
         lengths=((316, 124),),
@@ -177,7 +177,7 @@ KEPT: tuple[Case, ...] = (
         dtype=torch.bfloat16,
         seed=72937362,
     ),
-    # a softcap beyond what an exponential alone gives
+    # the softcap needs more precision than one exponential gives
     Case(
         name="kept-16115",
         lengths=((657, 657), (657, 657)),
@@ -193,7 +193,7 @@ KEPT: tuple[Case, ...] = (
         uses="out",
         seed=1790131112,
     ),
-    # values of 1 column beside keys of 40: wrong numbers
+    # v_head_dim 1 with head_dim 40: wrong numbers
     Case(
         name="kept-17500",
         lengths=((68, 68), (68, 68), (68, 68)),
@@ -210,7 +210,7 @@ KEPT: tuple[Case, ...] = (
         dtype=torch.bfloat16,
         seed=496802418,
     ),
-    # the same, 16 beside 64
+    # the same, v_head_dim 16 with head_dim 64
     Case(
         name="kept-19300",
         lengths=((117, 117), (54, 54)),
@@ -231,7 +231,7 @@ KEPT: tuple[Case, ...] = (
         dtype=torch.bfloat16,
         seed=135997876,
     ),
-    # the same, 16 beside 80: an illegal address
+    # the same, v_head_dim 16 with head_dim 80: an illegal address
     Case(
         name="kept-19700",
         lengths=((144, 144), (640, 96), (68, 564)),
@@ -255,13 +255,13 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def in_dtypes(dtypes: tuple[torch.dtype, ...], names: tuple[str, ...] = ()) -> list[Case]:
-    """The cases of these names, or all, in each of the dtypes."""
+    """The cases with these names, or all cases, in each dtype."""
     chosen = [BY_NAME[name] for name in names] or CASES
     return [replace(case, dtype=dtype) for case in chosen for dtype in dtypes]
 
 
 def on_card(case: Case) -> Case:
-    """The case at sizes that cross several of the card's tiles."""
+    """The case with larger sizes, which cross several tiles of a GPU."""
 
     def longer(n: int) -> int:
         return 9 * n + (n > 1)
@@ -275,17 +275,7 @@ def on_card(case: Case) -> Case:
         case,
         lengths=tuple((longer(a), longer(b)) for a, b in case.lengths),
         band=band,
-        terms=tuple(_larger(term) for term in case.terms),
+        terms=tuple(term.on_card() for term in case.terms),
         head_dim=sizes.get(case.head_dim, case.head_dim),
         v_head_dim=case.v_head_dim and sizes.get(case.v_head_dim, case.v_head_dim),
     )
-
-
-def _larger(term: object) -> object:
-    if isinstance(term, Documents):
-        return replace(term, mean=9 * term.mean)
-    if isinstance(term, Blocks):
-        return replace(term, size=tuple(4 * size for size in term.size))
-    if isinstance(term, Nodes):
-        return replace(term, count=5 * term.count)
-    return term

@@ -1,9 +1,8 @@
-"""The compile tier: every kernel with every shipped tile, to machine code for GPUs that are absent.
+"""The compile tier: compiles every kernel with every shipped tile to machine code, without a GPU.
 
-``python -m tests.support.attention.compiled --all`` checks that each binary fits into its chip's shared memory, and
-that it spills no more than a stated number of bytes. Without ``--all`` the command takes the few kernels that the tests
-compile. A stand-in driver names the target, so that Triton stops after the binary. A process keeps the driver that it
-starts with.
+``python -m tests.support.attention.compiled --all`` checks that each binary fits into its chip's shared memory and that
+its spills are within a limit. Without ``--all`` the command compiles the few kernels that the tests compile. A fake
+driver names the target, so that Triton stops after compilation. A process cannot change its driver.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
 from tests.support.attention.machine_code import Resources, resources_of
 
-#: shared memory that one program may take, bytes
+#: largest shared memory per program, bytes
 SHARED_LIMIT = {
     (8, 0): 163 * 1024,
     (8, 6): 99 * 1024,
@@ -44,15 +43,15 @@ SHARED_LIMIT = {
     (10, 0): 227 * 1024,
     (12, 0): 99 * 1024,
 }
-TENSOR_MEMORY_LIMIT = 512  # columns, of chips that have such a memory
-MEETINGS = 3  # of all warps of a partition, in a step of a kernel for Hopper
+TENSOR_MEMORY_LIMIT = 512  # columns, on chips with tensor memory
+MEETINGS = 3  # barriers of all warps of a partition per loop step, in kernels for Hopper
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-LENGTH = 256  # rows of the tensors; the code depends on whether 16 divides it, no more
+LENGTH = 256  # rows of the tensors; the code depends only on whether 16 divides it
 HEADS = 4
 
 
 class AbsentDevice:
-    """What Triton asks of a driver when it only compiles."""
+    """A fake driver with the functions that Triton calls for compilation."""
 
     def __init__(self) -> None:
         self.capability = (9, 0)
@@ -69,7 +68,7 @@ class AbsentDevice:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of call on a chip: all that decides the tiles and the code of its kernels.
+    """A kind of call on a chip: everything that determines the tiles and the code of its kernels.
 
     ``mask`` is one of ``MASKS``; ``extras`` are softcap, ALiBi and sinks with their gradients. ``kernels`` are the
     portable ones (``triton``) or ``hopper``'s.
@@ -94,7 +93,7 @@ class Variant:
 
     @property
     def row(self) -> str:
-        """The variant in the table of tiles."""
+        """The name of the variant in the table of tiles."""
         rule = MASKS[self.mask]().lower()
         return variant_of(rule.right >= 0, self.dropout, bool(rule.terms))
 
@@ -109,7 +108,7 @@ class Variant:
         return q, k, torch.empty(launch.lse_shape(q))
 
     def call(self, q: torch.Tensor, k: torch.Tensor) -> launch.Call:
-        """The operator's arguments of such a call on these tensors."""
+        """The operator's arguments for such a call on these tensors."""
         cu = torch.zeros(9, dtype=torch.int32)
         softcap, dropout = 30.0 if self.extras else 0.0, 0.1 if self.dropout else 0.0
         spec = AttentionSpec(MASKS[self.mask](), softcap=softcap, dropout=dropout)
@@ -133,7 +132,7 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of a variant and what is wrong with it, in words: nothing where ``problems`` is empty."""
+    """One compiled kernel of a variant, and its problems as text."""
 
     variant: Variant
     kernel: str
@@ -149,7 +148,7 @@ class Compiled:
 
 
 def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
-    """Name, tile and launch of every kernel that such a call may start. A new kernel is added here."""
+    """Name, tile and launch of every portable kernel that such a call may start. Add new kernels here."""
     q, k, lse = variant.tensors()
     call = variant.call(q, k)
     if call.has_lists:
@@ -162,14 +161,14 @@ def launches(variant: Variant, tiles: Tiles) -> Iterator[tuple[str, Tile | None,
     if alone:
         yield "dv", tiles.dv, launch.dkdv_launch(q, k, k, q, lse, lse, None, k, call, tiles.dv)
     yield "dq", tiles.dq, launch.dq_launch(q, k, k, q, lse, lse, q, dslope, call, tiles.dq)
-    if variant.mask == "full" and not variant.dropout:  # which these rows know nothing of
+    if variant.mask == "full" and not variant.dropout:  # the kernel does not depend on them
         yield "rows", None, launch.rows_launch(q, q, lse, lse, lse, lse, call)
     if not variant.packed and variant.mask in ("full", "window"):
         yield from decode_launches(variant)
 
 
 def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
-    """The same of Hopper's kernels."""
+    """Name, tile and launch of every Hopper kernel that such a call may start."""
     q, k, lse = variant.tensors()
     call, counter = variant.call(q, k), torch.zeros(1, dtype=torch.int32)
     yield "forward", None, hopper.forward_launch(q, k, k, q, lse, counter, call)
@@ -188,7 +187,7 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
 
 
 def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch.Launch]]:
-    """One query of each of eight heads to a key head, against a cache in pages (full) or in rows."""
+    """One query with eight heads per key head; the cache is paged for the mask ``full``, else contiguous."""
     group = 8
     q = torch.empty(2, 1, 2 * group, variant.head_dim, dtype=variant.dtype)
     caches = torch.empty(4, LENGTH, 2, variant.head_dim, dtype=variant.dtype)
@@ -205,7 +204,7 @@ def decode_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
 
 
 def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled]:
-    """Compile its kernels and hold them to the limits; with ``tile`` in place of the table's."""
+    """Compile the variant's kernels and check the limits; ``tile`` replaces the table's tiles."""
     _driver().capability = variant.capability
     if variant.kernels == "hopper":
         all_launches = hopper_launches(variant)
@@ -232,7 +231,7 @@ def _with_first(launches: Iterable[tuple[str, Tile | None, launch.Launch]]) -> I
 
 @cache
 def _on_gpu() -> dict[str, Any]:
-    """What the tensors, which lie on the CPU, would choose differently on a GPU."""
+    """The kernel constants that are different for tensors on a GPU; the tensors here are on the CPU."""
     tile = Tile(16, 16, 4, 1)
     cpu, gpu = (arguments.constants(16, 16, 1, tile, torch.device(name)) for name in ("cpu", "cuda"))
     return {key: gpu[key] for key in gpu if gpu[key] != cpu[key]}
@@ -240,7 +239,7 @@ def _on_gpu() -> dict[str, Any]:
 
 @cache
 def _driver() -> AbsentDevice:
-    """This process's stand-in driver."""
+    """The fake driver of this process."""
     driver = AbsentDevice()
     triton.runtime.driver.set_active(driver)
     return driver
@@ -256,7 +255,7 @@ def problems_of(variant: Variant, found: Resources) -> list[str]:
         ("divisions in loops by what may be 0", found.divisions, 0),
     )
     problems = [f"{value} {what}, allowed are {limit}" for what, value, limit in limits if value > limit]
-    if variant.kernels == "hopper":  # of the portable ones, Triton decides what is in flight, and where warps meet
+    if variant.kernels == "hopper":  # in portable kernels Triton decides about both
         if found.serial:
             problems.append("the assembler runs every product by itself")
         if found.meetings > MEETINGS:
@@ -265,25 +264,25 @@ def problems_of(variant: Variant, found: Resources) -> list[str]:
 
 
 def allowed_spills(variant: Variant) -> tuple[int, int]:
-    """Bytes of stack a thread, and instructions that spill or reload: what the shipped tiles keep to, and little more.
+    """Bytes of stack per thread and spill instructions: slightly more than the shipped tiles need.
 
-    A head dimension that 16 does not divide leaves the heads' addresses unaligned as far as Triton knows: loads then go
-    through registers, number by number.
+    If 16 does not divide head_dim, Triton must assume unaligned addresses, and loads go through registers element by
+    element.
     """
     if variant.kernels == "hopper":
-        if variant.mask == "terms":  # the forward has the mask twice: also where it computes a block once more
+        if variant.mask == "terms":  # the forward has the code of the mask twice, also in the recomputation of a block
             return 560, 832
         return (192, 200) if variant.dropout or variant.extras else (144, 128)
     if variant.head_dim % 16:
         return 1536, 1536
     stack, spills = (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 160)
-    if variant.mask == "terms" and variant.dropout:  # beside a loop over clear blocks, which asks no term
+    if variant.mask == "terms" and variant.dropout:  # there is also a loop over clear blocks, without terms
         return stack + 144, spills + 112
     return stack, spills
 
 
 def all_variants() -> list[Variant]:
-    """Every row of the table on every chip that it serves, and what else changes the code on some of them."""
+    """Every row of the table on every chip that uses it, and other settings that change the code on some chips."""
     chips, dims = list(SHARED_LIMIT), (64, 128, 256)
     half, flags = torch.bfloat16, (False, True)
     newest = [(8, 6), (9, 0), (10, 0)]
@@ -300,7 +299,7 @@ def all_variants() -> list[Variant]:
 
 
 def hopper_variants(dtypes: tuple[torch.dtype, ...], masks: tuple[str, ...]) -> list[Variant]:
-    """Hopper's kernels in every width; fp16, packed rows and shared keys with one mask, as they change little."""
+    """Hopper's kernels for every head_dim; fp16, packed rows and grouped heads with one mask only."""
     own, flags, dims = (9, 0), (False, True), (64, 128, 256)
     found = [Variant(own, dtypes[0], d, mask, drop) for d, mask, drop in product(dims, masks, flags)]
     found += [Variant(own, dtypes[0], d, "causal", drop, packed=True, group=2) for d, drop in product(dims, flags)]
@@ -332,18 +331,18 @@ def sampled_variants() -> list[Variant]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every row of the table for every chip: long, on few cores")
+    parser.add_argument("--all", action="store_true", help="every row of the table for every chip; slow on few cores")
     parser.add_argument("--only", default="", help="variants whose name contains this, such as 'sm_90 bf16 d128'")
     parser.add_argument(
-        "--tile", nargs=4, type=int, metavar=("M", "N", "WARPS", "STAGES"), help="in place of the table's"
+        "--tile", nargs=4, type=int, metavar=("M", "N", "WARPS", "STAGES"), help="instead of the table's tile"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--verbose", action="store_true", help="also print what compiled well")
+    parser.add_argument("--verbose", action="store_true", help="also print kernels without problems")
     options = parser.parse_args(argv)
     tile = None if options.tile is None else Tile(*options.tile)
     variants = [v for v in (all_variants() if options.all else sampled_variants()) if options.only in str(v)]
     kernels = failures = 0
-    # Triton keeps what it compiled: processes are replaced now and then
+    # Triton keeps compiled kernels in memory: restart processes from time to time
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=20) as pool:
         for compiled in pool.imap_unordered(partial(compile_variant, tile=tile), variants):
             for found in compiled:

@@ -1,10 +1,10 @@
-"""The suite every backend with this project's semantics must pass: what a case is, and the rule it is judged by.
+"""The contract: a case is one attention call, and every backend must compute it within an allowed error.
 
-The rule is FlashAttention's: the largest error against fp64 is at most twice (gradients: three times) that of PyTorch
-in the same precision, plus what rounding the result, or the two numbers that each row has in the backward, alone costs.
-PyTorch's error is the largest of up to ``PROBLEMS`` problems of the same kind. Inputs are fresh random numbers.
-Uninitialised memory and rows that belong to no entry are NaN: a missing write shows, and a read of such rows, too.
-``tests.support.attention.cases`` has the named cases, ``tests.support.attention.properties`` draws others.
+The rule is FlashAttention's. The largest error against fp64 may be twice PyTorch's error in the same precision (three
+times for gradients), plus the error of rounding the result and, in the backward, two numbers of each row. PyTorch's
+error is the largest over up to ``PROBLEMS`` problems of the same kind. Inputs are random. Uninitialised memory and rows
+that belong to no entry are NaN, so that missing writes and wrong reads show. ``tests.support.attention.cases`` has
+named cases, and ``tests.support.attention.properties`` draws random ones.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ from tests.support.attention.same_dtype import same_dtype_attention
 STRIDED = ("wide", "rows", "heads", "columns")
 FAR_STEP = 2**24 + 2**18  #: elements from row to row of a ``far`` tensor: 127 of them pass 2**31
 KERNELS = ("flash", "triton", "hopper")  #: backends that sum dP in fp32
-PROBLEMS = 6  #: of one kind, whose largest error in PyTorch counts: in a single one PyTorch may be right by luck
+PROBLEMS = 6  #: problems of one kind; in a single one PyTorch's error may be small by chance
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, as plain data. ``lengths`` and ``tail`` are those of ``Layout``; contents come from ``seed``.
+    """One attention call as plain data.
 
-    ``slopes`` and ``sinks`` learn where ``learns``. ``strided`` says how q, k and v lie in memory: "" (dense), or one
-    of ``STRIDED``. ``dout`` says it of the output's gradient: ``dense``, ``row`` (one row for all, of stride 0),
-    ``scalar`` (one number), or one of ``STRIDED``. ``far`` names one of q, k, v and dout whose rows lie so far apart
-    that the offset of a tile's last row passes 2**31. ``uses`` says what the loss depends on. ``spread`` is the
-    standard deviation of q and k; ``offset`` is what all logits have in common.
+    Attributes:
+        name, seed: determine the random contents of all tensors.
+        lengths, tail: as in ``Layout``.
+        learns: whether slopes and sinks require a gradient.
+        strided: memory layout of q, k and v: "" (contiguous), or one of ``STRIDED``.
+        dout: memory layout of the output's gradient: ``dense``, ``row`` (one row for all, with stride 0), ``scalar``
+            (one number for all), or one of ``STRIDED``.
+        far: "", or one of q, k, v and dout: its rows are so far apart that the offset of a tile's last row exceeds
+            2**31.
+        uses: results that the loss depends on.
+        spread: standard deviation of q and k.
+        offset: constant that is part of every logit.
     """
 
     name: str
@@ -64,7 +71,7 @@ class Case:
     strided: str = ""
     dout: str = "dense"
     far: str = ""
-    uses: str = "both"  # "both", "out", "lse", or "plain": no log-sum-exp is asked for
+    uses: str = "both"  # "both", "out", "lse", or "plain": the call does not return the log-sum-exp
     spread: float = 1.0
     offset: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -79,16 +86,16 @@ class Case:
 
     @property
     def source(self) -> str:
-        """The case as Python, without what is as by default: to be pasted among the kept ones."""
+        """The case as Python code, without default values, to be pasted into ``KEPT``."""
         given = ((f, getattr(self, f.name)) for f in fields(self))
         return f"Case({', '.join(f'{f.name}={value!r}' for f, value in given if value != f.default)})"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with its tensors."""
+    """The tensors and settings of a case."""
 
-    inputs: dict[str, Tensor]  #: q, k, v, and slopes and sinks where there are any
+    inputs: dict[str, Tensor]  #: q, k, v, and if given slopes and sinks
     spec: AttentionSpec
     packing: Packing | None
     rng: RngState
@@ -102,7 +109,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Error:
-    """Largest error of one tensor, and the largest that the rule allows."""
+    """Largest error of one tensor, and the largest allowed error."""
 
     tensor: str
     error: float
@@ -114,12 +121,18 @@ class Error:
 
 
 def run(case: Case, backend: str, device: str, poison: bool = True) -> list[Error]:
-    """Forward and backward of the case on a backend, against fp64; without ``poison``, in memory as it is allocated.
+    """Run forward and backward of the case and compare them with fp64.
 
-    Raises AssertionError where infinities or exact zeros are in other places than they must be.
+    Args:
+        poison: fill new tensors with NaN, as ``poisoned_memory`` does.
+
+    Raises:
+        AssertionError: infinities or exact zeros in wrong places.
     """
     problem = build(case, device)
-    leaves = {name: _place(name, x, case).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()}
+    leaves = {
+        name: _arrange(name, x, case).requires_grad_(_requires_grad(name, case)) for name, x in problem.inputs.items()
+    }
     with poisoned_memory() if poison else nullcontext():
         out, lse = _attend(problem, case, leaves, backend)
         ours = _results(problem, case, leaves, out, lse)
@@ -128,18 +141,18 @@ def run(case: Case, backend: str, device: str, poison: bool = True) -> list[Erro
     assert torch.isfinite(torch.stack(list(theirs.values()))).all(), f"PyTorch overflows: {case.source}"
     _assert_exact(problem, ours, exact)
     found = _distances(ours, exact)
-    errors = _judged(found, theirs, rounding)
-    for again in range(1, PROBLEMS):
-        if all(error.ok for error in errors):  # more problems would allow more, and change nothing
+    errors = _compare(found, theirs, rounding)
+    for redraw in range(1, PROBLEMS):
+        if all(error.ok for error in errors):  # more problems can only allow more
             break
-        _, *more = _expected(build(case, device, again), case, rounds_dp)
+        _, *more = _expected(build(case, device, redraw), case, rounds_dp)
         theirs, rounding = (_larger(*both) for both in zip((theirs, rounding), more, strict=True))
-        errors = _judged(found, theirs, rounding)
+        errors = _compare(found, theirs, rounding)
     return errors
 
 
-def _judged(found: dict[str, Tensor], theirs: dict[str, Tensor], rounding: dict[str, Tensor]) -> list[Error]:
-    """The rule, for each tensor: our error, PyTorch's, and what rounding alone costs."""
+def _compare(found: dict[str, Tensor], theirs: dict[str, Tensor], rounding: dict[str, Tensor]) -> list[Error]:
+    """Apply the rule to each tensor, given our error, PyTorch's error and the error of rounding."""
     table = torch.stack([torch.stack([x[name] for name in found]) for x in (found, theirs, rounding)]).tolist()
     return [
         Error(name, error, (3 if name.startswith("d") else 2) * same + floor)
@@ -149,7 +162,7 @@ def _judged(found: dict[str, Tensor], theirs: dict[str, Tensor], rounding: dict[
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Tensors that Python allocates without a value hold NaN inside, and integers junk."""
+    """Inside, ``torch.empty`` and similar functions fill tensors with NaN, and integer tensors with a fixed number."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fill(*args: Any, **options: Any) -> Tensor:
@@ -167,16 +180,16 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
-def build(case: Case, device: str, again: int = 0) -> Problem:
-    """The case's tensors; ``again`` draws other numbers of the same kind."""
-    kind = replace(case, name="draw") if case.seed else case  # a kept draw keeps its numbers
+def build(case: Case, device: str, redraw: int = 0) -> Problem:
+    """The case's tensors; another ``redraw`` gives other random numbers of the same kind."""
+    kind = replace(case, name="draw") if case.seed else case  # a failed draw in KEPT has the numbers of the draw
     seed = zlib.crc32(f"{kind} {case.seed}".encode())
-    choices = torch.Generator().manual_seed(seed)  # what must not differ between devices, nor between draws
+    choices = torch.Generator().manual_seed(seed)  # for what must be equal on all devices and in all redraws
     spec = AttentionSpec(
         compose(case.band, case.terms, case.layout, choices, device), case.scale, case.softcap, case.dropout
     )
     rng = RngState(int(torch.randint(2**62, (), generator=choices)), 7, *case.origin)
-    numbers = torch.Generator(device).manual_seed(seed + again)
+    numbers = torch.Generator(device).manual_seed(seed + redraw)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=numbers, device=device)
@@ -189,7 +202,7 @@ def build(case: Case, device: str, again: int = 0) -> Problem:
         "k": normal(*rows_k, case.kv_heads, case.head_dim) * case.spread,
         "v": normal(*rows_k, case.kv_heads, v_head_dim),
     }
-    if case.offset:  # a coordinate that is the same in all rows
+    if case.offset:  # one coordinate is the same in all rows
         inputs["q"][..., 0] = 8.0
         inputs["k"][..., 0] = case.offset / spec.scale_for(case.head_dim) / 8.0
     inputs = {name: x.to(case.dtype) for name, x in inputs.items()}
@@ -224,14 +237,14 @@ def _packing(case: Case, device: str) -> Packing | None:
     return Packing(*cu)
 
 
-def _place(name: str, x: Tensor, case: Case) -> Tensor:
+def _arrange(name: str, x: Tensor, case: Case) -> Tensor:
     if case.far == name:
         return _spread_rows(x)
     return _restride(x, case.strided) if case.strided and name in "qkv" else x.clone()
 
 
 def _restride(x: Tensor, strided: str) -> Tensor:
-    """The same numbers in another place of a tensor (..., rows, heads, head_dim); what lies between them is NaN."""
+    """The same numbers, (..., rows, heads, head_dim), in another memory layout; gaps are NaN."""
     if strided == "heads":
         view = torch.full_like(x.transpose(-3, -2).contiguous(), float("nan")).transpose(-3, -2)
     elif strided == "columns":
@@ -247,7 +260,7 @@ def _restride(x: Tensor, strided: str) -> Tensor:
 
 
 def _spread_rows(x: Tensor) -> Tensor:
-    """The same numbers, rows ``FAR_STEP`` elements apart. What lies between them is not written: it is gigabytes."""
+    """The same numbers with rows ``FAR_STEP`` elements apart. The gaps are gigabytes and stay uninitialised."""
     rows = x.shape[:-2].numel()
     steps = [FAR_STEP * x.shape[-3], FAR_STEP] if x.dim() == 4 else [FAR_STEP]
     size = FAR_STEP * (rows - 1) + x.shape[-2:].numel() if rows else 0
@@ -257,12 +270,12 @@ def _spread_rows(x: Tensor) -> Tensor:
     return view
 
 
-def _learns(name: str, case: Case) -> bool:
+def _requires_grad(name: str, case: Case) -> bool:
     return case.learns or name in "qkv"
 
 
 def _attend(problem: Problem, case: Case, leaves: dict[str, Tensor], backend: str) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp, which ``sdpa`` does not have."""
+    """Output and log-sum-exp, or None for calls without it."""
     options = {"packing": problem.packing, "alibi_slopes": leaves.get("slopes"), "sinks": leaves.get("sinks")}
     tensors = (leaves["q"], leaves["k"], leaves["v"], problem.spec)
     if backend == "sdpa":
@@ -276,7 +289,7 @@ def _attend(problem: Problem, case: Case, leaves: dict[str, Tensor], backend: st
 def _expected(
     problem: Problem, case: Case, rounds_dp: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The exact results; PyTorch's largest errors in the case's dtype; and what rounding alone costs."""
+    """The exact results, PyTorch's largest errors in the case's dtype, and the errors of rounding."""
     leaves, out, lse = _reference(problem, case, torch.float64)
     exact = _results(problem, case, leaves, out, lse)
     eps = torch.finfo(case.dtype).eps
@@ -291,31 +304,31 @@ def _expected(
 def _rounding_of_rows(
     problem: Problem, case: Case, leaves: dict[str, Tensor], out: Tensor, lse: Tensor, rounds_dp: bool
 ) -> dict[str, Tensor]:
-    """What it costs each gradient to round two numbers of each row: its log-sum-exp, and D = sum(dout * out).
+    """The error of each gradient from rounding two numbers of each row: the log-sum-exp, and D = sum(dout * out).
 
-    Gradients of scores are P * (dP - D + dlse) with P = exp(S - lse), where the log-sum-exp is fp32. An error of it
-    scales the row: it reaches the gradients as the row's dout and dlse do, in proportion. An error of D reaches them as
-    one of dlse does; D cancels dP where a row sees a single key, and PyTorch's autograd may then be right by luck.
-    With ``rounds_dp``, products of matrices round dP in the dtype of the inputs, as those of plain PyTorch do.
+    Gradients of scores are P * (dP - D + dlse) with P = exp(S - lse), where the log-sum-exp is fp32. An error of the
+    log-sum-exp scales the row, so it acts like a relative error of dout and dlse. An error of D acts like an error of
+    dlse; if a row attends to a single key, D cancels dP and PyTorch's autograd may be exact by chance. With
+    ``rounds_dp``, matrix products round dP to the dtype of the inputs, as they do in plain PyTorch.
     """
     eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
     uses_out, uses_lse = case.uses != "lse", case.uses in ("both", "lse")
     dout, dlse = problem.dout.double().nan_to_num(0) * uses_out, problem.dlse.double() * uses_lse
     terms = dout * out.detach()
-    # each term is rounded in the dtype of out, their partial sums in fp32, one after the other
-    of_d = (eps + eps32 * terms.shape[-1] ** 0.5) * terms.norm(dim=-1).transpose(-1, -2)
+    # each term is rounded to the dtype of out, and each partial sum to fp32
+    error_of_d = (eps + eps32 * terms.shape[-1] ** 0.5) * terms.norm(dim=-1).transpose(-1, -2)
     if rounds_dp:
-        of_d = of_d + eps / 2 * terms.sum(-1).abs().transpose(-1, -2)
-    of_lse = eps32 * (lse.detach().nan_to_num(0, 0, 0).abs() + 1)
+        error_of_d = error_of_d + eps / 2 * terms.sum(-1).abs().transpose(-1, -2)
+    error_of_lse = eps32 * (lse.detach().nan_to_num(0, 0, 0).abs() + 1)
 
     def cost(names: list[str], sign: Tensor | float = 1.0) -> dict[str, Tensor]:
-        by_row = (of_lse * sign).transpose(-1, -2)[..., None]
-        weights = [dout * by_row, (dlse * of_lse + of_d) * sign]
+        by_row = (error_of_lse * sign).transpose(-1, -2)[..., None]
+        weights = [dout * by_row, (dlse * error_of_lse + error_of_d) * sign]
         return _gradients({name: leaves[name] for name in names}, [out, lse], weights)
 
     costs = {name: _largest(x) for name, x in cost(["q", "k", "v"]).items()}
     few = [name for name, x in leaves.items() if name not in costs and x.requires_grad]
-    if few:  # a few numbers, each a sum over all rows, whose errors have either sign
+    if few:  # each number is a sum over all rows, whose errors have random signs
         flips = torch.Generator(problem.device).manual_seed(0)
         signs = (torch.randint(0, 2, lse.shape, generator=flips, device=problem.device) * 2 - 1 for _ in range(4))
         probes = [cost(few, sign) for sign in signs]
@@ -327,7 +340,8 @@ def _reference(
     problem: Problem, case: Case, dtype: torch.dtype, function: Callable[..., Any] = reference_attention
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     leaves = {
-        name: x.detach().to(dtype, copy=True).requires_grad_(_learns(name, case)) for name, x in problem.inputs.items()
+        name: x.detach().to(dtype, copy=True).requires_grad_(_requires_grad(name, case))
+        for name, x in problem.inputs.items()
     }
     out, lse = function(
         leaves["q"], leaves["k"], leaves["v"], problem.spec, problem.packing, problem.rng.as_tensor(problem.device),
@@ -339,7 +353,7 @@ def _reference(
 def _results(
     problem: Problem, case: Case, leaves: dict[str, Tensor], out: Tensor, lse: Tensor | None
 ) -> dict[str, Tensor]:
-    """Output, log-sum-exp where there is one, and all gradients, in fp64."""
+    """Output, log-sum-exp if there is one, and all gradients, in fp64."""
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     weights = {"out": problem.dout, "lse": problem.dlse}
     wanted = {"both": ("out", "lse"), "plain": ("out",)}.get(case.uses, (case.uses,))
@@ -350,7 +364,7 @@ def _results(
 
 
 def _gradients(leaves: dict[str, Tensor], outputs: list[Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of what learns, by name; 0 where nothing depends on it."""
+    """Gradients by name of all tensors that require one; 0 if no output depends on the tensor."""
     learning = {name: x for name, x in leaves.items() if x.requires_grad}
     if not outputs:
         return {name: torch.zeros_like(x) for name, x in learning.items()}
@@ -362,7 +376,7 @@ def _gradients(leaves: dict[str, Tensor], outputs: list[Tensor], weights: list[T
 
 
 def _distances(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Largest error of each result, where the exact one is finite; NaN and infinity count."""
+    """Largest error of each result over finite exact values; NaN and infinity in the result count."""
     return {name: _largest(torch.where(exact[name].isinf(), 0.0, x - exact[name])) for name, x in results.items()}
 
 
@@ -375,16 +389,18 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _assert_exact(problem: Problem, ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """Infinities where the reference has them; exactly 0 for what no pair reaches."""
+    """Check that infinities are where the reference has them, and that rows without any pair are exactly 0."""
     for name, x in ours.items():
-        assert torch.equal(torch.isinf(x), torch.isinf(exact[name])), f"{name}: infinities where there must be none"
+        assert torch.equal(torch.isinf(x), torch.isinf(exact[name])), (
+            f"{name}: infinities in other places than the reference"
+        )
     seeing, seen = _reached(problem)
     for name, rows in (("out", seeing), ("dq", seeing), ("dk", seen), ("dv", seen)):
         assert (ours[name][~rows] == 0).all(), f"{name}: rows that must be exactly 0 are not"
 
 
 def _reached(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Queries that see a key, (..., heads), and keys that a query sees, (..., kv_heads)."""
+    """Which queries attend to any key, (..., heads), and which keys any query attends to, (..., kv_heads)."""
     q, k = problem.inputs["q"], problem.inputs["k"]
     seeing, seen = (torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device) for x in (q, k))
     for entry in entries(q, k, problem.packing):

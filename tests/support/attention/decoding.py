@@ -1,4 +1,7 @@
-"""The decode kernel against the reference: cases, and their run under the interpreter (a JSON line per case)."""
+"""Cases of the decode kernel, compared with the reference.
+
+``python -m tests.support.attention.decoding`` runs them in the interpreter and prints one JSON line per case.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ TREE = [-1, 0, 1, 1, 2, 2, 3, 3, 4]
 
 @dataclass(frozen=True)
 class Case:
-    """One call on caches of ``capacity`` positions, of which each row has filled ``lengths``."""
+    """One call of ``cached_attention`` on caches of ``capacity`` positions, filled up to ``lengths``."""
 
     name: str
     lengths: tuple[int, ...]
@@ -55,7 +58,7 @@ class Case:
     softcap: float = 0.0
     dropout: float = 0.0
     num_splits: int = 0
-    strided: bool = False  #: index tensors and slopes are every other number of a tensor
+    strided: bool = False  #: index tensors and slopes are views of every other element
     dtype: torch.dtype = field(default=torch.float32)
 
 
@@ -79,10 +82,10 @@ CASES = (
 
 
 def error(case: Case, device: str) -> float:
-    """Largest error of output and log-sum-exp against the fp64 reference, as a part of what is allowed.
+    """Largest error of output and log-sum-exp against the fp64 reference, divided by the allowed error.
 
-    Allowed is twice PyTorch's error in the case's own precision, and the rounding of the result. Both are the
-    largest over several inputs: one query has few numbers to be wrong in.
+    The allowed error is twice PyTorch's error in the case's precision, plus the rounding of the result. Errors are the
+    largest over several inputs, since one query gives few numbers.
     """
     rounds = [_distances(case, device, seed) for seed in range(4)]
     return max(max(ours) / max(allowed) for ours, allowed in (zip(*r, strict=True) for r in zip(*rounds, strict=True)))
@@ -125,7 +128,7 @@ def _distances(case: Case, device: str, seed: int) -> list[tuple[float, float]]:
         return [x.double().cpu() for x in found]
 
     exact = call(torch.float64, "reference")
-    with patch.dict(DENSE, reference=same_dtype_attention):  # as the contract has it
+    with patch.dict(DENSE, reference=same_dtype_attention):  # as in the contract
         same = call(case.dtype, "reference")
     ours = call(case.dtype, "triton", num_splits=case.num_splits)
     found = []
@@ -139,7 +142,7 @@ def _distances(case: Case, device: str, seed: int) -> list[tuple[float, float]]:
 
 
 def _every_other(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a strided view; between them lie numbers that no index and no slope may be."""
+    """The same numbers as a strided view; the gaps hold numbers that are no valid index or slope."""
     return torch.stack([x, torch.full_like(x, 2**30)], -1)[..., 0]
 
 

@@ -1,7 +1,7 @@
-"""Tests of the kernels that are written once: on a GPU, and on a CPU in a process that interprets them.
+"""Tests of the kernels that run on a GPU, and on a CPU in the Triton interpreter.
 
-``@on_devices`` gives a test the device. ``tests.attention.kernels.test_interpreter`` runs each module that uses it once
-more, as ``TRITON_INTERPRET=1 pytest``: there, the tests for the CPU exist.
+``@on_devices`` passes the device to a test. ``tests.attention.kernels.test_interpreter`` runs each module that uses it
+in another process, as ``TRITON_INTERPRET=1 pytest``. Only there the tests have a CPU variant.
 """
 
 import os
@@ -10,17 +10,18 @@ import pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-#: modules that use it, below tests/attention
+#: modules in tests/attention that use ``on_devices``
 MODULES = (
     "decoding/test_decode_compiled.py",
-    "test_index_tensors.py",
-    "kernels/test_layouts.py",
-    "test_library.py",
-    "test_not_a_number.py",
     "decoding/test_padding_rows.py",
-    "test_shards.py",
+    "kernels/test_layouts.py",
     "kernels/test_softcap.py",
-    "test_traced.py",
+    "masks/test_new_term.py",
+    "pytorch/test_library.py",
+    "pytorch/test_traced.py",
+    "test_index_tensors.py",
+    "test_nan.py",
+    "test_shards.py",
 )
 
 on_devices = pytest.mark.parametrize("device", [GPU, "cpu"] if INTERPRETING else [GPU])

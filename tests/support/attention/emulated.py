@@ -1,4 +1,4 @@
-"""Hopper's kernels in the emulator of Gluon: the operator on a CPU, with ``backend="hopper"``."""
+"""Hopper's kernels in the Gluon emulator: ``backend="hopper"`` on a CPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ COMPILER_OPTIONS = ("num_stages", "maxnreg")
 
 @contextmanager
 def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
-    """Inside it, the launches of Hopper's kernels run in the emulator, on ``programs`` processors; ``seed`` draws in
-    which order partitions and copies go on. Gives the names of the kernels that ran. All launches share one counter of
-    tasks, as on a stream: what one leaves in it, the next begins with."""
+    """Inside, launches of Hopper's kernels run in the emulator. Yields a list of the names of the kernels that ran.
+
+    All launches share one task counter, as on a stream: each must leave it at 0.
+
+    Args:
+        seed: determines the order of partitions and copies.
+        programs: number of emulated processors.
+    """
     ran: list[str] = []
     counter = torch.zeros(1, dtype=torch.int32)
 
@@ -104,9 +109,9 @@ def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 
 def _exceeds(sums: np.ndarray) -> np.ndarray:
-    """Of a warp's sixteen rows, any."""
-    told = (~(sums <= 2.0**15)).reshape(4, 16, 8).any((1, 2), keepdims=True)
-    return np.broadcast_to(told, (4, 16, 8)).reshape(sums.shape).astype(np.int32)
+    """Whether any of a warp's sixteen rows exceeds the limit."""
+    exceeds = (~(sums <= 2.0**15)).reshape(4, 16, 8).any((1, 2), keepdims=True)
+    return np.broadcast_to(exceeds, (4, 16, 8)).reshape(sums.shape).astype(np.int32)
 
 
 ASSEMBLY = {

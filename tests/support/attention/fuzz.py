@@ -1,10 +1,10 @@
 """Long runs of random calls against the contract: ``python -m tests.support.attention.fuzz --draws 2000``.
 
-On a CPU the kernels run in the Triton interpreter; those of ``--backend hopper``, in the emulator of Gluon. Draw ``i``
-of seed ``s`` is the same call on every run, with any number of workers; ``--one I`` runs it alone. Consecutive draws
-share a variant, for which kernels are compiled. With ``--state FILE`` a run that was cut off goes on where it stopped;
-``--start`` begins at another draw. A worker that dies or hangs is a failure of the draw it was at. Failures are printed
-as cases for ``KEPT`` in ``tests/support/attention/cases.py``.
+On a CPU the kernels run in the Triton interpreter, or with ``--backend hopper`` in the Gluon emulator. Draw ``i`` of
+seed ``s`` is the same call in every run, for any number of workers; ``--one I`` runs it alone. Consecutive draws share
+a variant, and so compiled kernels. With ``--state FILE`` an interrupted run continues where it stopped; ``--start``
+begins at another draw. If a worker dies or hangs, its current draw has failed. Failures are printed as cases for
+``KEPT`` in ``tests/support/attention/cases.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 from unittest import mock
 
 BACKENDS = ("triton", "hopper", "standard", "chunked")
-PATIENCE_S = 600  #: for one draw, kernels to be compiled included
-PER_VARIANT = {"cpu": 1, "cuda": 100}  #: draws: the interpreter compiles nothing
+TIMEOUT_S = 600  #: for one draw, including compilation
+PER_VARIANT = {"cpu": 1, "cuda": 100}  #: draws per variant; the interpreter compiles nothing
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn for: the kernels, by the backend's name, where they run, and the seed."""
+    """What a run tests: the seed, the device and the backend."""
 
     seed: int
     device: str
@@ -54,16 +54,16 @@ def draw(subject: Subject, number: int) -> Any:
 
 
 def judge(subject: Subject, number: int) -> str:
-    """What is wrong with the kernels in this case, or nothing."""
+    """Run the case of this number and return its errors as text, or "" if there are none."""
     from tests.support.attention.contract import run
 
     case = draw(subject, number)
     with contextlib.ExitStack() as stack:
-        if subject.backend == "hopper":  # small calls by the tiles of long ones, and by as many groups of heads, too
+        if subject.backend == "hopper":  # run small calls also with the tiles and the head groups of long calls
             from flash_train.attention.kernels import launch_cache
             from flash_train.attention.kernels.hopper import launch, tiles
 
-            launch_cache._plans.clear()  # which are made with the tiles and groups of before
+            launch_cache._plans.clear()  # cached launches have the tiles and groups of the previous draw
             long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_WALK
             stack.enter_context(mock.patch.object(tiles, "LONG_WALK", long))
             stack.enter_context(mock.patch.object(launch, "_at_once", lambda *_: 1 + number % 3))
@@ -86,7 +86,7 @@ def judge(subject: Subject, number: int) -> str:
 
 
 def compiled(subject: Subject) -> int:
-    """Variants of kernels that this process has compiled or loaded, where they are compiled."""
+    """How many kernel variants this process has compiled or loaded; 0 if kernels are not compiled."""
     if subject.device == "cpu" or subject.backend in ("standard", "chunked"):
         return 0
     if subject.backend == "hopper":
@@ -99,7 +99,7 @@ def compiled(subject: Subject) -> int:
 
 
 def work(pipe: Connection, subject: Subject) -> None:
-    """A worker: judges the groups of draws it is sent, and says which draw it is at."""
+    """A worker process: judge groups of draws from the pipe, and report the current draw."""
     import torch
 
     torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def work(pipe: Connection, subject: Subject) -> None:
             if wrong:
                 pipe.send(("failure", number, wrong))
                 if subject.device == "cuda" and not _alive():
-                    os._exit(1)  # the failure is told, and a broken context fails every draw that follows
+                    os._exit(1)  # the failure is reported, and in a broken context every later draw would fail
         pipe.send(("done", numbers[-1], compiled(subject)))
 
 
@@ -130,7 +130,7 @@ def _alive() -> bool:
 
 @dataclass
 class Record:
-    """What has been done so far, kept in a file where there is one."""
+    """The progress of a run, saved to a file if there is one."""
 
     subject: Subject
     path: Path | None = None
@@ -144,7 +144,7 @@ class Record:
         if path is not None and path.exists():
             saved = json.loads(path.read_text())
             if saved["subject"] != vars(subject):
-                raise SystemExit(f"{path} is of {saved['subject']}: give the same, or another file")
+                raise SystemExit(f"{path} is of {saved['subject']}: must be of {vars(subject)}, or another file")
             record.done = {n for first, stop in saved["done"] for n in range(first, stop)}
             record.failures = {int(n): wrong for n, wrong in saved["failures"].items()}
             record.kernels = saved["kernels"]
@@ -170,7 +170,7 @@ def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
 
 
 class Worker:
-    """A process, the draws it has been sent, and the one it is at."""
+    """A worker process, the draws that it was sent, and its current draw."""
 
     def __init__(self, subject: Subject) -> None:
         context = multiprocessing.get_context("spawn")
@@ -179,12 +179,12 @@ class Worker:
         self.process.start()
         theirs.close()
         self.numbers: list[int] = []
-        self.at: int | None = None
+        self.current: int | None = None
         self.kernels = 0
         self.since = time.monotonic()
 
     def give(self, numbers: list[int]) -> None:
-        self.numbers, self.at, self.since = numbers, None, time.monotonic()
+        self.numbers, self.current, self.since = numbers, None, time.monotonic()
         self.pipe.send(numbers)
 
     def stop(self) -> None:
@@ -194,25 +194,25 @@ class Worker:
 
     @property
     def left(self) -> list[int]:
-        """Draws after the one it is at."""
-        return [n for n in self.numbers if self.at is None or n > self.at]
+        """The draws after the current one."""
+        return [n for n in self.numbers if self.current is None or n > self.current]
 
 
 class Run:
-    """Workers that share the draws of a record."""
+    """Distributes the draws of a record to workers."""
 
     def __init__(self, record: Record, numbers: range, workers: int) -> None:
         self.record, self.numbers = record, numbers
         self.groups = self._groups()
         self.workers = [Worker(record.subject) for _ in range(workers)]
-        self.began, self.before, self.told = time.monotonic(), len(record.done), 0.0
+        self.began, self.before, self.reported = time.monotonic(), len(record.done), 0.0
 
     def _groups(self) -> Iterator[list[int]]:
-        """Draws still to be made, those of a variant together."""
+        """The remaining draws, grouped by variant."""
         size = PER_VARIANT[self.record.subject.device]
         for group in range(self.numbers.start // size, -(-self.numbers.stop // size)):
-            own = range(max(group * size, self.numbers.start), min((group + 1) * size, self.numbers.stop))
-            left = [n for n in own if n not in self.record.done]
+            numbers = range(max(group * size, self.numbers.start), min((group + 1) * size, self.numbers.stop))
+            left = [n for n in numbers if n not in self.record.done]
             if left:
                 yield left
 
@@ -223,11 +223,11 @@ class Run:
             while self.workers:
                 ready = wait([worker.pipe for worker in self.workers], timeout=10)
                 for worker in [w for w in self.workers if w.pipe in ready]:
-                    self._hear(worker)
+                    self._receive(worker)
                 for worker in list(self.workers):
-                    if time.monotonic() - worker.since > PATIENCE_S:
-                        self._lose(worker, f"no answer for {PATIENCE_S} seconds")
-                self._tell()
+                    if time.monotonic() - worker.since > TIMEOUT_S:
+                        self._replace(worker, f"no answer for {TIMEOUT_S} seconds")
+                self._report()
         finally:
             for worker in self.workers:
                 worker.stop()
@@ -241,16 +241,16 @@ class Run:
         else:
             worker.give(group)
 
-    def _hear(self, worker: Worker) -> None:
+    def _receive(self, worker: Worker) -> None:
         try:
             kind, number, value = worker.pipe.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join()
-            return self._lose(worker, f"the worker died with exit status {worker.process.exitcode}")
+            return self._replace(worker, f"the worker died with exit status {worker.process.exitcode}")
         worker.since = time.monotonic()
-        if worker.at is not None and kind != "failure":
-            self.record.done.add(worker.at)
-        worker.at = number
+        if worker.current is not None and kind != "failure":
+            self.record.done.add(worker.current)
+        worker.current = number
         if kind == "failure":
             self._fail(number, value)
         elif kind == "done":
@@ -259,15 +259,15 @@ class Run:
             self.record.save()
             self._next(worker)
 
-    def _lose(self, worker: Worker, why: str) -> None:
-        """Put another worker in the place of one that is gone, at the draw after the one that it was at."""
+    def _replace(self, worker: Worker, why: str) -> None:
+        """Replace a worker that died or hangs; the new one starts at the next draw."""
         worker.stop()
         self.workers.remove(worker)
-        if worker.at is None:
+        if worker.current is None:
             raise SystemExit(f"a worker did not start: {why}")
-        if worker.at not in self.record.failures:
-            self._fail(worker.at, why)
-        self.record.done.add(worker.at)
+        if worker.current not in self.record.failures:
+            self._fail(worker.current, why)
+        self.record.done.add(worker.current)
         fresh = Worker(self.record.subject)
         self.workers.append(fresh)
         if worker.left:
@@ -281,11 +281,11 @@ class Run:
         source = draw(self.record.subject, number).source
         print(f"\nFAILED seed {self.record.subject.seed} draw {number}: {wrong}\n    {source},\n", flush=True)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now, done = time.monotonic(), len(self.record.done)
-        if now - self.told < 10 and self.workers:
+        if now - self.reported < 10 and self.workers:
             return
-        self.told = now
+        self.reported = now
         rate = (done - self.before) / max(now - self.began, 1e-9)
         left = f", {(len(self.numbers) - done) / rate:.0f} s left" if rate else ""
         print(
@@ -295,14 +295,14 @@ class Run:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=2000, help="how many (default: 2000)")
-    parser.add_argument("--start", type=int, default=0, help="number of the first (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
+    parser.add_argument("--draws", type=int, default=2000, help="number of draws (default: 2000)")
+    parser.add_argument("--start", type=int, default=0, help="number of the first draw (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the Triton interpreter")
-    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="what is judged (default: triton)")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="backend to test (default: triton)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
-    parser.add_argument("--state", type=Path, help="file by which a run that was cut off goes on")
-    parser.add_argument("--one", type=int, metavar="I", help="judge draw I in this process, and say what it is")
+    parser.add_argument("--state", type=Path, help="file with the progress, to continue an interrupted run")
+    parser.add_argument("--one", type=int, metavar="I", help="print and run draw I in this process")
     chosen = parser.parse_args(arguments)
     subject = Subject(chosen.seed, chosen.device, chosen.backend)
     if chosen.device == "cpu" and chosen.backend == "triton":

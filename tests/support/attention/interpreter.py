@@ -1,6 +1,6 @@
-"""Runs the contract under the Triton interpreter, which is chosen per process: prints a JSON line per case.
+"""Runs the contract in the Triton interpreter, which needs its own process, and prints one JSON line per case.
 
-``python -m tests.support.attention.interpreter 0 2`` takes every second case from the first.
+``python -m tests.support.attention.interpreter 0 2`` runs every second case from the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HALF = ("gqa", "packed-cross", "everything", "softcap", "alibi-packed", "dropout
 INTERPRETED = [
     *CASES,
     *in_dtypes((torch.float16,), HALF),
-    # the interpreter computes bfloat16 wrongly, and long calls slowly
+    # the interpreter computes bfloat16 wrongly, and it is slow for long calls
     *(case for case in KEPT if case.dtype != torch.bfloat16 and max(map(max, case.lengths)) <= 128),
 ]
 

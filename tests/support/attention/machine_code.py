@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a chip, read from its binary."""
+"""The resources that a compiled kernel uses, read from its binary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ import triton
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers a thread, bytes of stack (spills live there), instructions that spill or
-    reload, bytes of shared memory, columns of tensor memory; whether products run one by one: where the assembler
-    cannot follow what is in flight, it puts a wait behind every instruction of Hopper's matrix unit; how often in a
-    step all warps of a partition wait for each other: Triton adds what it takes to be missing; and how many divisions
-    in loops have a divisor that may be 0 (``unsafe_divisions``)."""
+    """The resources of a compiled kernel.
+
+    Attributes:
+        registers: per thread.
+        stack: bytes per thread, which hold spilled registers.
+        spills: number of instructions that spill or reload.
+        shared: bytes of shared memory.
+        tensor_memory: columns of tensor memory.
+        serial: whether products run one by one. If the assembler cannot prove which products are in flight, it adds a
+            wait after each HGMMA instruction.
+        meetings: barriers of all warps of a partition per loop step. Triton adds those that it considers missing.
+        divisions: divisions in loops whose divisor may be 0 (``unsafe_divisions``).
+    """
 
     registers: int
     stack: int
@@ -31,7 +39,7 @@ class Resources:
 
 
 def resources_of(kernel: Any) -> Resources:
-    """Read a compiled kernel's binary with the tool that Triton brings along."""
+    """Read a compiled kernel's binary with the cuobjdump that Triton includes."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -40,7 +48,7 @@ def resources_of(kernel: Any) -> Resources:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if found is None:
-        raise RuntimeError(f"cuobjdump tells no registers: {said}")
+        raise RuntimeError(f"cuobjdump printed no registers: {said}")
     spills = len(re.findall(r"\b(?:STL|LDL)\b", said))
     tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
     products, waits = (len(re.findall(rf"\b{name}\b", said)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
@@ -53,12 +61,11 @@ def resources_of(kernel: Any) -> Resources:
 
 
 def unsafe_divisions(ttir: str) -> int:
-    """Integer divisions inside loops whose divisor is computed and is no maximum: constants and the kernel's arguments
-    (sizes of pages and blocks) are never 0.
+    """How many integer divisions inside loops have a divisor that may be 0.
 
-    The pipeline computes the first steps of a loop before it, also where the loop makes none. A division by 0 is
-    undefined there, and the compiler may drop the guard of a load that depends on it. In source, write
-    ``i // tl.maximum(n, 1)``.
+    Constants, the kernel's arguments (sizes of pages and blocks) and maxima are never 0. Software pipelining computes
+    the first steps of a loop before the loop, even if the loop has no steps. A division by 0 is undefined there, and
+    the compiler may drop the guard of a load that depends on it. In source, write ``i // tl.maximum(n, 1)``.
     """
     lines = ttir.splitlines()
     defined = {name: rest for line in lines for name, rest in re.findall(r"^\s*(%\w+) = (.*)", line)}
@@ -85,7 +92,7 @@ def unsafe_divisions(ttir: str) -> int:
 
 
 def meetings_of(sass: str) -> int:
-    """Barriers of a partition's warps in an innermost loop with products of Hopper's matrix unit: the most in any."""
+    """Largest number of barriers of a partition's warps in any innermost loop with HGMMA instructions."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
     jumps = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text))]
     steps = [

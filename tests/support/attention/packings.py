@@ -1,5 +1,6 @@
-"""How many forms of each kernel Triton compiles for rows of few documents and of many, on an H200 that is absent:
-``python -m tests.support.attention.packings``.
+"""Counts how many variants of each kernel Triton compiles for rows with few and with many documents.
+
+``python -m tests.support.attention.packings`` compiles for an H200 and needs no GPU.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ TOKENS, DOCUMENTS = 131072, (1, 2, 7, 16, 64, 500)
 
 
 def launches(documents: int) -> Iterator[Launch]:
-    """Every launch of a forward and a backward, by Hopper's kernels and by the portable ones."""
+    """All launches of a forward and a backward, of Hopper's kernels and of the portable ones."""
     q, k = (torch.empty(TOKENS, heads, 128, dtype=torch.bfloat16) for heads in (16, 8))
     lse, counter = torch.empty(launch.lse_shape(q)), torch.zeros(1, dtype=torch.int32)
     cu = torch.linspace(0, TOKENS, documents + 1).to(torch.int32)

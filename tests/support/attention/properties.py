@@ -1,10 +1,10 @@
-"""Random calls: what is drawn, by hypothesis or by a seed, to be judged by the contract's rule.
+"""Random cases of the contract, drawn by hypothesis or from a seed.
 
-``variant`` draws what a kernel is compiled for, ``problem`` the rest. Both ask a chooser, ``pick(options)``, for each
-decision: ``draw(sampled_from(options))`` in a hypothesis strategy, and ``Random(seed).choice`` in the module ``fuzz``.
+``variant`` draws what a kernel is compiled for, and ``problem`` everything else. Both make each decision by a function
+``pick(options)``: ``draw(sampled_from(options))`` in a hypothesis strategy, ``Random(seed).choice`` in ``fuzz``.
 
-``python -m tests.support.attention.properties 100`` lets hypothesis draw 100 calls for the Triton interpreter,
-always the same ones, and shrink the first that fails.
+``python -m tests.support.attention.properties 100`` runs 100 cases that hypothesis draws, always the same ones, in the
+Triton interpreter, and shrinks the first that fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pick = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """How large calls become, where they are drawn for a machine."""
+    """The sizes and dtypes to draw from."""
 
     lengths: Sequence[int]
     head_dims: Sequence[int]
@@ -40,10 +40,10 @@ class Limits:
     entries: int
     block_sizes: Sequence[int]
     rules: Sequence[str] = ("parity", "budget")
-    far: bool = False  #: also tensors of some gigabytes, whose rows lie far apart
+    far: bool = False  #: also draw tensors of some gigabytes, whose rows are far apart
 
 
-#: the Triton interpreter and the implementations in PyTorch, on a CPU
+#: for the Triton interpreter and the dense backends, on a CPU
 SMALL = Limits(
     lengths=(0, 1, 2, 3, *range(4, 71, 3), 16, 32, 48, 64),
     head_dims=(1, 2, 5, 8, 16, 16, 16, 24, 32, 33, 48, 64),
@@ -53,7 +53,7 @@ SMALL = Limits(
     block_sizes=(16, 16, 32, 32, 64, 24),
 )
 
-#: a GPU: several of its tiles are crossed
+#: for a GPU: lengths cross several tiles
 CARD = Limits(
     lengths=(0, 1, 2, 3, *range(5, 130, 7), *range(130, 700, 31), 16, 64, 128, 144, 256, 512, 640),
     head_dims=(1, 3, 8, 16, 24, 32, 40, 64, 64, 65, 80, 96, 111, 128, 128, 128, 160, 192, 255, 256),
@@ -64,7 +64,7 @@ CARD = Limits(
     far=True,
 )
 
-#: Hopper's kernels on a GPU: what TMA takes, blocks of whole tiles
+#: for Hopper's kernels on a GPU: head dimensions that TMA supports, and blocks of whole tiles
 HOPPER = replace(
     CARD,
     head_dims=(8, 16, 40, 64, 64, 64, 72, 96, 128, 128, 128, 136, 192, 256),
@@ -72,20 +72,20 @@ HOPPER = replace(
     block_sizes=(128, 128, 256),
 )
 
-#: the same in the emulator
+#: for Hopper's kernels in the emulator
 HOPPER_SMALL = replace(HOPPER, lengths=(0, 1, 2, 3, *range(5, 330, 27), 16, 64, 128, 144, 256), far=False)
 
-MOST_FAR_ROWS = 180  #: of all entries together: 6 GB
+MOST_FAR_ROWS = 180  #: over all entries: 6 GB
 
 BANDS = ("full", "causal", "causal", "window", "causal-window", "left", "right")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What kernels are compiled for: a case whose lengths, bounds and contents are still to be drawn.
+    """The settings that kernels are compiled for: a case without lengths, bounds and contents.
 
-    Triton also compiles anew for integers that are 1 or divisible by 16, and for addresses that are not aligned.
-    ``aligned`` says whether those that differ between the draws of this variant are divisible, or not.
+    Triton also specialises for integers that are 1 or divisible by 16, and for aligned addresses. ``aligned`` says
+    whether the integers that differ between draws of this variant are divisible by 16.
     """
 
     case: Case
@@ -95,12 +95,12 @@ class Variant:
 
 
 def variant(pick: Pick, limits: Limits) -> Variant:
-    """The part of a call that kernels are compiled for."""
+    """Draw the settings that kernels are compiled for."""
     heads, kv_heads = pick(limits.heads)
     head_dim = pick(limits.head_dims)
     dtype = pick(limits.dtypes)
     dropout = pick((0.0, 0.0, 0.1, 0.5, 0.93))
-    # dlse and dout have paths of their own in the backward
+    # the backward has separate code for dlse and dout
     slopes = pick(("", "", "heads", "entries"))
     small = dtype != torch.float16 or max(limits.lengths) < 100  # else PyTorch's own slope gradients overflow
     case = Case(
@@ -123,7 +123,7 @@ def variant(pick: Pick, limits: Limits) -> Variant:
 
 
 def problem(variant: Variant, pick: Pick) -> Case:
-    """Lengths, bounds, coordinates and contents of one call of the variant."""
+    """Draw the lengths, bounds, coordinates and contents of one call of the variant."""
     case, limits = variant.case, variant.limits
     count = pick(range(1, limits.entries + 1))
     usual = [n for n in limits.lengths if _divisible(n) == variant.aligned]
@@ -136,7 +136,7 @@ def problem(variant: Variant, pick: Pick) -> Case:
         lengths = lengths * count
     tail = tuple(_tail(sum(pair[side] for pair in lengths), variant.aligned, pick) for side in (0, 1))
     case = replace(case, lengths=tuple(lengths), tail=tail if case.packed else (0, 0))
-    # The log-sum-exp is fp32: its rounding grows with the scores, and shows where nothing else is rounded.
+    # the log-sum-exp is fp32: its rounding error grows with the scores, and dominates if the inputs are fp32, too
     largest = 2.0 if case.dtype == torch.float32 else 4.0
     far = pick(("", "", "", "q", "k", "v", "dout"))
     rows = max(case.layout.rows(side) * (1 if case.packed else count) for side in (0, 1))
@@ -151,8 +151,7 @@ def problem(variant: Variant, pick: Pick) -> Case:
 
 
 def for_hopper(case: Case) -> Case:
-    """The case as Hopper's kernels take it: values of the queries' width, a part of the dropout mask that begins with a
-    whole call, contiguous columns."""
+    """The case with settings that Hopper's kernels support: v as wide as q, an aligned origin, contiguous columns."""
     from flash_train.attention.kernels.portable.tiles import block_d  # Triton exists for Linux only
 
     v_head_dim = case.v_head_dim
@@ -166,7 +165,7 @@ def for_hopper(case: Case) -> Case:
 
 @st.composite
 def cases(draw: st.DrawFn, limits: Limits = SMALL) -> Case:
-    """A hypothesis strategy of calls."""
+    """A hypothesis strategy for cases."""
 
     def pick(options: Sequence[Any]) -> Any:
         return draw(st.sampled_from(options))
@@ -175,7 +174,7 @@ def cases(draw: st.DrawFn, limits: Limits = SMALL) -> Case:
 
 
 def terms(pick: Pick, limits: Limits, numbers: Sequence[int] = (0, 0, 0, 1, 1, 2)) -> tuple[Recipe, ...]:
-    """None, one or two terms; at most one of each kind, since block sizes must agree."""
+    """Draw no, one or two mask terms, at most one of each kind, since block sizes must agree."""
     longest = max(limits.lengths)
     size = (pick(limits.block_sizes), pick(limits.block_sizes))
     blocks = Blocks(
@@ -209,14 +208,14 @@ def _band(variant: Variant, pick: Pick) -> Full | Causal | Window:
 
 
 def _origin(variant: Variant, pick: Pick) -> tuple[int, int, int, int]:
-    """Coordinates of a shard: whole Philox calls where aligned."""
+    """Draw the coordinates of a shard, multiples of 16 if aligned."""
     entry, head = (pick((0, 16, 2**30)) if variant.aligned else pick((2, 3, 2**31 - 5)) for _ in range(2))
     query, key = (16 * pick(range(9)) if variant.aligned else 2 + pick(range(13)) for _ in range(2))
     return entry, head, query, key
 
 
 def _tail(total: int, aligned: bool, pick: Pick) -> int:
-    """Rows past the last entry, so that the total is divisible by 16 or not, as the variant has it."""
+    """Draw the rows past the last entry. The total is divisible by 16 if and only if ``aligned``."""
     tail = pick((0, 0, 1, 5, 37))
     if aligned:
         return tail + -(total + tail) % 16

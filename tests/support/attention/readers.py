@@ -1,8 +1,7 @@
-"""What the kernels' reader of a mask does: the blocks that it visits and the pairs that it lets through.
+"""How kernels read a mask: the blocks that they visit and the pairs that attend, compared with the mask itself.
 
-Run as a process, it interprets a kernel that asks ``flash_train.attention.kernels.device.mask`` as the attention
-kernels do, over random masks, and compares with the masks' own answers:
-``python -m tests.support.attention.readers 200``.
+``python -m tests.support.attention.readers 200`` draws random masks. For each it interprets a kernel that uses
+``flash_train.attention.kernels.device.mask`` the way the attention kernels do.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tests.support.attention.contract import Case, build
 from tests.support.attention.properties import SMALL, terms
 from tests.support.attention.recipes import Blocks, Documents
 
-#: maps of blocks that masks draw themselves have blocks of 128
+#: lengths above 128, the block size of maps that masks choose themselves
 LENGTHS, SIDES = range(161), range(100)
 TILES = (Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 128, 4, 1))
 NAMES = {SKIPPED: "skipped", PARTIAL: "partial", WHOLE: "whole"}
@@ -56,9 +55,9 @@ def read_mask(
     states, pairs, cu_q, cu_k, mask, n_entries, seqlen_q, seqlen_k, entry, head, n_blocks_k,
     WIDTH: tl.constexpr, WALKS_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of queries (WALKS_KEYS) or of keys: adds a block's state where it is visited.
+    """One program per block of queries (WALKS_KEYS) or of keys: adds the state of each block that it visits.
 
-    ``states`` is int32 (query blocks, key blocks); ``pairs`` int32 (WIDTH, WIDTH), as ``visible`` has them.
+    ``states`` is int32 (query blocks, key blocks). ``pairs`` is int32 (WIDTH, WIDTH), the result of ``visible``.
     """
     own = tl.program_id(0)
     seq = load_entry(entry, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, WALKS_KEYS)
@@ -86,7 +85,7 @@ def _visit(
         at = own * n_blocks_k + block_start(visits, mask, block, BLOCK_N) // BLOCK_N
     else:
         at = block_start(visits, mask, block, BLOCK_M) // BLOCK_M * n_blocks_k + own
-    tl.store(states + at, tl.load(states + at) + state)  # a block that is visited twice has a state that no block has
+    tl.store(states + at, tl.load(states + at) + state)  # visiting a block twice gives an invalid state
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Question:
-    """A mask in a call, as the operator gets it: the tensors' rows of queries and keys, and the entries."""
+    """A mask and the call that uses it: rows of the query and key tensors, entries, packing and heads."""
 
     mask: Mask
     rows: tuple[int, int]
@@ -115,7 +114,7 @@ class Question:
         return cls(problem.spec.mask, rows, entries(q, k, problem.packing), problem.packing, case.heads)
 
     def read(self, which: int, head: int, tile: Tile, walks_keys: bool) -> Reading:
-        """Ask the device about one head of one entry."""
+        """Read the mask of one head of one entry with the kernel."""
         entry = self.entries[which]
         rows, columns = -(-entry.len_q // tile.block_m), -(-entry.len_k // tile.block_n)
         states = torch.zeros(rows, columns, dtype=torch.int32)
@@ -130,14 +129,14 @@ class Question:
                 which, head, columns, width, walks_keys, tile.block_m, tile.block_n,
             )  # fmt: skip
         asked = pairs[: entry.len_q, : columns * tile.block_n]
-        assert not asked[:, entry.len_k :].any(), "a key past the sequence's end is seen"
+        assert not asked[:, entry.len_k :].any(), "a key past the sequence's end attends"
         pairs = pairs[: entry.len_q, : entry.len_k]
-        assert (pairs <= 1).all(), "a pair was not asked about"
+        assert (pairs <= 1).all(), "a pair was not evaluated"
         return Reading(states.to(torch.int8), pairs)
 
     @property
     def call(self) -> Call:
-        """The mask as the operator's arguments."""
+        """The mask as arguments of the operator."""
         cu_q, cu_k = (None, None) if self.packing is None else (self.packing.cu_seqlens_q, self.packing.cu_seqlens_k)
         lowered, blocks = self.mask.lower(), self.mask.block_map(*self.rows, self.packing is not None)
         states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
@@ -147,15 +146,17 @@ class Question:
         )  # fmt: skip
 
     def expected(self, which: int, head: int, tile: Tile, walks_keys: bool) -> Reading:
-        """The same from the mask itself."""
+        """The same reading, computed from the mask itself."""
         entry, call = self.entries[which], self.call
         dense = _of_head(self.mask.dense(entry, self.n_heads), head)
-        if call.block_map is not None and not call.has_lists:  # blocks that tiles do not divide: one more term
+        if (
+            call.block_map is not None and not call.has_lists
+        ):  # tiles do not divide the blocks: the map is one more term
             left, right = (None if bound < 0 else bound for bound in call.bounds[:2])
             band = Window(left, right).blocks(entry, tile.block_m, tile.block_n)[0]
             return Reading(band.clamp(max=PARTIAL), dense)
         states = _of_head(self.mask.blocks(entry, tile.block_m, tile.block_n, self.n_heads), head)
-        if call.block_map is not None:  # nothing that the map leaves out is visited, nor what is past its end
+        if call.block_map is not None:  # blocks that the map skips, and blocks past its end, are not visited
             known = F.pad(_of_head(call.block_map[which if call.block_map.shape[0] > 1 else 0], head), (0, 1, 0, 1))
             rows = torch.arange(states.shape[0]) * tile.block_m // call.bounds[3]
             columns = torch.arange(states.shape[1]) * tile.block_n // call.bounds[4]
@@ -172,7 +173,7 @@ class Question:
 
 
 def _first_run(known: Tensor) -> Tensor:
-    """Of each row's visited blocks, the first that are whole one after the other."""
+    """The first run of consecutive whole blocks among the visited blocks of each row."""
     run = torch.zeros(known.shape, dtype=torch.bool)
     for row, states in zip(run, known.tolist(), strict=True):
         visited = [column for column, state in enumerate(states) if state != SKIPPED]
@@ -187,7 +188,7 @@ def _of_head(x: Tensor, head: int) -> Tensor:
 
 
 def check(question: Question, which: int, head: int, tile: Tile, counts: Counter[str]) -> None:
-    """Hold the device to the mask, in kernels that walk keys and in those that walk queries."""
+    """Compare the kernel with the mask, for kernels that loop over keys and kernels that loop over queries."""
     entry = question.entries[which]
     for walks_keys in (True, False):
         expected = question.expected(which, head, tile, walks_keys)
@@ -195,17 +196,17 @@ def check(question: Question, which: int, head: int, tile: Tile, counts: Counter
         where = f"{'keys' if walks_keys else 'queries'} of {question.mask}, {entry}, head {head}, {tile}"
         state = said.states.repeat_interleave(tile.block_m, 0).repeat_interleave(tile.block_n, 1)
         state = state[: entry.len_q, : entry.len_k]
-        # the kernels ask about pairs in partial blocks alone
+        # the kernels evaluate pairs in partial blocks only
         attended = (state == WHOLE) | ((state == PARTIAL) & (said.pairs == 1))
-        assert torch.equal(attended, expected.pairs), f"other pairs: {where}"
+        assert torch.equal(attended, expected.pairs), f"pairs differ: {where}"
         states = expected.states
-        if not walks_keys:  # the end that must be checked is that of the queries
+        if not walks_keys:  # these kernels mask the end of the queries instead
             if entry.len_q % tile.block_m:
                 states[-1] = states[-1].clamp(max=PARTIAL)
             if entry.len_k % tile.block_n and states.shape[1]:
-                last = states[:, -1]  # no loop ends here: it may be whole as far as it goes
+                last = states[:, -1]  # the loop does not end here: the block may be whole up to the end
                 states[:, -1] = torch.where(last == SKIPPED, SKIPPED, said.states[:, -1].clamp(min=PARTIAL))
-        assert torch.equal(said.states, states), f"other blocks: {where}\n{said.states}\n{states}"
+        assert torch.equal(said.states, states), f"blocks differ: {where}\n{said.states}\n{states}"
         if question.call.has_lists and question.call.terms and question.call.bounds[2] < 0:
             counts["whole in spite of terms"] += int((said.states == WHOLE).sum())
         for state in (SKIPPED, PARTIAL, WHOLE):
@@ -214,7 +215,7 @@ def check(question: Question, which: int, head: int, tile: Tile, counts: Counter
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[Case, Tile, int]:
-    """A call whose mask is anything, a tile, and which sequence is asked about."""
+    """A call with a random mask, a tile, and the number of the entry to read."""
 
     def pick(options: Sequence[Any]) -> Any:
         return draw(st.sampled_from(options))
@@ -222,13 +223,14 @@ def questions(draw: st.DrawFn) -> tuple[Case, Tile, int]:
     packed, count = pick((False, True)), pick((1, 2, 3))
     lengths = [(pick(LENGTHS), pick(LENGTHS)) for _ in range(count if packed else 1)]
     left, right = ((pick(SIDES) if pick((False, True)) else None) for _ in range(2))
-    of_one_document = (Documents(80), Blocks(pick(((16, 16), (32, 16))), 0.8))  # and so small that there are some
+    # long documents and small blocks, so that some blocks are inside one document
+    long_documents = (Documents(80), Blocks(pick(((16, 16), (32, 16))), 0.8))
     case = Case(
         "question",
         tuple(lengths) if packed else tuple(lengths * count),
         head_dim=1,
         band=pick((Full(), Causal(), Window(left, right), Window(left, right), Window(left, 0))),
-        terms=of_one_document if pick((False, False, True)) else terms(pick, SMALL, numbers=(0, 1, 1, 2)),
+        terms=long_documents if pick((False, False, True)) else terms(pick, SMALL, numbers=(0, 1, 1, 2)),
         packed=packed,
         tail=(pick((0, 5)), pick((0, 5))) if packed else (0, 0),
         seed=pick(range(2**31)),

@@ -1,9 +1,9 @@
-"""Recipes of mask terms: plain data, so that a case can be printed and pasted; the contents come from a generator."""
+"""Recipes for mask terms: plain data that can be printed and pasted. A generator draws the contents of a term."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from flash_train.attention.masks import BlockSparse, Document, Mask, Tree
 
 @dataclass(frozen=True)
 class Layout:
-    """The sequences that a mask is for: (query, key) lengths of batch rows (all equal) or of packed entries."""
+    """The sequences of a call: (query, key) lengths of batch rows, which are all equal, or of packed entries."""
 
     lengths: tuple[tuple[int, int], ...]
     heads: int
@@ -22,7 +22,7 @@ class Layout:
     tail: tuple[int, int] = (0, 0)  #: rows of queries and of keys past the last packed entry
 
     def rows(self, side: int) -> int:
-        """Rows of the tensors of queries (side 0) or keys (1): a batch row's, or all that are packed."""
+        """Rows of the query tensor (side 0) or the key tensor (side 1); padded, rows per batch row."""
         if self.packed:
             return sum(pair[side] for pair in self.lengths) + self.tail[side]
         return self.lengths[0][side]
@@ -31,12 +31,18 @@ class Layout:
 class Recipe(Protocol):
     """A mask term without its contents."""
 
-    def build(self, layout: Layout, generator: Generator, device: torch.device | str) -> Mask: ...
+    def build(self, layout: Layout, generator: Generator, device: torch.device | str) -> Mask:
+        """The term for these sequences, with random contents."""
+        ...
+
+    def on_card(self) -> Recipe:
+        """The recipe for sequences that are nine times as long."""
+        ...
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Ids that grow by one about every ``mean`` positions; or, not ``ordered``, a few ids in any order."""
+    """Document ids that grow by one every ``mean`` positions on average; if not ``ordered``, a few ids at random."""
 
     mean: int = 13
     shared: bool = False
@@ -51,13 +57,16 @@ class Documents:
         else:
             ids = torch.randint(-2, 3, (batch, longest), generator=generator)
         ids = (ids[0] if layout.packed or self.shared else ids).int().to(device)
-        same = rows_q == rows_k  # both end where the sequence ends
+        same = rows_q == rows_k  # sequences are aligned at their ends
         return Document(ids[..., longest - rows_q :], None if same else ids[..., longest - rows_k :])
+
+    def on_card(self) -> Documents:
+        return replace(self, mean=9 * self.mean)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A random pattern of blocks; ``shape`` fixes how many there are, otherwise the longest sequence does."""
+    """A random pattern of ``shape`` blocks; None: as many as the longest sequence needs."""
 
     size: tuple[int, int] = (32, 32)
     density: float = 0.5
@@ -71,10 +80,13 @@ class Blocks:
         pattern = torch.rand(*heads, *shape, generator=generator) < self.density
         return BlockSparse(pattern.to(device), self.size)
 
+    def on_card(self) -> Blocks:
+        return replace(self, size=(4 * self.size[0], 4 * self.size[1]))
+
 
 @dataclass(frozen=True)
 class Nodes:
-    """A random tree of ``count`` nodes, or one per entry; parents may come after their children."""
+    """A random tree of ``count`` nodes, or one tree per entry. Parents may come after their children."""
 
     count: int = 9
     per_entry: bool = False
@@ -83,6 +95,9 @@ class Nodes:
         trees = [self._parents(generator) for _ in range(len(layout.lengths) if self.per_entry else 1)]
         parents = torch.stack(trees) if self.per_entry else trees[0]
         return Tree(parents.to(device))
+
+    def on_card(self) -> Nodes:
+        return replace(self, count=5 * self.count)
 
     def _parents(self, generator: Generator) -> Tensor:
         parents = torch.full((self.count,), -1)
@@ -95,7 +110,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A user's mask function, by its name in ``tests.support.attention.rules``."""
+    """A ``MaskFunction``, by its name in ``tests.support.attention.rules``."""
 
     name: str = "parity"
 
@@ -103,6 +118,9 @@ class Rule:
         from tests.support.attention import rules  # Triton exists for Linux only
 
         return rules.build(self.name, layout, generator, device)
+
+    def on_card(self) -> Rule:
+        return self
 
 
 def compose(

@@ -1,4 +1,4 @@
-"""Mask functions as a user writes them: for the kernels in Triton, with a twin in PyTorch."""
+"""Examples of ``MaskFunction``: Triton functions for the kernels, and their twins in PyTorch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def parity_twin(entry: Entry, head: int, q: Tensor, k: Tensor) -> Tensor:
 
 @triton.jit
 def budget(entry, head, q, k, reach, shift):
-    """A window that each row of the tensors has of its own, and a shift of all: what is read may be any tensor."""
-    own = tl.load(reach + entry.batch * tl.load(shift + 1) + entry.q_row + q)
+    """A window with one length per query row, read from a tensor, and one shift for all rows."""
+    length = tl.load(reach + entry.batch * tl.load(shift + 1) + entry.q_row + q)
     distance = q - k + entry.len_k - entry.len_q
-    return (distance <= own) & (distance + tl.load(shift) >= 0)
+    return (distance <= length) & (distance + tl.load(shift) >= 0)
 
 
 def budget_twin(entry: Entry, head: int, q: Tensor, k: Tensor, reach: Tensor, shift: Tensor) -> Tensor:
-    own = reach[entry.batch * shift[1] + entry.q_row + q]
+    length = reach[entry.batch * shift[1] + entry.q_row + q]
     distance = q - k + entry.len_k - entry.len_q
-    return (distance <= own) & (distance + shift[0] >= 0)
+    return (distance <= length) & (distance + shift[0] >= 0)
 
 
 def build(name: str, layout: Layout, generator: Generator, device: torch.device | str) -> MaskFunction:
-    """The rule of this name, with random tensors where it reads some."""
+    """The mask function of this name, with random tensors if it reads any."""
     if name == "parity":
         return MaskFunction(parity, parity_twin)
     if name == "budget":
@@ -46,4 +46,4 @@ def build(name: str, layout: Layout, generator: Generator, device: torch.device 
         reach = torch.randint(0, 40, (max(batch * rows, 1),), generator=generator)
         shift = torch.tensor([int(torch.randint(0, 9, (), generator=generator)), rows])
         return MaskFunction(budget, budget_twin, (reach.to(device), shift.to(device)))
-    raise ValueError(f"there is no mask function {name!r}: must be parity or budget")
+    raise ValueError(f"name={name!r}: must be parity or budget")

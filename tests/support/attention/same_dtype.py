@@ -1,6 +1,6 @@
-"""Attention as one writes it in PyTorch, every step in the dtype of the inputs: the contract compares with its error.
+"""Plain PyTorch attention with every step in the dtype of the inputs. The contract compares with its error.
 
-It shares the mask, the logits and the dropout mask with ``reference``; in 16 bits it has PyTorch's own softmax.
+It shares the mask, the logits and the dropout mask with ``reference``. For 16-bit inputs it uses PyTorch's softmax.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def same_dtype_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp as ``reference_attention`` returns them, both in the dtype of q."""
+    """Output and log-sum-exp like ``reference_attention``'s, both in the dtype of q."""
     found = entries(q, k, packing)
     outs, lses, end = [], [], 0
     for entry in found:
@@ -60,14 +60,15 @@ def _sequence(
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = scores(q, k, spec, entry, slopes)
     visible = spec.mask.dense(entry, n_heads, q.device).expand_as(logits)
-    if sinks is not None:  # a column that every query sees, and that has no value
+    if sinks is not None:  # an extra column that every query attends to, without a value
         column = sinks.to(logits.dtype)[:, None, None].expand(-1, entry.len_q, 1)
         logits = torch.cat([logits, column], -1)
         visible = torch.cat([visible, visible.new_ones(column.shape)], -1)
     seeing = visible.any(-1, keepdim=True)
-    logits = torch.where(seeing, logits.masked_fill(~visible, float("-inf")), 0.0)  # no softmax of -inf alone
+    # the softmax of a row of -inf would be NaN
+    logits = torch.where(seeing, logits.masked_fill(~visible, float("-inf")), 0.0)
     lse = logits.logsumexp(-1, keepdim=True)
-    # fp32 takes the weights from the log-sum-exp, as the kernels' backward does; in 16 bits that is far too coarse
+    # fp32 computes weights from the log-sum-exp, like the kernels' backward; 16 bits are too coarse for that
     shares = logits.softmax(-1) if logits.dtype.itemsize < 4 else torch.exp(logits - lse)
     weights = torch.where(visible, shares, 0.0)[..., : entry.len_k]
     lse = torch.where(seeing, lse, float("-inf"))[..., 0]

@@ -1,11 +1,11 @@
-"""Selected calls for NVIDIA's memory checker: each form of kernel, at the boundaries of its loops.
+"""Selected calls for NVIDIA's memory checker: each variant of the kernels, at the boundaries of its loops.
 
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m tests.support.attention.sanitized triton FIRST STEP``
 
-PyTorch's allocator cuts tensors out of large segments, and a read past a tensor's end mostly stays inside of one:
-without the allocator every tensor is an allocation of its own, and the checker sees where it ends. ``FIRST`` and
-``STEP`` choose a part of the cases. With ``--only-run`` the calls are made and not judged: so that initcheck sees this
-project's kernels alone, and none of the copies that the judging makes.
+PyTorch's allocator places tensors in large segments, so that a read past a tensor's end often stays inside a segment.
+Without it, every tensor is a separate allocation, and the checker detects such reads. ``FIRST`` and ``STEP`` choose a
+part of the cases. With ``--only-run`` results are not compared, so that initcheck sees only this project's kernels and
+no copies of the comparison.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flash_train.attention.functional import operands_of
 from flash_train.attention.masks import Full
 from tests.support.attention import decoding
 from tests.support.attention.cases import BY_NAME, on_card
-from tests.support.attention.contract import Case, _attend, _place, _results, _spread_rows, build, run
+from tests.support.attention.contract import Case, _arrange, _attend, _results, _spread_rows, build, run
 from tests.support.attention.properties import for_hopper
 from tests.support.attention.recipes import Blocks
 
-#: fewer queries or keys than a tile, none of either, and whole tiles
+#: fewer queries or keys than a tile, no queries or keys, and whole tiles
 SHORT = ((0, 140), (5, 5), (70, 0), (1, 300), (128, 256), (0, 9))
 NAMES = (
     "causal", "gqa", "packed-cross", "packed-empty-entries", "mqa-dropout", "alibi-packed", "everything", "strided",
@@ -73,7 +73,7 @@ def far_out_and_lse(backend: str) -> list[str]:
 def exercise(case: Case, backend: str) -> None:
     """Forward and backward of the case, in memory as it is allocated."""
     problem = build(case, "cuda")
-    leaves = {name: _place(name, x, case).requires_grad_() for name, x in problem.inputs.items()}
+    leaves = {name: _arrange(name, x, case).requires_grad_() for name, x in problem.inputs.items()}
     _results(problem, case, leaves, *_attend(problem, case, leaves, backend))
 
 

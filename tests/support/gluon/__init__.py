@@ -1,8 +1,8 @@
-"""Gluon kernels for Hopper, run as ordinary Python on CPU tensors, with every race reported.
+"""An emulator that runs Gluon kernels for Hopper as ordinary Python on CPU tensors and reports every race.
 
-``launch(kernel, grid, *args, seed=0, **constants)`` checks what a GPU would show by bad luck only: accesses to shared
-memory that no barrier orders, missing fences, wrong phases, deadlocks, and addresses out of bounds. It knows neither
-layouts nor time. Programs of the grid run one after another; global memory is not checked for races.
+``launch(kernel, grid, *args, seed=0, **constants)`` detects errors that a GPU shows only by chance: accesses to shared
+memory that no barrier orders, missing fences, wrong phases, deadlocks, and addresses out of bounds. It models neither
+layouts nor time. Programs of the grid run one after another; races in global memory are not detected.
 """
 
 import pytest

@@ -9,21 +9,21 @@ from tests.support.gluon.values import EmulationError, as_int
 
 
 class BarrierError(EmulationError):
-    """An mbarrier used against its rules."""
+    """An mbarrier is used incorrectly."""
 
 
 class Barrier:
     """Completes a phase when no arrival and no byte is pending.
 
-    ``arriving`` collects the clocks of those who arrive in the current phase, ``completed`` those of all phases before.
+    ``arriving`` joins the clocks of all arrivals in the current phase, ``completed`` the clocks of all earlier phases.
     """
 
     def __init__(self, program, name, count):
         self.name, self.count = name, count
         self.pending, self.bytes, self.phase = count, 0, 0
-        self.observed = 0  # phases that some partition has waited for
-        self.loads = []  # (phase, where) of the TMA loads it counts
-        self.waits = []  # (component, time, where) of the waits for the phase completed last
+        self.observed = 0  # the number of phases that any partition has waited for
+        self.loads = []  # (phase, site) of each TMA load that signals this barrier
+        self.waits = []  # (component, time, site) of each wait for the last completed phase
         self.component = program.new_component()
         self.arriving = np.zeros(COMPONENTS, np.int32)
         self.completed = np.zeros(COMPONENTS, np.int32)
@@ -39,7 +39,7 @@ class Barrier:
         self._advance()
 
     def transfer(self, amount):
-        """A copy has written its bytes."""
+        """Count the bytes that a copy has written."""
         self.bytes -= amount
         self.arriving[self.component] = self.phase + 1
         self._advance()
@@ -58,7 +58,7 @@ class Barrier:
             self.pending = self.count
 
     def waited(self, task, where):
-        """A partition has seen the phase completed last; by the next release its clock says so."""
+        """Record that a partition has waited for the last completed phase."""
         self.observed = max(self.observed, self.phase)
         self.waits.append((task.component, task.clock[task.component], where))
 
@@ -110,7 +110,7 @@ def invalidate(mbarrier):
 
 
 def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None):
-    """mbarrier.arrive.expect_tx: one arrival, which announces bytes."""
+    """mbarrier.arrive.expect_tx: one arrival, and the number of bytes to expect."""
     amount = bytes_per_cta if bytes is None else bytes
     if not isinstance(amount, int):
         raise BarrierError(f"the bytes to expect are a constant, not {amount}")

@@ -1,4 +1,4 @@
-"""Hopper's asynchronous operations: TMA copies and warpgroup_mma, and the fence between the two proxies."""
+"""Hopper's asynchronous operations: TMA copies, warpgroup_mma, and the fence between generic and async proxy."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Load:
 
 
 class Store:
-    """A TMA store, or reduction, from its issue until the wait that says that shared memory has been read."""
+    """A TMA store or reduction, from its issue until the wait after which shared memory may be reused."""
 
     kind = "TMA store"
 
     def __init__(self, descriptor, coord, view, add):
         self.descriptor, self.coord, self.add = descriptor, coord, add
         self.regions, self.site, self.done = [view.words()], site(), False
-        self.block = view.raw().copy()  # nothing may change it before the operation has ended
+        self.block = view.raw().copy()  # the source must not change before the operation ends
         self.memory = view._memory
 
     def complete(self):
@@ -58,7 +58,7 @@ class Matmul:
 
 
 class Accumulator:
-    """What an asynchronous warpgroup_mma returns: a tensor only after a wait that retires it."""
+    """The result of an asynchronous warpgroup_mma, which becomes a tensor by the wait that retires the operation."""
 
     __hash__ = None
 
@@ -99,7 +99,7 @@ def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, 
     memory.check_fenced(result, "a TMA load")
     barrier = find(barrier)
     coord = [as_int(c) for c in coord]
-    tensor_desc.box(coord)  # an address out of bounds is reported where the kernel asks for it
+    tensor_desc.box(coord)  # report an address out of bounds at the issue, not at the completion
     load = memory.start(Load(tensor_desc, coord, barrier, result))
     barrier.loads.append((barrier.phase, load.site))
     result.raw()[...] = to_memory(junk(result.shape, result.dtype), result.dtype)
@@ -128,12 +128,12 @@ def async_copy_shared_to_global(tensor_desc, coord, src):
 
 
 def tma_reduce_add(desc, coord, src):
-    """For a kernel's own builtin around ``create_async_tma_reduce(ADD)``: pass it in ``replaced``."""
+    """Emulates a kernel's own builtin around ``create_async_tma_reduce(ADD)``; pass it in ``replaced``."""
     _copy_out(desc, coord, src, add=True)
 
 
 def store_wait(pendings):
-    """Waits until at most ``pendings`` of this partition's last stores may still read shared memory."""
+    """Wait until at most ``pendings`` of this partition's stores still read shared memory."""
     task = current()
     task.program.point()
     oldest = task.stores[: max(0, len(task.stores) - pendings)]
@@ -190,7 +190,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     data = left @ right
     if bool(use_acc):
         data = data + before.data
-    # operands cannot change before it is retired (a write raises), so their values now are the values it reads
+    # a write to an operand before the operation retires raises, so the values can be read now
     operation = Matmul([x for x in (a, b) if isinstance(x, SharedView)])
     operation.memory.start(operation)
     task.matmuls.append(operation)

@@ -1,4 +1,4 @@
-"""Runs a kernel as ordinary Python: its functions, with globals that mean the emulator."""
+"""Runs a kernel as ordinary Python: its functions, with the emulator's objects as globals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _EMULATED = {
     for name, function in functions.items()
     if hasattr(module, name)
 }
-# Python's own names mean these inside a kernel
+# builtins of Python that mean something else inside a kernel
 _BUILTINS = {"range": operations.runtime_range, "min": operations.builtin_min, "max": operations.builtin_max}
 
 
@@ -91,7 +91,7 @@ _OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
 
 
 class _Module:
-    """A module whose attributes are looked up as the emulator's."""
+    """A module with the emulator's objects as attributes."""
 
     def __init__(self, launch, module):
         self._launch, self._module = launch, module
@@ -103,7 +103,7 @@ class _Module:
 
 
 class _Function:
-    """A jitted function, callable as Python."""
+    """A jitted function as a Python function."""
 
     def __init__(self, launch, jitted):
         self.launch, self.jitted, self.python = launch, jitted, None
@@ -128,7 +128,7 @@ class Launch:
         self.functions = {}
 
     def emulate(self, x):
-        """What an object that a kernel names means here."""
+        """The emulator's counterpart of an object that a kernel uses."""
         if id(x) in self.replaced:
             return self.replaced[id(x)]
         if id(x) in _EMULATED:
@@ -151,7 +151,7 @@ class Launch:
         return x
 
     def python(self, function):
-        """The function with its globals, closure and defaults emulated."""
+        """The function with emulated globals, closure and defaults."""
         names = {
             name: self.emulate(function.__globals__[name])
             for name in _names(function.__code__)
@@ -165,7 +165,7 @@ class Launch:
         return copy
 
     def argument(self, x, name):
-        """A run-time argument of the kernel."""
+        """The emulated value of a run-time argument."""
         if isinstance(x, torch.Tensor):
             return pointers.pointer(x, name)
         if isinstance(x, TensorDescriptor):
@@ -193,12 +193,13 @@ def _missing(name):
 
 
 def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, replaced=None, in_order=False, **constants):
-    """Runs every program of ``kernel[grid](*args, **constants)``, one after another.
+    """Run all programs of ``kernel[grid](*args, **constants)``, one after another.
 
-    The order of programs, partitions and copies is drawn from ``seed``: run a kernel with several.
-    ``assembly`` maps the text of inline assembly to a function of numpy arrays, ``replaced`` a jitted function or a
-    builtin to a Python function of emulated values. ``in_order`` for a kernel whose programs wait for those of lower
-    numbers, which a GPU begins first.
+    Args:
+        seed: determines the order of programs, partitions and copies; run a kernel with several seeds.
+        assembly: maps the text of inline assembly to a function of numpy arrays.
+        replaced: maps a jitted function or a builtin to a Python function of emulated values.
+        in_order: run programs in order, for a kernel whose programs wait for programs of lower numbers.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid += (1,) * (3 - len(grid))
@@ -206,7 +207,7 @@ def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, replaced=Non
     function = run.emulate(kernel)
     constants["num_warps"] = num_warps
     for option in _OPTIONS - set(function.signature.parameters):
-        constants.pop(option, None)  # for the compiler only
+        constants.pop(option, None)  # options of the compiler
     bound = function.signature.bind(*args, **constants)
     bound.apply_defaults()
     for name, value in bound.arguments.items():

@@ -1,4 +1,4 @@
-"""Shared memory: views of one buffer, with who wrote and read each word last, and what is still under way."""
+"""Shared memory: views of one buffer, and for each word the last accesses and the operations in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.gluon.values import (
 )
 
 CAPACITY = 227 * 1024
-WORD = 4  # bytes for which the emulator keeps one record
+WORD = 4  # bytes per record of accesses
 
 
 class Race(EmulationError):
@@ -31,15 +31,15 @@ class Race(EmulationError):
 
 
 class MissingFence(Race):
-    """The asynchronous proxy touches what the generic proxy wrote, with no fence_async_shared in between."""
+    """The async proxy accesses memory that the generic proxy wrote, without a fence_async_shared in between."""
 
 
 class SharedMemory:
-    """The memory of one program.
+    """The shared memory of one program.
 
-    Per word: the last write as (component, time) of a vector clock, the last read of every partition, the number of
-    copies that are writing it and of asynchronous operations that are reading it, and the partition (plus one) that
-    wrote it without a fence since.
+    It records for each word: the last write as (component, time) of a vector clock; the last read of every partition;
+    how many copies are writing it and how many asynchronous operations are reading it; and the partition (plus one)
+    whose write has not been fenced.
     """
 
     def __init__(self):
@@ -51,7 +51,7 @@ class SharedMemory:
         self.loading, self.reading = np.zeros(words, np.int16), np.zeros(words, np.int16)
         self.reads = {}  # partition -> (times, sites)
         self.sites, self.words = [], {}
-        self.operations = []  # asynchronous operations that have not ended, for messages
+        self.operations = []  # asynchronous operations in flight, for error messages
 
     def allocate(self, dtype, shape, layout, name):
         kind = memory_dtype(dtype)
@@ -69,7 +69,7 @@ class SharedMemory:
         return len(self.sites) - 1
 
     def start(self, operation):
-        """An asynchronous operation begins to use its regions."""
+        """Mark the regions of an asynchronous operation as in use."""
         self.operations.append(operation)
         for words in operation.regions:
             self._users(operation)[words] += 1
@@ -84,7 +84,7 @@ class SharedMemory:
         return self.loading if operation.kind == "TMA load" else self.reading
 
     def _culprit(self, words, *kinds):
-        """The operation whose count was found."""
+        """The operation that uses these words."""
         for operation in self.operations:
             shared = (len(np.intersect1d(_listed(words), _listed(region))) for region in operation.regions)
             if operation.kind in kinds and any(shared):
@@ -92,14 +92,14 @@ class SharedMemory:
         raise AssertionError("a count without an operation")
 
     def check_read(self, view, what):
-        """Raises unless everything that wrote the view is done, and known to be by this partition."""
+        """Raise Race unless all writes of the view happen before this partition's read."""
         words, task = view.words(), current()
         if self.loading[words].any():
             raise Race(f"{what} reads {view.name} while a {self._culprit(words, 'TMA load')} still writes it")
         self._check_written(words, task, f"{what} reads {view.name}")
 
     def check_fenced(self, view, what):
-        """Raises where a partition has written through the generic proxy with no fence since."""
+        """Raise MissingFence if a write of the view through the generic proxy has not been fenced."""
         words = view.words()
         if self.unfenced[words].any():
             which = _listed(words)[np.flatnonzero(self.unfenced[words])[0]]
@@ -136,7 +136,7 @@ class SharedMemory:
         return self.sites[self.write_site[word]]
 
     def mark_read(self, operation, task):
-        """The operation has read its regions, and this partition knows."""
+        """Record that the operation has read its regions, at the current time of this partition."""
         if task not in self.reads:
             self.reads[task] = np.zeros(CAPACITY // WORD, np.int32), np.zeros(CAPACITY // WORD, np.int32)
         times, sites = self.reads[task]
@@ -156,7 +156,7 @@ def _listed(words):
 
 
 class _Load:
-    """A read through the generic proxy, which is over at once."""
+    """A read through the generic proxy, which completes at once."""
 
     kind = "load"
 
@@ -165,7 +165,7 @@ class _Load:
 
 
 class SharedView:
-    """A descriptor of shared memory: a numpy view of the buffer."""
+    """A shared-memory descriptor, as a numpy view of the buffer."""
 
     def __init__(self, memory, array, dtype, layout, name, address, path=""):
         self._memory, self._array, self._path = memory, array, path
@@ -226,7 +226,7 @@ class SharedView:
 
     def reshape(self, shape):
         array = self._array.view()
-        array.shape = tuple(as_int(n) for n in shape)  # raises where numpy would copy
+        array.shape = tuple(as_int(n) for n in shape)  # raises if numpy would have to copy
         return self._view(array)
 
     def _reinterpret(self, dtype, shape, layout):
@@ -240,7 +240,7 @@ class SharedView:
         return self._view(raw.view(kind).reshape(shape), dtype=dtype, layout=layout)
 
     def words(self):
-        """The records of the view: a slice, or indices."""
+        """The words of the view, as a slice or as indices."""
         key = self.address, self._array.shape, self._array.strides, self._array.itemsize
         found = self._memory.words.get(key)
         if found is None:
@@ -309,7 +309,7 @@ def allocate_mbarrier(batch=None, two_ctas=False):
 
 @functools.cache
 def _assigned_name(filename, line):
-    """The variable that the statement at this line assigns."""
+    """Name of the variable that the statement at this line assigns."""
     for node in ast.walk(_parsed(filename)):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.lineno <= line <= node.end_lineno:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -1,4 +1,4 @@
-"""The functions of triton.language and gluon.language on values: elementwise, on shapes, and about the program."""
+"""Functions of triton.language and gluon.language on values: elementwise, on shapes, and about the program."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def where(condition, x, y):
 
 
 def _widened(x):
-    """A number counts as a tensor here, and bfloat16 becomes float32."""
+    """Convert a number to a tensor, and bfloat16 to float32."""
     x = to_tensor(x)
     return cast(x, tl.float32) if x.dtype.is_bf16() else x
 
@@ -87,7 +87,7 @@ def clamp(x, min, max, propagate_nan=tl.PropagateNan.NONE):
 
 
 def _of_constants(function, python):
-    """Python's own min and max: constants stay constants."""
+    """Python's own min and max, which keep constants constant."""
 
     def apply(*args):
         return functools.reduce(function, args) if any(isinstance(x, Value) for x in args) else python(*args)
@@ -182,7 +182,7 @@ def trans(input, *dims):
 
 
 def dot(input, other, acc=None, input_precision=None, **_):
-    """Products in fp32, whatever precision is asked of fp32 operands."""
+    """The product in fp32, for any ``input_precision``."""
     if input.dtype != other.dtype:
         raise TypeError(f"a dot of {input.dtype} and {other.dtype}")
     product = Value(input.data.astype(np.float32) @ other.data.astype(np.float32), tl.float32)
@@ -241,7 +241,7 @@ def dot_fma(a, b, acc):
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure=True, pack=1):
-    """The caller of ``launch`` says in Python what the instructions do."""
+    """Run the Python function that the caller of ``launch`` gave for this assembly."""
     functions = {_spaces(text): function for text, function in current().program.launch.assembly.items()}
     if _spaces(asm) not in functions:
         raise NotImplementedError(f"launch(..., assembly={{...}}) has no Python function for: {asm}")
@@ -279,7 +279,7 @@ def barrier(*, cluster=False):
 
 
 def same(input, *_):
-    """Hints to the compiler."""
+    """Compiler hints, which return their input."""
     return input
 
 
@@ -299,7 +299,7 @@ def device_assert(cond, msg="", mask=None):
 
 
 def runtime_range(*bounds, **_):
-    """A loop whose counter is a run-time integer, whatever its bounds are."""
+    """A loop whose counter is a run-time integer, also for constant bounds."""
     start, stop, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
     wide = any(to_tensor(bound).dtype.name == "int64" for bound in (start, stop, step))
     for i in range(as_int(start), as_int(stop), as_int(step)):

@@ -1,4 +1,4 @@
-"""Global memory: pointers into CPU tensors, bounds checked, and the boxes that TMA descriptors cut out of them."""
+"""Global memory: bounds-checked pointers into CPU tensors, and TMA descriptors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OutOfBounds(EmulationError, IndexError):
 
 
 class GlobalMemory:
-    """The bytes of a tensor's storage; pointers may reach those from the tensor's first element to its last."""
+    """The bytes of a tensor's storage; pointers may access those from the tensor's first to its last element."""
 
     def __init__(self, tensor, name):
         if tensor.device.type != "cpu":
@@ -61,7 +61,7 @@ class GlobalMemory:
         return self.bytes[: self.bytes.size // kind.itemsize * kind.itemsize].view(kind)
 
     def elements(self, offsets, dtype):
-        """Places in ``typed(dtype)`` of byte offsets from the tensor's first element."""
+        """Convert byte offsets from the tensor's first element to indices into ``typed(dtype)``."""
         size = memory_dtype(dtype).itemsize
         outside = (offsets < 0) | (offsets + size > self.extent)
         if np.any(outside):
@@ -112,7 +112,7 @@ def _target(pointer):
 
 
 def _masked(pointer, mask):
-    """The pointer's offsets and the mask, in the shape of the access."""
+    """The pointer's offsets and the mask, broadcast to the shape of the access."""
     if mask is None:
         return pointer.data, np.ones(pointer.shape, np.bool_)
     mask = cast(to_tensor(mask), tl.int1)
@@ -124,7 +124,7 @@ def load(pointer, mask=None, other=None, **_):
     memory, dtype = _target(pointer)
     offsets, mask = _masked(pointer, mask)
     if other is None:
-        result = np.array(junk(offsets.shape, dtype))  # nothing defines it
+        result = np.array(junk(offsets.shape, dtype))  # undefined values
     else:
         result = np.broadcast_to(cast(_number(other, dtype), dtype).data, offsets.shape).copy()
     places = memory.elements(offsets[mask], dtype)
@@ -179,7 +179,7 @@ def atomic_cas(pointer, cmp, val, sem=None, scope=None):
 
 
 class Descriptor:
-    """A TMA descriptor: addresses are computed modulo 2**64, as the hardware does."""
+    """A TMA descriptor; like the hardware, it computes addresses modulo 2**64."""
 
     def __init__(self, host, name):
         self.memory, self.name, self.layout = GlobalMemory(host.base, name), name, host.layout
@@ -197,7 +197,7 @@ class Descriptor:
         return self.block_type.nbytes
 
     def box(self, coord):
-        """The elements of the block at ``coord``: places in memory, and which of them are inside the shape."""
+        """Indices of the elements of the block at ``coord``, and which of them are inside the shape."""
         if len(coord) != len(self.sizes):
             raise EmulationError(f"{len(coord)} coordinates for {self.name}, which has {len(self.sizes)} dimensions")
         itemsize = memory_dtype(self.dtype).itemsize
@@ -227,7 +227,7 @@ class Descriptor:
         return places // itemsize
 
     def read(self, coord):
-        """The block as it lies in memory."""
+        """The block in its memory format."""
         places, inside = self.box(coord)
         fill = np.nan if self.padding == "nan" else 0
         block = to_memory(np.full(self.block_shape, fill).astype(numpy_dtype(self.dtype)), self.dtype)

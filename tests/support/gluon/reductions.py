@@ -64,7 +64,7 @@ def reduce_or(input, axis=None, keep_dims=False):
 
 
 def reduce(input, axis, combine_fn, keep_dims=False):
-    """A fold with the kernel's own function."""
+    """A reduction with the kernel's own function."""
     inputs = input if isinstance(input, tuple) else (input,)
     if axis is None:
         inputs, axis = tuple(ravel(x) for x in inputs), 0

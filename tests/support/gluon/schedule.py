@@ -1,8 +1,8 @@
-"""One program of the grid: its partitions take turns at random, asynchronous operations complete at random moments.
+"""One program of the grid: its partitions take turns at random, and asynchronous operations complete at random times.
 
-A partition runs until it touches something that others share, and hands the baton on. The order is drawn from the
-seed; besides, every partition keeps a vector clock that only barriers advance, so an access that nothing orders
-after an earlier one is found even where the drawn order happens to do no harm.
+Partitions are threads; only the one that holds the baton runs, until it accesses shared state and passes the baton on.
+The order comes from the seed. In addition, every partition has a vector clock, which only barriers synchronise, so that
+an unordered access is detected even if the random order of this run does no harm.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tests.support.gluon.values import EmulationError
 
 _FILES = {path.stem for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")}
 EMULATOR = {f"{__package__}.{name}" for name in _FILES}
-COMPONENTS = 512  # of a vector clock: partitions and barriers
+COMPONENTS = 512  # components of a vector clock: partitions and barriers
 
 
 class Deadlock(EmulationError):
-    """Every partition waits, and nothing is under way that could wake one."""
+    """Every partition waits, and no operation is in flight that could wake one."""
 
 
 class _Aborted(BaseException):
-    """Unwinds a partition after another has failed."""
+    """Ends a partition after another one has failed."""
 
 
 _local = threading.local()
 
 
 def current():
-    """The partition that runs."""
+    """The running partition."""
     task = getattr(_local, "task", None)
     if task is None:
         raise EmulationError("this works inside a launch only")
@@ -42,7 +42,7 @@ def current():
 
 
 def kernel_frames():
-    """The kernel's own frames, from the innermost."""
+    """The kernel's frames on the stack, innermost first."""
     frame = sys._getframe(1)
     while frame.f_code not in (Program.run.__code__, Program._work.__code__):
         if frame.f_globals.get("__name__") not in EMULATOR:
@@ -60,7 +60,7 @@ def site(frame=None):
 
 
 class Task:
-    """A partition: a thread that holds the baton, or waits for it."""
+    """A partition: a thread that holds the baton or waits for it."""
 
     def __init__(self, program, name, num_warps, clock=None):
         self.program, self.name, self.num_warps = program, name, num_warps
@@ -72,7 +72,7 @@ class Task:
         self.condition = self.waits_for = self.thread = None
         self.finished = False
         self.matmuls = []  # warpgroup_mma in flight, in order of issue
-        self.stores = []  # TMA stores that may still read, in order of issue
+        self.stores = []  # TMA stores that may still read shared memory, in order of issue
         self.speed = 1.0
         program.tasks.append(self)
 
@@ -80,7 +80,7 @@ class Task:
         return not self.finished and (self.condition is None or self.condition())
 
     def release(self, clock):
-        """What this partition did so far happens before whatever acquires ``clock``."""
+        """Everything that this partition did so far happens before any later ``acquire`` of ``clock``."""
         np.maximum(clock, self.clock, out=clock)
         self.clock[self.component] += 1
 
@@ -103,7 +103,7 @@ class Program:
         return self.components - 1
 
     def run(self, function, num_warps):
-        """The whole program, in the calling thread: partition 0."""
+        """Run the program; the calling thread is partition 0."""
         task = Task(self, "default partition", num_warps)
         _local.task = task
         try:
@@ -117,7 +117,7 @@ class Program:
             _local.task = None
 
     def specialize(self, functions, names, num_warps):
-        """Runs the first function here and the others in threads, until all have ended."""
+        """Run the first function in this thread and the others in new threads, until all have ended."""
         main = current()
         if main.index or any(not task.finished for task in self.tasks[1:]):
             raise EmulationError("warp_specialize inside a partition")
@@ -154,19 +154,19 @@ class Program:
             self.tasks[0].baton.release()
 
     def point(self):
-        """A moment at which others may run."""
+        """Let other partitions and operations run."""
         task = current()
         self._next(task)
 
     def wait(self, condition, what):
-        """Lets others run until the condition holds."""
+        """Let others run until the condition holds."""
         task = current()
         task.condition, task.waits_for = condition, (what, kernel_frame())
         self._next(task)
         task.condition = task.waits_for = None
 
     def _next(self, task):
-        """Completes asynchronous operations, then hands the baton to a partition that can run (perhaps this one)."""
+        """Complete random operations, then pass the baton to a random partition that can run, perhaps this one."""
         while True:
             if self.rng.random() < 0.02:
                 self._draw_speeds()
@@ -186,7 +186,7 @@ class Program:
                 self._check_failure()
 
     def start(self, copy):
-        """An asynchronous operation, which is under way from now on; some take much longer than others."""
+        """Start an asynchronous operation. Some take much longer than others."""
         copy.speed = math.exp(-(self.rng.expovariate(1.0) ** 2))
         self.pending.append(copy)
 
@@ -195,7 +195,7 @@ class Program:
         operation.complete()
 
     def _draw_speeds(self):
-        """Partitions and copies that are now fast, now slow by orders of magnitude: even odds find few races."""
+        """Draw new speeds, which differ by orders of magnitude: equal speeds would find few races."""
         for task in self.tasks:
             task.speed = math.exp(self.rng.uniform(-4, 2))
         self.patience = math.exp(self.rng.uniform(-5, 2))
@@ -210,7 +210,7 @@ class Program:
         ]
         error = Deadlock("\n".join([f"program {self.ids}: every partition waits, and no copy is under way", *lines]))
         if task.finished:
-            raise error  # in _work, which passes it to partition 0
+            raise error  # _work passes it to partition 0
         task.condition = None
         raise error
 

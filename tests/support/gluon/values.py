@@ -21,11 +21,11 @@ _NUMPY = {
     **{name: (getattr(np, name),) * 2 for name in ("int8", "int16", "int32", "int64")},
     **{name: (getattr(np, name),) * 2 for name in ("uint8", "uint16", "uint32", "uint64")},
 }
-_RULES = TritonSemantic(None)  # its rules of promotion need no builder
+_RULES = TritonSemantic(None)  # its promotion rules need no builder
 
 
 class EmulationError(RuntimeError):
-    """What a kernel does is wrong, or beyond the emulator."""
+    """The kernel is wrong, or uses a feature that the emulator lacks."""
 
 
 def numpy_dtype(dtype):
@@ -52,7 +52,7 @@ def round_bf16(x):
 
 
 def to_memory(data, dtype):
-    """An array of values as it lies in memory."""
+    """Convert values to their memory format."""
     if dtype.is_bf16():
         return (np.ascontiguousarray(round_bf16(data)).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return data.astype(memory_dtype(dtype))
@@ -65,7 +65,7 @@ def from_memory(data, dtype):
 
 
 def junk(shape, dtype):
-    """What memory holds that nobody wrote: NaN, or a number that is easy to recognise."""
+    """Contents of uninitialised memory: NaN, or a number that is easy to recognise."""
     fill = np.nan if dtype.is_floating() else True if dtype.is_int1() else 0x5A5A5A5A5A5A5A5A
     return np.full(shape, np.asarray(fill).astype(numpy_dtype(dtype)))
 
@@ -83,7 +83,7 @@ class Value:
         self.data, self.dtype = data, dtype
 
     def like(self, data):
-        """The same kind of value with other data."""
+        """A value of the same dtype with other data."""
         return Value(data, self.dtype)
 
     @property
@@ -99,7 +99,7 @@ class Value:
         if not self.shape:
             return self.dtype
         block = tl.block_type(self.dtype, list(self.shape))
-        block.layout = gl.AutoLayout()  # for kernels that derive a layout from it
+        block.layout = gl.AutoLayout()  # some kernels derive a layout from it
         return block
 
     @property
@@ -156,7 +156,7 @@ def number_type(x):
 
 
 def scalar(x, dtype=None):
-    """A Python number as Triton types it."""
+    """A Python number with the dtype that Triton gives it."""
     dtype = number_type(x) if dtype is None else dtype
     return Value(np.asarray(x).astype(numpy_dtype(dtype)), dtype)
 
@@ -170,7 +170,7 @@ def to_tensor(x):
 
 
 def as_int(x):
-    """A run-time or constant integer as a Python one."""
+    """A run-time or constant integer as a Python int."""
     if isinstance(x, Value):
         if x.shape or not x.dtype.is_int():
             raise EmulationError(f"an integer scalar is expected, not {x}")
@@ -204,7 +204,7 @@ def _promoted(a, a_number, b, b_number, division):
 
 
 def promote(a, b, division=False):
-    """Both operands in the dtype that Triton computes in; a Python number does not widen a tensor."""
+    """Both operands in Triton's common dtype; a Python number does not widen a tensor."""
     a_number, b_number = not isinstance(a, Value), not isinstance(b, Value)
     left, right = to_tensor(a), to_tensor(b)
     if left.dtype.is_ptr() or right.dtype.is_ptr():
@@ -228,7 +228,7 @@ def check_ranks(*values):
 
 
 def rounded(data, dtype):
-    """The result of an operation that numpy computed in the dtype's own precision or above."""
+    """Round the result of an operation that numpy computed in at least the dtype's precision."""
     data = np.asarray(data)
     return Value(round_bf16(data) if dtype.is_bf16() else data.astype(numpy_dtype(dtype), copy=False), dtype)
 
@@ -270,7 +270,7 @@ def _integer_division(a, b, name):
     if not np.all(b.data):
         raise ZeroDivisionError(f"integer {name} by zero")
     quotient = a.data // b.data
-    if dtype.is_int_signed():  # as in C, towards zero
+    if dtype.is_int_signed():  # as in C, round towards zero
         quotient = quotient + ((a.data % b.data != 0) & ((a.data < 0) != (b.data < 0)))
     return a, b, np.asarray(quotient).astype(numpy_dtype(dtype)), dtype
 

@@ -1,4 +1,4 @@
-"""Barriers used against their rules, and waits that come too late or for ever."""
+"""Incorrect use of barriers, and waits that come too late or never end."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def overtake(AGAIN: gl.constexpr):
 
 
 def test_a_wait_that_can_be_overtaken():
-    """For a phase of a stage that has been given back: it ends well only if nobody is quick to fill it again."""
+    """A wait for a phase of a stage that was already released: it is correct only if the stage is refilled late."""
     found = []
     for seed in range(20):
         launch(overtake, 1, "before", seed=seed)
@@ -84,6 +84,6 @@ def test_a_wait_that_can_be_overtaken():
     assert any("phase 1 of full completes, and nothing puts that behind a wait" in text for text in found)
 
 
-def test_a_phase_that_nobody_completes():
+def test_a_phase_that_never_completes():
     with pytest.raises(Deadlock, match=r"waits for parity 1 of bars\[1\], which is in phase 1 .*misuse"):
         launch(misuse, 1, "phase")

@@ -1,4 +1,4 @@
-"""The emulator runs kernels that are right, and says what is wrong with those that are not."""
+"""The emulator runs correct kernels and names the fault of incorrect ones."""
 
 import re
 import traceback
@@ -310,7 +310,7 @@ def test_descriptor_bounds():
 
 
 def ragged(tensor, *block):
-    """As triton.tools.ragged_tma makes it: addresses wrap around 2**64."""
+    """A descriptor like triton.tools.ragged_tma's: addresses wrap around 2**64."""
     rows, width = tensor.stride(0), tensor.shape[1]
     shape, strides = [0x7FFF0000, 0x7FFF0000, 2**30, width], [2**34 - rows, rows, rows, 1]
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, *block], gl.bfloat16)

@@ -1,4 +1,4 @@
-"""Values have Triton's dtypes and promotion; device functions are Python, whatever they are called through."""
+"""Values have Triton's dtypes and promotion; device functions run as Python, however they are called."""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def odd(x):
 
 @triton.jit
 def apply(state, x, N: tl.constexpr):
-    """Bits of the rules that hold, and the first power of two from N."""
+    """Bits of the rules that hold, and the smallest power of two that is at least N."""
     tl.static_assert(len(state.rules) == 2)
     found = x * 0
     for i in tl.static_range(len(state.rules)):
@@ -190,6 +190,6 @@ def unknown(x):
     gl.histogram(gl.arange(0, 8, ROWS), 8)
 
 
-def test_what_is_not_emulated_says_so():
+def test_unsupported_features_raise():
     with pytest.raises(NotImplementedError, match="histogram"):
         launch(unknown, 1, torch.zeros(1))

@@ -1,4 +1,4 @@
-"""The implementations in PyTorch against the contract, and whether the contract would notice what is wrong."""
+"""Dense backends fulfil the contract, and the contract detects wrong results."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.support.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
 from tests.support.attention.contract import Case, build, run
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# every logit lies where tanh is flat
+# every logit is where tanh is flat
 SATURATED = Case("far-from-0-softcap", ((50, 50),), offset=200.0, softcap=50.0)
 
 
@@ -33,7 +33,7 @@ def test_contract(case, backend):
 
 
 def plain(case):
-    """What PyTorch's fused attention can be held to: its dropout is its own, and it has no log-sum-exp."""
+    """Whether PyTorch's fused attention can run the case: it has another dropout, and no log-sum-exp."""
     return replace(case, dropout=0.0, origin=(0, 0, 0, 0), sinks=False, softcap=0.0, uses="plain")
 
 
@@ -42,20 +42,20 @@ def test_sdpa(case):
     needs_triton(case)
     errors = run(case, "sdpa", "cpu")
     assert {"out", "dq", "dk", "dv"} <= {e.tensor for e in errors}
-    slack = 2 if case.dtype == torch.float32 else 1  # PyTorch's kernels for CPUs have an exponential of 20 bits
+    slack = 2 if case.dtype == torch.float32 else 1  # the exponential of PyTorch's CPU kernels is exact to 20 bits
     assert all(e.error <= slack * e.allowed for e in errors), errors
 
 
 @pytest.mark.parametrize("name", ["softcap", "sinks"])
-def test_sdpa_says_what_it_cannot(name):
+def test_sdpa_names_unsupported_features(name):
     case = BY_NAME[name]
     assert name in sdpa_unavailable(build(case, "cpu").spec, sinks=case.sinks)
     with pytest.raises(ValueError, match=f"the sdpa backend cannot run this: it has no {name}"):
         run(replace(case, uses="plain"), "sdpa", "cpu")
 
 
-def test_chunks_do_not_matter(monkeypatch):
-    """The same cases with chunks that cut them often."""
+def test_chunked_fulfils_the_contract_for_small_chunks(monkeypatch):
+    """The chunks are small, so that each case has many."""
     whole = functional.DENSE["chunked"]
 
     def small(*args, **options):
@@ -67,7 +67,7 @@ def test_chunks_do_not_matter(monkeypatch):
             assert all(e.ok for e in run(case, "chunked", "cpu")), case
 
 
-# what the contract must notice, each as a change to the answer of a backend that is right: (case, change, tensor)
+# changes to a correct answer that the contract must detect: (case, change, tensor)
 def _late(out, lse):
     return torch.where(torch.arange(out.shape[1])[:, None, None] == out.shape[1] - 1, out * 1.01, out), lse
 
@@ -89,7 +89,7 @@ def _coarse(out, lse):
 
 
 def wrong_tensors(case):
-    """Names of the tensors that the contract finds wrong in ``standard``."""
+    """Names of the tensors of ``standard`` that the contract rejects."""
     try:
         return [e.tensor for e in run(case, "standard", "cpu") if not e.ok]
     except AssertionError as error:
@@ -106,15 +106,15 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "change", "tensor"), WRONG, ids=[f"{n}-{c.__name__[1:]}" for n, c, _ in WRONG])
-def test_the_contract_notices(name, change, tensor, monkeypatch):
+def test_the_contract_detects_wrong_results(name, change, tensor, monkeypatch):
     whole = functional.DENSE["standard"]
     monkeypatch.setitem(functional.DENSE, "standard", lambda *args, **options: change(*whole(*args, **options)))
     assert tensor in wrong_tensors(BY_NAME[name])
 
 
 @pytest.mark.parametrize("name", ["window", "scale", "dropout", "softcap", "alibi", "sinks", "packed", "documents"])
-def test_the_contract_notices_another_problem(name, monkeypatch):
-    """A backend that computes a slightly different thing: each part of a call matters to the verdict."""
+def test_the_contract_detects_another_problem(name, monkeypatch):
+    """The backend computes with one setting changed: the contract depends on each part of a call."""
     other = {
         "window": {"band": contract.Causal()},
         "scale": {"scale": 0.901},

@@ -1,4 +1,4 @@
-"""Jagged nested tensors are packed tensors: the same outputs, log-sum-exps and gradients, jagged again."""
+"""Jagged nested tensors give the same outputs, log-sum-exps and gradients as packed tensors."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def cu(lengths, device):
 
 
 def problem(device, lengths_k=LENGTHS_K):
-    """Packed leaves, and functions that make them jagged with offsets of the queries and the keys."""
+    """Packed leaf tensors, and functions that make them jagged with the offsets of queries and keys."""
     torch.manual_seed(0)
     leaves = [
         torch.randn(sum(lengths), heads, dim, device=device, requires_grad=True)
@@ -72,7 +72,7 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("by_head", [False, True])
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa", "auto"])
-    def test_implementations_in_pytorch(backend, by_head):
+    def test_dense_backends(backend, by_head):
         hold("cpu", backend if backend != "auto" else "reference", by_head)
         if backend == "auto":
             leaves, offsets = problem("cpu")
@@ -80,7 +80,7 @@ if not INTERPRETING:
             assert explain(*tensors) == explain(*leaves, packing=Packing(offsets[0].int(), offsets[1].int()))
             assert attention(*tensors).shape == (4, tensors[0].shape[1], 4, 8)
 
-    def test_every_option():
+    def test_all_options_together():
         ids = (torch.arange(sum(LENGTHS_Q)) // 3).int(), (torch.arange(sum(LENGTHS_K)) // 4).int()
         spec = AttentionSpec(Causal() & Document(*ids), softcap=3.0)
         hold("cpu", "chunked", False, spec, alibi_slopes=torch.rand(4, 4), sinks=torch.rand(4))
@@ -100,7 +100,7 @@ def test_leaves_get_jagged_gradients():
     torch.testing.assert_close(x.grad.unbind()[0], first.grad[0])
 
 
-def test_offsets_that_are_equal_and_not_shared():
+def test_offsets_may_be_equal_without_being_shared():
     q, k, v = jagged_leaves(3, 5), jagged_leaves(3, 5), jagged_leaves(3, 5)
     out = attention(q, k, v, CAUSAL)
     right = [
@@ -121,13 +121,13 @@ def test_holes_between_rows():
     torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(right).sum(), base)[0])
 
 
-def test_a_batch_of_none():
+def test_an_empty_batch():
     x = torch.nested.nested_tensor_from_jagged(torch.randn(0, 2, 8), torch.zeros(1, dtype=torch.int64))
     for backend in ("reference", "standard", "chunked", "sdpa"):
         assert attention(x, x, x, backend=backend).values().shape == (0, 2, 8)
 
 
-def test_what_is_refused():
+def test_tensors_that_do_not_fit_are_refused():
     x, plain = jagged_leaves(3, 5), torch.randn(2, 5, 2, 8)
     with pytest.raises(TypeError, match="k is not nested: q, k and v must all be nested with layout=torch.jagged, or"):
         attention(x, plain, x)

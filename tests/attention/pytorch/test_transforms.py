@@ -1,4 +1,4 @@
-"""``torch.func`` over the operator: gradients with every backend, and one line where a transform is not supported."""
+"""``torch.func`` over the operator: gradients with every backend, and a one-line error for unsupported transforms."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def qkv(device, *shape):
 
 
 def everything(device):
-    """A function of q, k, v, slopes and sinks that returns a number, and its arguments; every feature takes part."""
+    """A scalar function of q, k, v, slopes and sinks that uses every feature, and its arguments."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(30, heads, 16, device=device) for heads in (4, 2, 2))
     cu = torch.tensor([0, 11, 30], dtype=torch.int32, device=device)
@@ -131,7 +131,7 @@ def test_batches_of_gradients_of_kernels(device):
 if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
-    def test_gradients_are_autograds(backend):
+    def test_gradients_equal_autograds(backend):
         gradients_are_autograds(backend, "cpu")
 
     def test_gradients_of_hopper_in_the_emulator():
@@ -144,7 +144,7 @@ if not INTERPRETING:
             right = torch.autograd.grad(attention(*leaves, CAUSAL, backend="hopper").float().sum(), leaves)
         assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
 
-    def test_standard_refuses_what_it_has_not():
+    def test_standard_refuses_unsupported_transforms():
         a_second_gradient_is_refused("standard", "cpu")
         vmap_is_refused("standard", "cpu")
         forward_mode_is_refused("standard", "cpu")
@@ -164,8 +164,8 @@ if not INTERPRETING:
             torch.autograd.grad(first.pow(2).sum(), q)
 
     @pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
-    def test_vmap_is_a_loop(backend):
-        """For per-sample gradients, too."""
+    def test_vmap_equals_a_loop(backend):
+        """Also for per-sample gradients."""
         tensors = qkv("cpu", 3, 1, 9, 2, 16)
 
         def loss(*x):
@@ -185,7 +185,7 @@ if not INTERPRETING:
 
         torch.testing.assert_close(jacrev(row)(q), jacrev(lambda q: row(q, "reference"))(q))
 
-    def test_second_gradients_of_chunked_are_the_references():
+    def test_second_gradients_of_chunked_equal_the_references():
         q, k, v = qkv("cpu", 1, 5, 1, 8)
         ours, right = (
             hessian(lambda q, b=backend: attention(q, k, v, CAUSAL, backend=b).pow(2).sum())(q)
@@ -195,7 +195,7 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
     def test_a_module_without_state(backend):
-        """As libraries for meta-learning call it."""
+        """As in libraries for meta-learning."""
 
         class Layer(torch.nn.Module):
             def __init__(self):

@@ -1,4 +1,4 @@
-"""A number that is none reaches what depends on it, and its row is not taken for one that saw no key."""
+"""NaN reaches all results that depend on it. Its row is not treated as a row without keys."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from flash_train.attention import (
 from flash_train.attention.dense.reference import reference_attention
 from tests.support.attention.devices import INTERPRETING, on_devices
 
-#: keys that no query sees, of 20 keys and 12 queries at their end
+#: keys that no query attends to, with 20 keys and 12 queries at their end
 HIDING = {
     "window": (slice(0, 5), Window(3, 0)),
     "document": (slice(3, 9), Document(torch.full((12,), 7).int(), torch.tensor([7] * 3 + [1] * 6 + [7] * 11).int())),
@@ -69,7 +69,7 @@ if not INTERPRETING:
     @pytest.mark.parametrize("sinks", [False, True])
     @pytest.mark.parametrize("name", SPECS)
     @pytest.mark.parametrize("backend", ["standard", "chunked"])
-    def test_implementations_in_pytorch(backend, name, sinks):
+    def test_dense_backends(backend, name, sinks):
         same_places(backend, "cpu", SPECS[name], sinks)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
@@ -83,7 +83,7 @@ if not INTERPRETING:
     @pytest.mark.parametrize("packed", [False, True])
     @pytest.mark.parametrize("name", HIDING)
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
-    def test_keys_that_no_query_sees_may_hold_anything(backend, name, packed):
+    def test_keys_without_queries_may_be_nan(backend, name, packed):
         hidden, mask = HIDING[name]
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 20, heads, 8) for heads in (4, 2, 2))

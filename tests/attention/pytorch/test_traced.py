@@ -1,4 +1,4 @@
-"""Traced programs whose sizes are symbols: several head dimensions, and exports for any length."""
+"""Traced programs with symbolic sizes: several head dimensions, and exports for any length."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ BACKENDS = ("sdpa", "standard", "chunked", "reference")
 
 
 def tensors(device, len_q, len_k, head_dim=16, packed=False):
-    """q, k and v that learn."""
+    """q, k and v that require gradients."""
     batch = () if packed else (2,)
     return tuple(
         torch.randn(*batch, n, h, head_dim, device=device, requires_grad=True)
@@ -65,7 +65,7 @@ class Attend(torch.nn.Module):
 
 
 def check_export(device, backend, spec, cross, strict, **options):
-    """Exported for lengths of its own in queries and keys, or for one of both."""
+    """Export for any lengths: different ones of queries and keys, or the same for both."""
     n, m = (torch.export.Dim(name, min=2, max=4096) for name in "nm")
     m = m if cross else n
     module = Attend(backend, spec, **options)
@@ -87,13 +87,13 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
     @pytest.mark.parametrize("dynamic", [None, True])
-    def test_several_head_dimensions_in_plain_pytorch(backend, dynamic):
+    def test_several_head_dimensions_with_dense_backends(backend, dynamic):
         check_widths("cpu", backend, dynamic)
 
     @pytest.mark.parametrize("strict", [False, True])
     @pytest.mark.parametrize("cross", [False, True])
     @pytest.mark.parametrize("backend", BACKENDS)
-    def test_exports_in_plain_pytorch(backend, cross, strict):
+    def test_exports_with_dense_backends(backend, cross, strict):
         check_export("cpu", backend, AttentionSpec(Causal()), cross, strict)
 
     @pytest.mark.parametrize("backend", ["standard", "chunked", "reference"])
@@ -105,8 +105,8 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", ["standard", "chunked", "reference"])
     @pytest.mark.parametrize("export", [False, True])
-    def test_packed_entries_of_lengths_that_only_the_device_knows(backend, export):
-        """Compiled as one graph for any boundaries; exported for any number of rows."""
+    def test_packed_calls_without_lengths_on_the_host(backend, export):
+        """They compile to one graph for any boundaries, and export for any number of rows."""
         torch._dynamo.reset()
         module = Attend(backend, AttentionSpec(Causal()))
         cu = torch.tensor([0, 13, 13, 30], dtype=torch.int32)
@@ -122,7 +122,7 @@ if not INTERPRETING:
             cu = torch.tensor(boundaries, dtype=torch.int32)
             check_same(program(*given, cu), module(*given, cu), given)
 
-    def test_gradients_of_slopes_and_sinks_cross_the_operator():
+    def test_slopes_and_sinks_get_gradients_through_the_operator():
         torch._dynamo.reset()
         given = tensors("cpu", 20, 20, packed=True)
         slopes, sinks = (torch.rand(4, requires_grad=True) for _ in "ab")
@@ -139,8 +139,8 @@ if not INTERPRETING:
         with pytest.raises(ValueError, match="cu_seqlens_q ends at 21 and q has 20 rows"):
             compiled(*given, torch.tensor([0, 8, 21], dtype=torch.int32))
 
-    def test_a_function_of_the_users_own_is_refused_in_one_line():
+    def test_a_mask_function_is_refused_in_one_line():
         mask = MaskFunction(None, lambda entry, head, q, k: k % 2 == 0)
         given = (*tensors("cpu", 20, 20), None)
-        with pytest.raises(ValueError, match="a mask with MaskFunction .* or use backend=flash"):
+        with pytest.raises(ValueError, match="mask=MaskFunction: must .* or use backend=flash"):
             torch.export.export(Attend("chunked", AttentionSpec(mask)), given, strict=False)

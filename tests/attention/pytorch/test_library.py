@@ -1,4 +1,4 @@
-"""The operator as a citizen of PyTorch: torch.library, torch.compile, FLOP counts, autocast, functional calls."""
+"""The operator under PyTorch's tools: opcheck, torch.compile, FLOP counts, autocast, functional calls."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ OPERATORS = ("flash_train.attention_forward.default", "flash_train.attention_bac
 
 
 def tensors(device, *rows, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32):
-    """q, k and v that learn."""
+    """q, k and v that require gradients."""
     return [
         torch.randn(*rows, h, head_dim, device=device, dtype=dtype, requires_grad=True)
         for h in (heads, kv_heads, kv_heads)
@@ -64,7 +64,7 @@ def block_call(device):
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of the package's operators."""
+    """Records the arguments of the package's operators."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ def test_new_boundaries_do_not_recompile(device, mask, inside):
 @on_devices
 @pytest.mark.parametrize("packed", [False, True])
 def test_new_documents_do_not_recompile(device, packed):
-    """Masks and specifications are made where they are used, too."""
+    """Also if the compiled function makes the mask and the specification."""
     counter = compile_counter()
     q, k, v = tensors(device, *((30,) if packed else (2, 30)))
     cu = boundaries(device, 10, 20)
@@ -141,7 +141,7 @@ def test_new_documents_do_not_recompile(device, packed):
 
 @on_devices
 def test_one_compilation_serves_all_lengths(device):
-    """The second length compiles for any; no other does."""
+    """The second length compiles for all lengths; a third does not recompile."""
     counter = compile_counter()
     spec = AttentionSpec(Causal())
 
@@ -158,7 +158,7 @@ def test_one_compilation_serves_all_lengths(device):
 
 @on_devices
 def test_dropout_without_a_state_is_consistent_when_compiled(device):
-    """With q = 0 and V = I the output is the mask, which the backward must have used, too."""
+    """With q = 0 and V = I the output shows the dropout mask; the backward must use the same one."""
     n = 32
     q = torch.zeros(1, n, 1, n, device=device)
     v = torch.eye(n, device=device)[None, :, None].requires_grad_()
@@ -211,7 +211,7 @@ def test_autocast_leaves_double_precision():
 
 
 @on_devices
-def test_no_gradient_of_a_gradient(device):
+def test_a_second_gradient_is_refused(device):
     q, k, v = tensors(device, 1, 20)
     out = attention(q, k, v, AttentionSpec(Causal()), backend="triton")
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -221,7 +221,7 @@ def test_no_gradient_of_a_gradient(device):
 
 @on_devices
 @pytest.mark.parametrize("backend", ["triton", "standard", "chunked"])
-def test_a_sink_does_not_hide_what_is_no_number(device, backend):
+def test_a_sink_does_not_hide_nan(device, backend):
     q, k, v = tensors(device, 1, 20)
     sinks = torch.zeros(2, device=device, requires_grad=True)
     with torch.no_grad():
@@ -246,7 +246,7 @@ def test_a_window_wider_than_any_sequence(device, far):
 
 
 class Attend(torch.nn.Module):
-    """A module as users write them: projections around the call, and learnable slopes and sinks."""
+    """A typical module: projections around the call, and learnable slopes and sinks."""
 
     def __init__(self, device, backend):
         super().__init__()
@@ -291,7 +291,7 @@ def checkpointed(device, backend):
     for through in (call, lambda *x: checkpoint(call, *x, use_reentrant=False)):
         torch.manual_seed(7)
         out = through(q, k, v)
-        torch.manual_seed(8)  # another state when the forward is computed again
+        torch.manual_seed(8)  # the recomputed forward starts from another state
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     torch.manual_seed(9)
@@ -306,13 +306,13 @@ def test_checkpointing_reproduces_the_mask(device):
 if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", ["standard", "reference", "chunked", "sdpa"])
-    def test_checkpointing_reproduces_the_mask_of_implementations_in_pytorch(backend):
+    def test_checkpointing_reproduces_the_mask_of_dense_backends(backend):
         checkpointed("cpu", backend)
 
     @pytest.mark.parametrize("backend", ["standard", "reference"])
     @pytest.mark.parametrize("packed", [False, True])
-    def test_implementations_in_pytorch_compile(backend, packed):
-        """Packed, where the lengths are known: else they read the boundaries."""
+    def test_dense_backends_compile(backend, packed):
+        """Packed calls give the lengths, since the backends would otherwise read the boundaries."""
         counter, spec = compile_counter(), AttentionSpec(Window(9, 0), softcap=3.0)
         q, k, v = tensors("cpu", *((20,) if packed else (2, 20)))
         cu = boundaries("cpu", 12, 8)

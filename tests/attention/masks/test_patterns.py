@@ -1,4 +1,4 @@
-"""Patterns of blocks: small ones drawn out, and what holds of all."""
+"""Patterns of blocks: small patterns drawn, and properties of all patterns."""
 
 import pytest
 import torch
@@ -53,12 +53,12 @@ def test_butterfly():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 32])
-def test_butterfly_holds_one_block_per_bit(n):
+def test_butterfly_rows_have_one_block_per_bit(n):
     pattern = butterfly(n, n)
     assert (pattern.sum(0) == n.bit_length()).all()
     assert (pattern.sum(1) == n.bit_length()).all()
     mixed = torch.eye(n)
-    for _ in range(n.bit_length() - 1):  # every block reaches every other in as many steps as there are bits
+    for _ in range(n.bit_length() - 1):  # every block reaches every other one within as many steps as there are bits
         mixed = mixed @ pattern.float()
     assert (mixed > 0).all()
 
@@ -100,7 +100,7 @@ def test_every_builder_serves_a_mask(name):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_device_is_the_callers(name):
+def test_patterns_are_made_on_the_requested_device(name):
     assert BUILDERS[name](n_q=3, n_k=4, device="meta").device.type == "meta"
 
 
@@ -110,12 +110,12 @@ BAD = [
     (lambda: local_global(4, 4, 1, 1.5), "n_global=1.5: must be an integer of at least 0"),
     (lambda: strided(4, 4, 0, 1), "stride=0: must be an integer of at least 1"),
     (lambda: butterfly(4, 0), "n_k=0: must be an integer of at least 1"),
-    (lambda: random(4, 4, 5), "per_row=5: there are 4 blocks of keys"),
+    (lambda: random(4, 4, 5), "per_row=5: must be at most n_k, 4"),
     (lambda: random(4, 4, -1), "per_row=-1: must be an integer of at least 0"),
 ]
 
 
 @pytest.mark.parametrize(("build", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_arguments(build, message):
+def test_bad_arguments_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
