@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from flash_train.attention.kernels.families import FAMILIES, PORTABLE
 from flash_train.profiling.ablation import table as ablation
 from flash_train.profiling.ablation.plot import plot_ablation
 from flash_train.profiling.attention.plot import fingerprint, plot_attention
@@ -29,7 +30,8 @@ from flash_train.records.markdown import markdown_table as table
 ROOT = Path(__file__).parents[1]
 Records = list[dict[str, Any]]
 DIRECTIONS = ("forward", "backward")
-OWN = {"hopper": "this project", "triton": "… portable"}  # the first where it was measured
+OURS = "this project"
+OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "… portable"}
 NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "flex": "FlexAttention", "varlen_attn": "varlen_attn"}
 PEERS = {"flash_train": "this project", "transformers": "transformers + Liger"}
 PARTS = ("forward", "backward", "optimizer")
@@ -135,7 +137,7 @@ def sparse_table(records: Records) -> str:
 def own_names(records: Records) -> dict[str, str]:
     """Our kernels that have records; where there are none but the portable ones, they are "this project"."""
     found = measured(OWN, records)
-    return found if len(found) > 1 else dict.fromkeys(found or ["triton"], OWN["hopper"])
+    return found if len(found) > 1 else dict.fromkeys(found or [PORTABLE.name], OURS)
 
 
 def measured(names: dict[str, str], records: Records) -> dict[str, str]:

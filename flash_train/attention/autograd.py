@@ -11,41 +11,21 @@ from torch._C import _are_functorch_transforms_active as transforming  # called 
 from torch._C._functorch import is_legacy_batchedtensor
 
 from flash_train.attention import flops
+from flash_train.attention.kernels.call import Call, schema_of
 from flash_train.attention.transforms import first_order, refuse_jvp, refuse_vmap
 
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 
+#: of q, k, v, slopes and sinks; None for slopes and sinks that have none
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
-def _run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    block_map: Tensor | None,
-    term_tensors: Sequence[Tensor],
-    terms: str,
-    bounds: Sequence[int],
-    origin: Sequence[int],
-    scale: float,
-    softcap: float,
-    keep_threshold: int,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; the backward recomputes the rest from them. ``arguments.Call`` names the rest;
-    ``kernels`` are those of ``kernels.select``."""
-    from flash_train.attention.kernels import select
-    from flash_train.attention.kernels.call import Call, readable_call
 
-    call = Call(
-        cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale,
-        softcap, keep_threshold,
-    )  # fmt: skip
-    call = readable_call(call)
-    return select.forward_of(kernels, q, k, v, call)(q, k, v, call)
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp; ``kernels`` is the backend, as in ``kernels.select``."""
+    from flash_train.attention.kernels.select import forward_of
+
+    call = call.readable()
+    return forward_of(kernels, q, k, v, call)(q, k, v, call)
 
 
 def _run_backward(
@@ -56,45 +36,46 @@ def _run_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    block_map: Tensor | None,
-    term_tensors: Sequence[Tensor],
-    terms: str,
-    bounds: Sequence[int],
-    origin: Sequence[int],
-    scale: float,
-    softcap: float,
-    keep_threshold: int,
+    call: Call,
     kernels: str,
     needs_slopes: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, the slopes and the sinks; empty for slopes that need none and sinks that are not there."""
-    dq, dk, dv, dslopes, dsinks = _gradients(
-        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rng, alibi_slopes, sinks, block_map, term_tensors,
-        terms, bounds, origin, scale, softcap, keep_threshold, kernels, needs_slopes,
-    )  # fmt: skip
-    nothing = q.new_empty(0)
-    return dq, dk, dv, nothing if dslopes is None else dslopes, nothing.clone() if dsinks is None else dsinks
+) -> Gradients:
+    from flash_train.attention.kernels.select import backward_of
+
+    call = call.readable()
+    return backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
 
 
-def _gradients(
+# -- operators
+
+
+def _forward_operator(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _run_forward(q, k, v, Call.from_arguments(rest[:-1]), rest[-1])
+
+
+def _backward_operator(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The same, and None in place of empty ones: an allocation takes a while, too."""
-    from flash_train.attention.kernels import select
-    from flash_train.attention.kernels.call import Call, readable_call
-
-    *plain, kernels, needs_slopes = rest
-    call = readable_call(Call(*plain))
-    return select.backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``_run_backward``; gradients that are not there are empty."""
+    call, (kernels, needs_slopes) = Call.from_arguments(rest[:-2]), rest[-2:]
+    dq, dk, dv, dslopes, dsinks = _run_backward(dout, dlse, q, k, v, out, lse, call, kernels, needs_slopes)
+    empty = q.new_empty(0)
+    return dq, dk, dv, empty if dslopes is None else dslopes, empty.clone() if dsinks is None else dsinks
 
 
-attention_forward = torch.library.custom_op("flash_train::attention_forward", _run_forward, mutates_args=())
-attention_backward = torch.library.custom_op("flash_train::attention_backward", _run_backward, mutates_args=())
+attention_forward = torch.library.custom_op(
+    "flash_train::attention_forward",
+    _forward_operator,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {schema_of(Call)}, str kernels) -> (Tensor, Tensor)",
+)
+attention_backward = torch.library.custom_op(
+    "flash_train::attention_backward",
+    _backward_operator,
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{schema_of(Call)}, str kernels, bool needs_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @attention_forward.register_fake
@@ -105,55 +86,66 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 @attention_backward.register_fake
 def _backward_shapes(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    *rest: Any,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    needs_slopes = rest[-1]
-    dslopes = alibi_slopes.new_empty(alibi_slopes.shape) if needs_slopes else q.new_empty(0)
+    call, needs_slopes = Call.from_arguments(rest[:-2]), rest[-1]
+    slopes, sinks = call.alibi_slopes, call.sinks
+    dslopes = q.new_empty(0) if slopes is None or not needs_slopes else slopes.new_empty(slopes.shape)
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dslopes, dsinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *optional, term_tensors, terms, bounds, origin, scale, softcap, keep_threshold, kernels = inputs
-    ctx.save_for_backward(q, k, v, *output, *optional, *term_tensors)
-    ctx.settings = (terms, bounds, origin, scale, softcap, keep_threshold, kernels)
+# -- their gradients
+
+
+def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(q, k, v, *output, *call.tensors)
+    ctx.settings, ctx.kernels = call.settings, kernels
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any] | None = None
-) -> tuple[Any, ...]:
-    """Gradients of ``attention_forward``'s arguments, as ``torch.library`` wants them: a list for a list.
-
-    ``saved``, if the context's tensors were read before: the operator then runs, since they may be wrapped.
-    """
-    q, k, v, out, lse, *optional = ctx.saved_tensors if saved is None else saved
-    optional, term_tensors = optional[:6], optional[6:]
-    needs_slopes, needs_sinks = ctx.needs_input_grad[6:8]
+def _gradients(
+    ctx: Any,
+    saved: Sequence[Any],
+    needs_slopes: bool,
+    needs_sinks: bool,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    by_operator: bool = False,
+) -> Gradients:
+    """The gradients from the tensors that ``_save`` saved, by the operator where it must be seen."""
+    q, k, v, out, lse, *tensors = saved
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    if is_legacy_batchedtensor(dout):  # PyTorch asks no rule of the operator then
+    if is_legacy_batchedtensor(dout):  # for these, PyTorch does not ask the operator's rule
         refuse_vmap()
-    # With a graph of itself wanted, by the operator, too: it has no gradient of its own, and says so.
-    watched = saved is not None or _is_watched(dout) or torch.is_grad_enabled() or transforming()
-    run: Any = attention_backward if watched else _gradients
-    dq, dk, dv, dslopes, dsinks = run(
-        dout, dlse, q, k, v, out, lse, *optional, term_tensors, *ctx.settings, needs_slopes
-    )
-    dslopes, dsinks = dslopes if needs_slopes else None, dsinks if needs_sinks else None
-    return (dq, dk, dv, None, None, None, dslopes, dsinks, None, [None] * len(term_tensors), *(None,) * 7)
+    call = Call.of(tensors, ctx.settings)
+    # Where a graph of the gradient is recorded, the operator runs, too: it has no gradient, and says so.
+    if by_operator or _is_watched(dout) or torch.is_grad_enabled() or transforming():
+        found = attention_backward(dout, dlse, q, k, v, out, lse, *call.arguments, ctx.kernels, needs_slopes)
+    else:
+        found = _run_backward(dout, dlse, q, k, v, out, lse, call, ctx.kernels, needs_slopes)
+    dq, dk, dv, dslopes, dsinks = found
+    return dq, dk, dv, dslopes if needs_slopes else None, dsinks if needs_sinks else None
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arguments, kernels = inputs
+    _save(ctx, q, k, v, Call.from_arguments(arguments), kernels, output)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Gradients of ``attention_forward``'s arguments, as ``torch.library`` wants them: a list for a list."""
+    needs: Any = Call(*ctx.needs_input_grad[3:-1])
+    saved = ctx.saved_tensors
+    dq, dk, dv, dslopes, dsinks = _gradients(ctx, saved, needs.alibi_slopes, needs.sinks, dout, dlse)
+    return (dq, dk, dv, *_gradients_of_call(len(needs.term_tensors), dslopes, dsinks), None)
+
+
+def _gradients_of_call(n_terms: int, dslopes: Tensor | None, dsinks: Tensor | None) -> Call:
+    """A gradient, or None, in the place of each parameter."""
+    nothing: Any = [None] * len(Call._fields)
+    return Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, term_tensors=[None] * n_terms)
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -162,65 +154,73 @@ attention_backward.register_vmap(refuse_vmap)
 flops.register()
 
 
+# -- eager calls
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
+    """``attention_forward``, differentiable. Eager calls bypass the autograd of ``torch.library``, which takes longer
+    than the rest of a call's work on the host."""
+    if torch.compiler.is_compiling():
+        return attention_forward(q, k, v, *call.arguments, kernels)
+    if transforming():
+        return _TransformedAttention.apply(q, k, v, call.settings, kernels, *call.tensors)
+    return _Attention.apply(q, k, v, call.alibi_slopes, call.sinks, call, kernels)
+
+
 def _is_watched(x: Tensor) -> bool:
-    """Whether somebody counts, records or replaces operators, or x is more than a tensor: ``torch.library`` has to be
-    asked then. It takes as long as a launch, and eager calls go without."""
+    """Whether a dispatch mode or a tensor subclass is active, which must see the operator. Other eager calls go without
+    ``torch.library``: it takes as long as a launch."""
     return torch._C._len_torch_dispatch_stack() > 0 or type(x) not in (Tensor, torch.nn.Parameter)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with the gradient that it is registered with. What is no tensor comes as one argument, ``settings``,
-    and the mask's tensors last: PyTorch looks at every argument several times."""
+    """The operator with its registered gradient. PyTorch looks at every argument several times: only the tensors that
+    can have a gradient are arguments of their own."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *operands, settings = inputs[:10]
-        inputs = (*operands, inputs[10:], *settings)
-        output = (attention_forward if _is_watched(inputs[0]) else _run_forward)(*inputs)
-        _setup_context(ctx, inputs, output)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Any, sinks: Any, call: Call, kernels: str
+    ) -> tuple[Tensor, Tensor]:
+        if _is_watched(q):
+            output = attention_forward(q, k, v, *call.arguments, kernels)
+        else:
+            output = _run_forward(q, k, v, call, kernels)
+        _save(ctx, q, k, v, call, kernels, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        return _in_order_of_apply(_backward(ctx, dout, dlse))
+        needs_slopes, needs_sinks = ctx.needs_input_grad[3:5]
+        return (*_gradients(ctx, ctx.saved_tensors, needs_slopes, needs_sinks, dout, dlse), None, None)
 
     jvp = staticmethod(refuse_jvp)
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """``_Attention`` for ``torch.func``, which needs the context set up apart. PyTorch then looks up the arguments'
-    names at every call, which takes longer than a launch: plain calls do without."""
+    """``_Attention`` for ``torch.func``: every tensor is an argument, and the context is set up apart from the forward.
+    PyTorch then looks up the arguments' names at every call, which takes longer than a launch."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        *operands, settings = inputs[:10]
-        return attention_forward(*operands, inputs[10:], *settings)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...], kernels: str, *tensors: Any
+    ) -> tuple[Tensor, Tensor]:
+        return attention_forward(q, k, v, *Call.of(tensors, settings).arguments, kernels)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *operands, settings = inputs[:10]
-        _setup_context(ctx, (*operands, inputs[10:], *settings), output)
+        q, k, v, settings, kernels, *tensors = inputs
+        _save(ctx, q, k, v, Call.of(tensors, settings), kernels, output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        needs: Any = Call.of(ctx.needs_input_grad[5:], ctx.settings)
         saved = ctx.saved_tensors  # still wrapped when the transform has ended
         with torch.no_grad():
-            gradients = _in_order_of_apply(_backward(ctx, dout, dlse, saved))
-        return first_order(gradients, dout, dlse, *saved)
+            dq, dk, dv, dslopes, dsinks = _gradients(
+                ctx, saved, needs.alibi_slopes, needs.sinks, dout, dlse, by_operator=True
+            )
+        of_call = _gradients_of_call(len(needs.term_tensors), dslopes, dsinks)
+        return first_order((dq, dk, dv, None, None, *of_call.tensors), dout, dlse, *saved)
 
     jvp = staticmethod(refuse_jvp)
     vmap = staticmethod(refuse_vmap)
-
-
-def _in_order_of_apply(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``_backward``'s gradients in the order of a Function's arguments: settings tenth, the mask's tensors last."""
-    return (*gradients[:9], None, *gradients[9])
-
-
-def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """``attention_forward``, differentiable. Run eagerly, it goes around ``torch.library``'s own autograd, which takes
-    longer than all else that a call does on the host."""
-    if torch.compiler.is_compiling():
-        return attention_forward(*inputs)
-    function = _TransformedAttention if transforming() else _Attention
-    return function.apply(*inputs[:9], inputs[10:], *inputs[9])

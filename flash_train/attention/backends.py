@@ -1,4 +1,4 @@
-"""Which implementation runs, and in words why another cannot."""
+"""Which implementation runs a call, and why another one cannot."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ import importlib.util
 import torch
 
 from flash_train.attention.dense.sdpa import sdpa_unavailable
+from flash_train.attention.kernels.families import FAMILIES, is_own
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.tracing import assume_constant_result
 
-#: ``flash`` is this project's kernels: Hopper's own where they can run the call, else the portable ones. ``triton``
-#: is the portable ones alone; ``hopper`` those for compute capability 9.0, with the portable backward where they have
-#: none.
-BACKENDS = ("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked", "reference")
-OWN = ("flash", "triton", "hopper")
 MAX_HEAD_DIM = 256
+
+
+@assume_constant_result
+def backend_names() -> tuple[str, ...]:
+    """Every value of ``backend``.
+
+    ``flash`` is this project's kernels: for each call the first of the families in ``kernels.families`` that can run
+    it. Each family's name stands for its kernels alone; only a backward that it cannot run is the portable family's.
+    """
+    return ("auto", "flash", *reversed(FAMILIES), "sdpa", "standard", "chunked", "reference")
+
+
+BACKENDS = backend_names()
 
 
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's.
 
-    A compiler may trace it with a symbolic ``head_dim``, on which the result depends by comparisons alone.
+    ``torch.compile`` may trace it with a symbolic ``head_dim``: the result depends on comparisons alone.
     """
     missing = _triton_unavailable()
     if missing is not None:
@@ -67,11 +76,9 @@ def _gpu_unavailable(device: torch.device) -> str | None:
 
 
 @assume_constant_result
-def hopper_unavailable(device: torch.device) -> str | None:
-    """Why Hopper's kernels cannot run on this device, or None where they can."""
-    from flash_train.attention.kernels.hopper.launch import device_unavailable
-
-    return device_unavailable(device)
+def family_unavailable(backend: str, device: torch.device) -> str | None:
+    """Why the family of this name cannot run on the device, or None where it can; ``flash`` and ``auto`` have none."""
+    return FAMILIES[backend].unavailable(device) if backend in FAMILIES else None
 
 
 def resolve_backend(
@@ -84,27 +91,27 @@ def resolve_backend(
     sinks: bool = False,
     exact: bool = False,
 ) -> tuple[str, str]:
-    """The backend that runs and why, in words.
+    """The backend that runs, and why.
 
     Args:
         name: one of ``BACKENDS``. ``auto`` takes this project's kernels where they run, else ``sdpa``, else
             ``reference``.
         head_dim: the larger of q's and v's.
-        spec: what is to be computed; without it, what every backend can.
+        spec: what to compute; without it, a computation that every backend can do.
         sinks: whether there are sinks.
         exact: whether the log-sum-exp or this project's own dropout mask is wanted.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run here. A named backend is never replaced.
     """
-    if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r}: must be one of {', '.join(BACKENDS)}")
+    if name not in backend_names():
+        raise ValueError(f"attention backend {name!r}: must be one of {', '.join(backend_names())}")
     spec = AttentionSpec() if spec is None else spec
-    if name in ("auto", *OWN):
+    if name == "auto" or is_own(name):
         device = torch.device(device)
         reason = flash_unavailable(device, dtype, head_dim)
-        if name == "hopper" and reason is None:
-            reason = hopper_unavailable(device)
+        if reason is None:
+            reason = family_unavailable(name, device)
         if reason is None:
             return "flash" if name == "auto" else name, "this project's kernels run here"
         if name != "auto":
@@ -124,7 +131,7 @@ def resolve_backend(
 def _able(
     device: torch.device, dtype: torch.dtype, head_dim: int, spec: AttentionSpec, sinks: bool, exact: bool
 ) -> str:
-    """The backends that can run a call, by names that fit ``backend=`` and the command line's ``attention=`` alike."""
+    """The backends that can run a call, by names that ``backend=`` and the command line's ``attention=`` both take."""
     reasons = {
         "flash": flash_unavailable(device, dtype, head_dim),
         "sdpa": sdpa_unavailable(spec, sinks=sinks, exact=exact),

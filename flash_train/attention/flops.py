@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_train.attention.kernels.call import Bounds, Call
 from flash_train.attention.masks import SKIPPED, Causal, Full, Mask, Window
 from flash_train.attention.packing import Entry
 from flash_train.attention.tracing import unreadable
@@ -82,9 +83,9 @@ def call_pairs(
         q, k: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,) if packed, else None.
         block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), ``SKIPPED`` where nothing attends.
-        bounds: the band's left and right, the terms' tail, and the map's block sizes; -1 for none.
+        bounds: those of ``kernels.call.Bounds``.
     """
-    left, right, _, block_q, block_k = bounds
+    left, right, _, block_q, block_k = Bounds(*bounds)
     mask = Window(None if left < 0 else left, None if right < 0 else right)
     n_heads = q.shape[-2]
     if cu_seqlens_q is None:
@@ -115,48 +116,20 @@ def register() -> None:
     register_flop_formula(torch.ops.flash_train.attention_backward, get_raw=True)(_backward_flops)
 
 
-def _forward_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    block_map: Tensor | None,
-    term_tensors: Sequence[Tensor],
-    terms: str,
-    bounds: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
-    pairs = call_pairs(q, k, cu_seqlens_q, cu_seqlens_k, block_map, bounds)
-    return attention_flops(pairs, 1, q.shape[-1], v.shape[-1])
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    return attention_flops(_pairs_of(q, k, rest), 1, q.shape[-1], v.shape[-1])
 
 
 def _backward_flops(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    block_map: Tensor | None,
-    term_tensors: Sequence[Tensor],
-    terms: str,
-    bounds: Sequence[int],
-    *_: Any,
-    **__: Any,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **_: Any
 ) -> int:
-    pairs = call_pairs(q, k, cu_seqlens_q, cu_seqlens_k, block_map, bounds)
-    return attention_backward_flops(pairs, 1, q.shape[-1], v.shape[-1])
+    return attention_backward_flops(_pairs_of(q, k, rest), 1, q.shape[-1], v.shape[-1])
+
+
+def _pairs_of(q: Tensor, k: Tensor, rest: Sequence[Any]) -> int:
+    """``call_pairs`` of an operator's arguments; a ``Call`` comes first among the rest."""
+    call = Call.from_arguments(rest[: len(Call._fields)])
+    return call_pairs(q, k, call.cu_seqlens_q, call.cu_seqlens_k, call.block_map, call.bounds)
 
 
 def _pairs_by_block(mask: Window, entry: Entry, block_q: int, block_k: int) -> Tensor:

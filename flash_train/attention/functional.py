@@ -8,11 +8,13 @@ from typing import Any, Literal, cast, overload
 import torch
 
 from flash_train.attention.autograd import attend
-from flash_train.attention.backends import OWN, resolve_backend
+from flash_train.attention.backends import resolve_backend
 from flash_train.attention.dense.operator import DENSE, attend_by_operator, needs_operator
 from flash_train.attention.dense.sdpa import sdpa_attention
 from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.jagged import unpack
+from flash_train.attention.kernels.call import Call, call_of
+from flash_train.attention.kernels.families import is_own
 from flash_train.attention.masks import Mask
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
@@ -77,9 +79,9 @@ def attention(
         alibi_slopes: (heads,), or (batch or entries, heads): the bias ``-slope * abs(i + len_k - len_q - j)`` is added
             to the logit of query i and key j. May be learnable.
         sinks: (heads,): a logit per head that joins the softmax's sum and has no value. May be learnable.
-        backend: ``flash``, this project's kernels (``triton``, the portable ones alone, ``hopper``, Hopper's alone),
-            ``sdpa``, ``standard``, ``chunked``, ``reference``, or ``auto``: flash where it runs, else sdpa, else
-            reference. ``explain`` says what runs.
+        backend: one of ``BACKENDS``: ``flash``, this project's kernels (``triton``, the portable ones alone, or
+            another family by its name), ``sdpa``, ``standard``, ``chunked``, ``reference``, or ``auto``: flash where it
+            runs, else sdpa, else reference. ``explain`` says what runs.
         return_lse: also return the natural log-sum-exp of the logits, fp32 (of fp64 inputs, fp64), (batch, heads,
             seqlen_q), packed (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable.
             All but ``sdpa``.
@@ -123,7 +125,7 @@ def attention(
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
-        out, lse = attend(q, k, v, *operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
+        out, lse = attend(q, k, v, operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
     return (out, lse) if return_lse else out
 
 
@@ -147,7 +149,7 @@ def explain(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> str:
-    """What runs ``attention`` of the same arguments, and why not what might be faster, in words. Runs no kernel.
+    """What runs ``attention`` with the same arguments, and why nothing faster does. Runs no kernel.
 
     Raises:
         ValueError, TypeError: as ``attention``.
@@ -155,18 +157,14 @@ def explain(
     if q.is_nested or k.is_nested or v.is_nested:
         q, k, v, packing, *_ = unpack(q, k, v, packing)
     (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
-    if name not in OWN:
+    if not is_own(name):
         return f"{name}: {why}"
-    from flash_train.attention.kernels.call import Call
-    from flash_train.attention.kernels.select import reasons_against_hopper
+    from flash_train.attention.kernels.select import explain_choice
 
     origin = (0, 0, 0, 0) if rng is None else rng.origin
     state = torch.empty(2, dtype=torch.int64, device=q.device) if spec.dropout > 0 else None
-    call = Call(*operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks))
-    parts = []
-    for direction, reason in zip(("forward", "backward"), reasons_against_hopper(name, q, k, v, call), strict=True):
-        parts.append(f"{direction} by " + ("Hopper's kernels" if reason is None else f"the portable ones ({reason})"))
-    return f"{name}: {', '.join(parts)}"
+    call = operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks)
+    return f"{name}: {explain_choice(name, q, k, v, call)}"
 
 
 def _prepare(
@@ -210,16 +208,12 @@ def operands_of(
     origin: tuple[int, int, int, int],
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    """The specification as the operator's arguments."""
-    cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    lowered = spec.mask.lower()
-    blocks = spec.mask.block_map(q.shape[-3], k.shape[-3], packing is not None)
-    states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
-    bounds = [lowered.left, lowered.right, lowered.tail, *sizes]
-    return (
-        cu_q, cu_k, state, alibi_slopes, sinks, states, lowered.tensors, lowered.terms, bounds, list(origin),
-        float(spec.scale_for(q.shape[-1])), float(spec.softcap), spec.keep_threshold,
+) -> Call:
+    """The call of this project's kernels that computes ``spec``."""
+    cu_seqlens = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    return call_of(
+        spec, q.shape[-1], q.shape[-3], k.shape[-3], cu_seqlens, state, origin, alibi_slopes, sinks,
+        packed=packing is not None,
     )  # fmt: skip
 
 

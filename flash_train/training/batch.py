@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from flash_train.attention import Packing
-from flash_train.attention.backends import OWN, flash_unavailable
+from flash_train.attention.backends import flash_unavailable
+from flash_train.attention.kernels.families import is_own
 
 Batch = dict[str, Any]
 """`tokens`, `labels` and, for packed rows, `positions`, `cu_seqlens` and `lengths` (see `flash_train.data.dataset`)."""
@@ -35,4 +36,4 @@ def uses_own_kernels(attention: str, device: torch.device, head_dim: int) -> boo
     """Whether this backend runs this project's kernels on the device; for `auto`, whether it chooses them there."""
     if attention == "auto":
         return flash_unavailable(device, torch.float16, head_dim) is None
-    return attention in OWN
+    return is_own(attention)

@@ -30,14 +30,12 @@ def test_it_raises_the_same_errors_as_the_call():
 
 def test_it_names_the_kernels_of_both_directions():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    from flash_train.attention.kernels import select
-    from flash_train.attention.kernels.hopper import launch
+    from flash_train.attention.kernels import families
 
     def on_hopper(*tensors, asked="flash", **options):
         with (
             mock.patch("flash_train.attention.functional.resolve_backend", return_value=(asked, "")),
-            mock.patch.object(select, "_hopper", return_value=None if asked == "triton" else launch),
-            mock.patch.object(launch, "device_unavailable", return_value=None),
+            mock.patch.object(families, "device_unavailable", return_value=None),
         ):
             return explain(*tensors, **options)
 

@@ -15,6 +15,7 @@ from flash_train.attention import (
     backends,
     resolve_backend,
 )
+from flash_train.attention.kernels import families
 
 CAUSAL = AttentionSpec(Causal())
 
@@ -126,7 +127,7 @@ def test_a_refusal_names_backends_that_can_run(monkeypatch):
     """It names ``flash`` and ``sdpa`` only if they can run the call."""
     call = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
-    monkeypatch.setattr(backends, "hopper_unavailable", lambda _: "it is no Hopper")
+    monkeypatch.setattr(families, "device_unavailable", lambda *_: "it is no Hopper")
     with pytest.raises(ValueError, match="the sdpa backend .*softcap .*; flash, standard and chunked can"):
         resolve_backend("sdpa", **call, spec=AttentionSpec(softcap=3.0))
     with pytest.raises(ValueError, match="the hopper backend .*; flash, sdpa, standard and chunked can"):

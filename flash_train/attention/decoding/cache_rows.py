@@ -39,6 +39,10 @@ class CacheRows:
     leftpad: Tensor | None = None
     block_table: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.lengths, self.batch_idx, self.leftpad, self.block_table
+
     @classmethod
     def of_call(
         cls,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_train.attention.backends import OWN, resolve_backend
+from flash_train.attention.backends import resolve_backend
 from flash_train.attention.decoding.cache_rows import CacheRows, capacity_of
 from flash_train.attention.decoding.operator import attend_by_kernel, attend_by_rows, write
 from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.functional import require_values, validate_settings
 from flash_train.attention.index_tensors import IntegerData
+from flash_train.attention.kernels.families import FAMILIES, is_own
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.transforms import refuse_decoding, transforming
 
@@ -95,7 +96,7 @@ def cached_attention(
     if k is not None and cache_seqlens is None:
         raise ValueError("k and v were given without cache_seqlens, which says where they go: an int or int32 (batch,)")
     name = _resolve(backend, q, v_cache, spec, sinks)
-    if name in OWN and transforming():
+    if is_own(name) and transforming():
         refuse_decoding()
     if k is not None and v is not None:
         write(k_cache, v_cache, k, v, rows)
@@ -104,7 +105,7 @@ def cached_attention(
     if spec.dropout > 0:
         state = draw_state(q.device) if rng is None else rng.as_tensor(q.device)
         origin = origin if rng is None else rng.origin
-    if name in OWN:
+    if is_own(name):
         return attend_by_kernel(q, k_cache, v_cache, rows, spec, state, origin, alibi_slopes, sinks, num_splits)
     return attend_by_rows(name, q, k_cache, v_cache, rows, spec, state, origin, alibi_slopes, sinks)
 
@@ -120,10 +121,11 @@ def _forbid_gradients(**tensors: Tensor | None) -> None:
 
 
 def _resolve(backend: str, q: Tensor, v_cache: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> str:
-    if backend in ("sdpa", "hopper"):
-        whose = "PyTorch's fused attention has" if backend == "sdpa" else "Hopper's kernels have"
+    if backend == "sdpa" or (backend in FAMILIES and not FAMILIES[backend].has_decode):
+        whose = "PyTorch's fused attention has" if backend == "sdpa" else f"{FAMILIES[backend].title} have"
+        able = ", ".join(name for name, family in FAMILIES.items() if family.has_decode)
         raise ValueError(
-            f"backend={backend!r}: {whose} no cache; use auto, flash, triton, reference, standard or chunked"
+            f"backend={backend!r}: {whose} no cache; use auto, flash, {able}, reference, standard or chunked"
         )
     head_dim = max(q.shape[-1], v_cache.shape[-1])
     name, _ = resolve_backend(

@@ -8,8 +8,8 @@ by row; it reads the lengths on the host, so a CUDA graph leaves it out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from flash_train.attention.decoding.cache_rows import CacheRows, append, capacit
 from flash_train.attention.dense.sequences import statistics_dtype
 from flash_train.attention.dropout import RngState
 from flash_train.attention.functional import attention
+from flash_train.attention.kernels.call import Call, call_of, schema_of
 from flash_train.attention.masks import Mask
 from flash_train.attention.masks.parts import put_together, take_apart
 from flash_train.attention.packing import Entry
@@ -49,15 +50,13 @@ def attend_by_kernel(
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp by the decode kernel."""
-    lowered = spec.mask.lower()
-    blocks = spec.mask.block_map(q.shape[1], capacity_of(k_cache, rows.block_table), True)
-    states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
-    run: Any = cached_attention_flash if is_traced(q) else _run_flash
-    return run(
-        q, k_cache, v_cache, rows.lengths, rows.batch_idx, rows.leftpad, rows.block_table, state, alibi_slopes, sinks,
-        states, lowered.tensors, lowered.terms, [lowered.left, lowered.right, lowered.tail, *sizes], list(origin),
-        float(spec.scale_for(q.shape[-1])), float(spec.softcap), spec.keep_threshold, num_splits,
+    call = call_of(
+        spec, q.shape[-1], q.shape[1], capacity_of(k_cache, rows.block_table), (None, None), state, origin,
+        alibi_slopes, sinks, packed=True,
     )  # fmt: skip
+    if not is_traced(q):
+        return _run_flash(q, k_cache, v_cache, rows, call, num_splits)
+    return cached_attention_flash(q, k_cache, v_cache, *rows.tensors, *call.arguments[2:], num_splits)
 
 
 def attend_by_rows(
@@ -75,12 +74,12 @@ def attend_by_rows(
     """Output and log-sum-exp by a backend in plain PyTorch."""
     if not unreadable(q):
         return _by_rows(backend, q, k_cache, v_cache, rows, spec, state, origin, alibi_slopes, sinks)
-    mask = take_apart(spec.mask)
-    return cached_attention_dense(
-        q, k_cache, v_cache, rows.lengths, rows.batch_idx, rows.leftpad, rows.block_table, state, alibi_slopes, sinks,
-        mask.names, mask.integers, mask.tensors, list(origin), float(spec.scale_for(q.shape[-1])), float(spec.softcap),
-        float(spec.dropout), backend,
+    parts = take_apart(spec.mask)
+    call = _DenseCall(
+        state, alibi_slopes, sinks, parts.names, parts.integers, parts.tensors, list(origin),
+        float(spec.scale_for(q.shape[-1])), float(spec.softcap), float(spec.dropout), backend,
     )  # fmt: skip
+    return cached_attention_dense(q, k_cache, v_cache, *rows.tensors, *call)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -89,70 +88,61 @@ def is_traced(x: Tensor) -> bool:
 
 
 def _run_flash(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    batch_idx: Tensor | None,
-    leftpad: Tensor | None,
-    block_table: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    block_map: Tensor | None,
-    term_tensors: Sequence[Tensor],
-    terms: str,
-    bounds: Sequence[int],
-    origin: Sequence[int],
-    scale: float,
-    softcap: float,
-    keep_threshold: int,
-    num_splits: int,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: CacheRows, call: Call, num_splits: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; ``CacheRows`` names the integers of the rows, ``arguments.Call`` the rest."""
-    from flash_train.attention.kernels.call import Call
     from flash_train.attention.kernels.portable.launch_decode import decode
 
-    call = Call(
-        None, None, rng, alibi_slopes, sinks, block_map, term_tensors, terms, bounds, origin, scale, softcap,
-        keep_threshold,
-    )  # fmt: skip
-    return decode(q, k_cache, v_cache, CacheRows(lengths, batch_idx, leftpad, block_table), call, num_splits)
+    return decode(q, k_cache, v_cache, rows, call, num_splits)
 
 
-def _run_dense(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    batch_idx: Tensor | None,
-    leftpad: Tensor | None,
-    block_table: Tensor | None,
-    rng: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    mask_names: str,
-    mask_integers: Sequence[int],
-    mask_tensors: Sequence[Tensor],
-    origin: Sequence[int],
-    scale: float,
-    softcap: float,
-    dropout: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; ``masks.parts`` names the parts of the mask."""
-    spec = AttentionSpec(put_together(mask_names, mask_integers, mask_tensors), scale, softcap, dropout)
-    rows = CacheRows(lengths, batch_idx, leftpad, block_table)
-    entry, head, query, key = origin
+def _flash_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows, call = CacheRows(*rest[:N_ROWS]), Call.from_arguments((None, None, *rest[N_ROWS:-1]))
+    return _run_flash(q, k_cache, v_cache, rows, call, rest[-1])
+
+
+class _DenseCall(NamedTuple):
+    """The parameters of ``cached_attention_dense`` behind those of the rows; ``masks.parts`` has those of the mask."""
+
+    rng: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    mask_names: str
+    mask_integers: Sequence[int]
+    mask_tensors: Sequence[Tensor]
+    origin: Sequence[int]
+    scale: float
+    softcap: float
+    dropout: float
+    backend: str
+
+
+def _dense_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows, call = CacheRows(*rest[:N_ROWS]), _DenseCall(*rest[N_ROWS:])
+    mask = put_together(call.mask_names, call.mask_integers, call.mask_tensors)
+    spec = AttentionSpec(mask, call.scale, call.softcap, call.dropout)
+    entry, head, query, key = call.origin
+    origin = entry, head, query, key
     return _by_rows(
-        backend, q, k_cache, v_cache, rows, spec, rng, (entry, head, query, key), alibi_slopes, sinks
+        call.backend, q, k_cache, v_cache, rows, spec, call.rng, origin, call.alibi_slopes, call.sinks
     )  # fmt: skip
 
+
+N_ROWS = len(fields(CacheRows))
+_INPUTS = f"Tensor q, Tensor k_cache, Tensor v_cache, {schema_of(CacheRows)}"
 
 append_to_cache = torch.library.custom_op("flash_train::append_to_cache", append, mutates_args=("k_cache", "v_cache"))
-cached_attention_flash = torch.library.custom_op("flash_train::cached_attention_flash", _run_flash, mutates_args=())
+cached_attention_flash = torch.library.custom_op(
+    "flash_train::cached_attention_flash",
+    _flash_operator,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {schema_of(Call, 'cu_seqlens_q', 'cu_seqlens_k')}, SymInt num_splits) -> (Tensor, Tensor)",
+)
 cached_attention_dense = torch.library.custom_op(
-    "flash_train::cached_attention_dense", _run_dense, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+    "flash_train::cached_attention_dense",
+    _dense_operator,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {schema_of(_DenseCall)}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 

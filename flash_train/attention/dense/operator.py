@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from flash_train.attention.dense.chunked import chunked_attention
 from flash_train.attention.dense.reference import reference_attention
 from flash_train.attention.dense.sequences import statistics_dtype
 from flash_train.attention.dense.standard import standard_attention
+from flash_train.attention.kernels.call import schema_of
 from flash_train.attention.masks.parts import put_together, take_apart
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
@@ -53,73 +54,59 @@ def attend_by_operator(
 ) -> tuple[Tensor, Tensor]:
     """As ``DENSE[name]``; dropout needs a state, so that the backward draws the same mask."""
     cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    mask = take_apart(spec.mask)
-    return attention_dense(
-        q, k, v, alibi_slopes, sinks, cu_q, cu_k, state, mask.tensors, mask.names, mask.integers, list(origin),
+    parts = take_apart(spec.mask)
+    call = _Call(
+        alibi_slopes, sinks, cu_q, cu_k, state, parts.tensors, parts.names, parts.integers, list(origin),
         float(spec.scale_for(q.shape[-1])), float(spec.softcap), float(spec.dropout), name,
     )  # fmt: skip
+    return attention_dense(q, k, v, *call)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask_names: str,
-    mask_integers: Sequence[int],
-    origin: Sequence[int],
-    scale: float,
-    softcap: float,
-    dropout: float,
-    name: str,
-) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; ``masks.parts`` names the parts of the mask, ``attention`` the rest."""
-    spec = AttentionSpec(put_together(mask_names, mask_integers, mask_tensors), scale, softcap, dropout)
-    packing = None if cu_seqlens_q is None or cu_seqlens_k is None else Packing(cu_seqlens_q, cu_seqlens_k)
+class _Call(NamedTuple):
+    """The operator's parameters behind q, k and v: those of ``attention``, with the mask as ``masks.parts`` has it."""
+
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    rng: Tensor | None
+    mask_tensors: Sequence[Tensor]
+    mask_names: str
+    mask_integers: Sequence[int]
+    origin: Sequence[int]
+    scale: float
+    softcap: float
+    dropout: float
+    name: str
+
+
+N_TENSORS = _Call._fields.index("mask_tensors")  #: parameters that are a tensor each
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp; the arguments are those of ``_Call``."""
+    call = _Call(*arguments)
+    mask = put_together(call.mask_names, call.mask_integers, call.mask_tensors)
+    spec = AttentionSpec(mask, call.scale, call.softcap, call.dropout)
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    packing = None if cu_q is None or cu_k is None else Packing(cu_q, cu_k)
     if packing is not None:
         packing.validate(q.device, q.shape[0], k.shape[0])
-    out, lse = DENSE[name](
-        q, k, v, spec, packing, rng, origin=tuple(origin), alibi_slopes=alibi_slopes, sinks=sinks
-    )  # fmt: skip
+    out, lse = DENSE[call.name](
+        q, k, v, spec, packing, call.rng, origin=tuple(call.origin), alibi_slopes=call.alibi_slopes, sinks=call.sinks
+    )
     return out.contiguous(), lse.to(statistics_dtype(q)).contiguous()
 
 
-def _run_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    rng: Tensor | None,
-    mask_tensors: Sequence[Tensor],
-    mask_names: str,
-    mask_integers: Sequence[int],
-    origin: Sequence[int],
-    scale: float,
-    softcap: float,
-    dropout: float,
-    name: str,
-) -> list[Tensor]:
+def _run_backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
     """Gradients of q, k, v, and of the slopes and the sinks where they are given."""
-    given = (q, k, v, alibi_slopes, sinks)
-    learnt = [None if x is None else x.detach().requires_grad_() for x in given]
+    call = _Call(*arguments)
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, call.alibi_slopes, call.sinks)]
     run: Any = _run
     with _recording():
-        out, lse = run(
-            *learnt, cu_seqlens_q, cu_seqlens_k, rng, mask_tensors, mask_names, mask_integers, origin, scale, softcap,
-            dropout, name,
-        )  # fmt: skip
-        inputs = [x for x in learnt if x is not None]
-        if not out.requires_grad:  # nothing was computed, as of a batch of none
+        out, lse = run(*leaves[:3], *call._replace(alibi_slopes=leaves[3], sinks=leaves[4]))
+        inputs = [x for x in leaves if x is not None]
+        if not out.requires_grad:  # nothing was computed, as for an empty batch
             return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
         pairs = [(x, g) for x, g in ((out, dout), (lse, dlse)) if x.requires_grad]
         results, weights = zip(*pairs, strict=True)
@@ -139,10 +126,18 @@ def _recording() -> Iterator[None]:
 
 
 attention_dense = torch.library.custom_op(
-    "flash_train::attention_dense", _run, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+    "flash_train::attention_dense",
+    _run,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {schema_of(_Call)}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 attention_dense_backward = torch.library.custom_op(
-    "flash_train::attention_dense_backward", _run_backward, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+    "flash_train::attention_dense_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, {schema_of(_Call)}) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 
@@ -153,32 +148,27 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @attention_dense_backward.register_fake
-def _backward_shapes(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    *_: Any,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v, alibi_slopes, sinks) if x is not None]
+def _backward_shapes(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
+    call = _Call(*arguments)
+    return [x.new_empty(x.shape) for x in (q, k, v, call.alibi_slopes, call.sinks) if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, mask_tensors, names, integers, origin, scale, softcap, dropout, name = inputs
-    ctx.save_for_backward(*tensors, *mask_tensors)
-    ctx.n_tensors = len(tensors)
-    ctx.settings = (names, integers, origin, scale, softcap, dropout, name)
+    q, k, v, *arguments = inputs
+    call = _Call(*arguments)
+    tensors, ctx.settings = call[:N_TENSORS], call[N_TENSORS + 1 :]
+    ctx.save_for_backward(q, k, v, *tensors, *call.mask_tensors)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    tensors, mask_tensors = saved[: ctx.n_tensors], list(saved[ctx.n_tensors :])
-    grads = iter(attention_dense_backward(dout, dlse, *tensors, mask_tensors, *ctx.settings))
-    found = [None if x is None else next(grads) for x in tensors[:5]]
-    return (*found, None, None, None, [None] * len(mask_tensors), *(None,) * 7)
+    q, k, v, *tensors = ctx.saved_tensors
+    parameters: Any = (*tensors[:N_TENSORS], tensors[N_TENSORS:], *ctx.settings)
+    call = _Call(*parameters)
+    grads = iter(attention_dense_backward(dout, dlse, q, k, v, *call))
+    dq, dk, dv, dslopes, dsinks = (None if x is None else next(grads) for x in (q, k, v, call.alibi_slopes, call.sinks))
+    nothing: Any = [None] * len(_Call._fields)
+    of_call = _Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, mask_tensors=[None] * len(call.mask_tensors))
+    return dq, dk, dv, *of_call
 
 
 attention_dense.register_autograd(_backward, setup_context=_setup_context)

@@ -45,6 +45,7 @@ from flash_train.attention.decoding.rotary import rotate
 from flash_train.attention.dropout import RngState
 from flash_train.attention.functional import attention
 from flash_train.attention.index_tensors import IntegerData
+from flash_train.attention.kernels.families import FAMILIES, PORTABLE
 from flash_train.attention.masks import Causal, Full, Window
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
@@ -314,8 +315,8 @@ def _attend(
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         head_dim = max(q.shape[-1], v.shape[-1])
         name, _ = resolve_backend(backend, device=q.device, dtype=q.dtype, head_dim=head_dim, spec=spec)
-        backend = "triton" if name == "flash" else backend
-        if name == "hopper" or (name == "sdpa" and q.is_cuda):
+        backend = PORTABLE.name if name == "flash" else backend
+        if (name in FAMILIES and not FAMILIES[name].repeatable) or (name == "sdpa" and q.is_cuda):
             raise ValueError(
                 f"deterministic=True, and backend={name} gives repeatable gradients only under "
                 "torch.use_deterministic_algorithms(True): call that, or use backend=flash"

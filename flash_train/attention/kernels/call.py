@@ -1,35 +1,46 @@
-"""From a call's operands to the kernels' arguments."""
+"""The parameters of the attention operators, once: ``Call`` holds them, and their schemas are made from its fields.
+
+Nothing here needs Triton: the operators are registered on every machine.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import math
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-import torch
 from torch import Tensor
 
 from flash_train.attention.index_tensors import readable
-from flash_train.attention.kernels.device import mask as device_mask
-from flash_train.attention.kernels.device.mask import MaskRule
-from flash_train.attention.kernels.device.philox import Dropout
-from flash_train.attention.kernels.device.score import Score
-from flash_train.attention.kernels.device.tile import Rows, Strided
-from flash_train.attention.kernels.portable.tiles import Tile, block_d
-from flash_train.attention.masks import device_term
+from flash_train.attention.spec import AttentionSpec
 
-LOG2_E = math.log2(math.e)
 UNUSED = -1  #: a bound that is not there
 
 
-class Call(NamedTuple):
-    """What one call computes, beyond its tensors: the operator's arguments as they cross ``torch.library``.
+class Bounds(NamedTuple):
+    """The integers of a mask, each ``UNUSED`` where the mask has none.
 
-    ``bounds`` are the band's left and right, the terms' tail, and the block sizes of ``block_map`` (-1: none);
-    ``terms`` names the element-wise terms of the mask, ``term_tensors`` their tensors in order; ``origin`` is
-    ``RngState.origin``.
+    ``left`` and ``right`` are the band's. The element-wise terms concern the last ``tail`` keys only. ``block_q`` and
+    ``block_k`` are the sizes of a block of ``Call.block_map``.
+    """
+
+    left: int
+    right: int
+    tail: int
+    block_q: int
+    block_k: int
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.block_q, self.block_k
+
+
+class Call(NamedTuple):
+    """What one call computes, apart from q, k and v.
+
+    The tensors come first, those of the mask's terms last among them; then the settings, which are plain values.
+    ``terms`` names the element-wise terms of the mask, comma-separated, and ``term_tensors`` holds their tensors in
+    order. ``origin`` is ``RngState.origin``, ``keep_threshold`` is ``AttentionSpec.keep_threshold``.
     """
 
     cu_seqlens_q: Tensor | None
@@ -40,16 +51,42 @@ class Call(NamedTuple):
     block_map: Tensor | None
     term_tensors: Sequence[Tensor]
     terms: str
-    bounds: Sequence[int]
-    origin: Sequence[int]
+    bounds: Bounds
+    origin: tuple[int, int, int, int]
     scale: float
     softcap: float
     keep_threshold: int
 
+    @classmethod
+    def of(cls, tensors: Sequence[Any], settings: Sequence[Any]) -> Call:
+        """The call of these ``tensors`` and ``settings``, in the order of the properties."""
+        return cls._make((*tensors[:N_TENSORS], tensors[N_TENSORS:], *settings))
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[Any]) -> Call:
+        """The call from an operator's arguments, among which tuples of integers are lists."""
+        parameters = [*arguments]
+        parameters[_BOUNDS], parameters[_ORIGIN] = Bounds._make(parameters[_BOUNDS]), tuple(parameters[_ORIGIN])
+        return cls._make(parameters)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The call as arguments of an operator."""
+        return tuple([list(x) if isinstance(x, tuple) else x for x in self])
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        own: Any = self[:N_TENSORS]
+        return (*own, *self.term_tensors)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self[N_TENSORS + 1 :]
+
     @property
     def has_lists(self) -> bool:
         """Whether there is a block map that tiles can follow; any other is one more element-wise term."""
-        return self.block_map is not None and all(size >= 16 and size & (size - 1) == 0 for size in self.bounds[3:])
+        return self.block_map is not None and all(size >= 16 and size & (size - 1) == 0 for size in self.bounds.block)
 
     @property
     def has_terms(self) -> bool:
@@ -59,149 +96,66 @@ class Call(NamedTuple):
     def keep_rate(self) -> float:
         return self.keep_threshold / 256
 
+    def readable(self) -> Call:
+        """The call with tensors that kernels can read element after element, copied where they are strided views.
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, its grid and its arguments: to be run, or only compiled.
-
-    ``first`` are launches that must run before it. ``made`` are tensors among the arguments that came into being with
-    this launch, for it to fill.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    first: tuple[Launch, ...] = ()
-    made: tuple[Tensor, ...] = ()
-
-    def run(self) -> None:
-        for launch in self.first:
-            launch.start()
-        self.start()
-
-    def start(self) -> Any:
-        """It alone. Returns what Triton compiled for it.
-
-        Raises:
-            RuntimeError: under the tracing of ``torch.compile``, whose tensors and numbers are made up: only a
-                registered operator may launch.
+        A block map keeps its strides: its readers take them as arguments.
         """
-        if torch.compiler.is_dynamo_compiling():
-            raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
-        return self.kernel[self.grid](*self.arguments, **self.constants)
+        for x in self.tensors:  # in every call: a generator would take longer
+            if x is not None and not x.is_contiguous():
+                tensors = [x if x is self.block_map else readable(x) for x in self.tensors]
+                return Call.of(tensors, self.settings)
+        return self
 
 
-def readable_call(call: Call) -> Call:
-    """The call with tensors that kernels can read element after element, copied where they are strided views.
+N_TENSORS = Call._fields.index("term_tensors")  #: parameters that are a tensor each
+_BOUNDS, _ORIGIN = (Call._fields.index(name) for name in ("bounds", "origin"))
 
-    A block map keeps its strides, which its readers are given.
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[int]: "SymInt[]",
+    tuple[int, int, int, int]: "SymInt[]",
+    Bounds: "SymInt[]",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+}
+
+
+@functools.cache
+def schema_of(fields: type, *left_out: str) -> str:
+    """The annotated fields of a class as parameters in a schema of ``torch.library``, but those ``left_out``."""
+    hints = get_type_hints(fields)
+    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items() if name not in left_out)
+
+
+def call_of(
+    spec: AttentionSpec,
+    head_dim: int,
+    len_q: int,
+    len_k: int,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    state: Tensor | None,
+    origin: tuple[int, int, int, int],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    packed: bool,
+) -> Call:
+    """The call that computes ``spec``.
+
+    Args:
+        len_q, len_k: rows of the queries and of the keys; packed, those of the whole tensors.
+        state: dropout's seed and offset, int64 (2,); None without dropout.
+        packed: whether sequences may differ in length: they are packed, or lie in a cache.
     """
-    for x in (*call[:5], *call.term_tensors):  # all but the map; every call pays, and a generator would take longer
-        if x is not None and not x.is_contiguous():
-            break
-    else:
-        return call
-    return call._replace(
-        cu_seqlens_q=readable(call.cu_seqlens_q),
-        cu_seqlens_k=readable(call.cu_seqlens_k),
-        rng=readable(call.rng),
-        alibi_slopes=readable(call.alibi_slopes),
-        sinks=readable(call.sinks),
-        term_tensors=[readable(x) for x in call.term_tensors],
-    )
-
-
-def contiguous_columns(x: Tensor) -> Tensor:
-    """The kernels take any strides but the last, which must be 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def addressable(x: Tensor) -> Tensor:
-    """As ``contiguous_columns``; rows lie less than 2**23 elements apart, as ``row_pointers`` takes 256 in 32 bits."""
-    return contiguous_columns(x if x.stride(-3) < 2**23 else x.contiguous())
-
-
-def strided(x: Tensor | None) -> Strided:
-    if x is None:
-        return Strided(None, None, None, None)
-    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
-
-
-def stats(x: Tensor) -> Rows:
-    return Rows(x, *x.stride()[:2]) if x.dim() == 3 else Rows(x, 0, x.stride(0))
-
-
-def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> MaskRule:
-    """The mask for a kernel; one that cannot follow lists gives no tile, and gets the block map as a term."""
-    left, right, tail = (None if bound == UNUSED else bound for bound in call.bounds[:3])
-    tensors = iter(call.term_tensors)
-    terms = [device_term(name, tensors) for name in call.terms.split(",") if name]
-    if call.has_lists and tile is not None:
-        return MaskRule(left, right, tuple(terms), tail, *_lists(call, tile, walks_keys))
-    if call.block_map is not None:
-        blocks = call.block_map.contiguous()
-        strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
-        sizes = (*blocks.shape[2:], *call.bounds[3:])
-        terms.append((device_mask.block_sparse, (blocks, *strides, *sizes)))
-        tail = None
-    return MaskRule(left, right, tuple(terms), tail)
-
-
-def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
-    """The fields of ``MaskRule`` about which tiles to visit for each row of blocks, or for each column of them, with
-    room for the lists: ``lists.lists_launch`` fills it."""
-    block_q, block_k = call.bounds[3:]
-    entries, heads, rows, columns = call.block_map.shape
-    if walks_keys:
-        row_size, capacity = block_q, columns * (block_k // tile.block_n)
-    else:
-        row_size, rows, capacity = block_k, columns, rows * (block_q // tile.block_m)
-    tiles = call.block_map.new_empty((entries, heads, rows, capacity), dtype=torch.int32)
-    counts = call.block_map.new_empty((entries, heads, rows), dtype=torch.int32)
-    strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
-    return tiles, counts, *strides, rows, row_size, capacity
-
-
-def score_arguments(call: Call) -> Score:
-    slopes = readable(call.alibi_slopes)
-    stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
-    plain = not call.softcap and slopes is None
-    return Score(call.scale, LOG2_E * (call.scale if plain else 1), call.softcap or None, slopes, stride)
-
-
-def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
-    """Dropout for a kernel whose steps take ``walked`` keys (or queries, where it walks those).
-
-    A tile draws whole calls where they lie on its grid. One of 16 beside a term of the mask does not: Triton 3.6 and
-    3.7 look through the draws for the width of what was loaded, and where a term loaded bytes, take weights for packed
-    halves of them, which enter the product over 16 keys twice or not at all.
-    """
-    if call.rng is None:
-        return Dropout(None, None, None, None, None, None, None)
-    entry, head, query, key = call.origin
-    whole = query % 16 == key % 16 == 0 and not (call.has_terms and walked == 16)
-    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1)
-
-
-def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:
-    """What is fixed when a kernel is compiled."""
-    return {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": block_d(head_dim),
-        "BLOCK_DV": block_d(head_dim_v),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if device.type == "cpu" else "bf16x6",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' own."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
+    lowered = spec.mask.lower()
+    blocks = spec.mask.block_map(len_q, len_k, packed)
+    states, sizes = (None, (UNUSED, UNUSED)) if blocks is None else (blocks.states, blocks[1:])
+    return Call(
+        *cu_seqlens, state, alibi_slopes, sinks, states, lowered.tensors, lowered.terms,
+        Bounds(lowered.left, lowered.right, lowered.tail, *sizes), origin, float(spec.scale_for(head_dim)),
+        float(spec.softcap), spec.keep_threshold,
+    )  # fmt: skip

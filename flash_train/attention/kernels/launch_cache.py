@@ -15,7 +15,8 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from flash_train.attention.kernels.call import Call, Launch
+from flash_train.attention.kernels.arguments import Launch
+from flash_train.attention.kernels.call import Call
 
 MOST = 4096  #: plans that are kept; where lengths change with every call, all are forgotten then
 
@@ -80,7 +81,7 @@ def launch_all(
         options: hashable.
     """
     key = _key(build, inputs, made, call, options)
-    given = (*inputs, *made, *_tensors_of(call))
+    given = (*inputs, *made, *call.tensors)
     planned = None if key is None else _plans.get(key)
     if planned is not None:
         if planned.made:
@@ -94,11 +95,7 @@ def launch_all(
         return
     apart = _apart(given)
     n_tensors = len(inputs) + len(made)
-    cu_q, cu_k, rng, slopes, sinks, block_map, *term_tensors = apart[n_tensors:]
-    call = call._replace(
-        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, rng=rng, alibi_slopes=slopes, sinks=sinks, block_map=block_map,
-        term_tensors=term_tensors,
-    )  # fmt: skip
+    call = Call.of(apart[n_tensors:], call.settings)
     launched = [(launch, launch.start()) for launch in _flat(build(*apart[:n_tensors], call, *options))]
     if len(_plans) >= MOST:
         _plans.clear()
@@ -110,13 +107,6 @@ def _flat(launches: Iterable[Launch]) -> Iterator[Launch]:
     for launch in launches:
         yield from launch.first
         yield launch
-
-
-def _tensors_of(call: Call) -> tuple[Tensor | None, ...]:
-    return (
-        call.cu_seqlens_q, call.cu_seqlens_k, call.rng, call.alibi_slopes, call.sinks, call.block_map,
-        *call.term_tensors,
-    )  # fmt: skip
 
 
 def _apart(given: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -142,13 +132,10 @@ def _key(
         device,
         knobs.runtime.debug,  # Triton compiles for it, and for the next
         knobs.compilation.instrumentation_mode,
-        call.terms,
-        tuple(call.bounds),
-        tuple(call.origin),
-        *call[-3:],
+        call.settings,
         *[x is None for x in made],
         # as `form_of` has it, whose names a call does without
-        *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *_tensors_of(call))],
+        *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *call.tensors)],
     )
 
 

@@ -1,4 +1,4 @@
-"""Which of this project's kernels run a call: Hopper's own where they can, else the portable ones."""
+"""Which family of kernels runs a call: the first that does not refuse it."""
 
 from __future__ import annotations
 
@@ -8,49 +8,54 @@ from typing import Any
 from torch import Tensor
 
 from flash_train.attention.kernels.call import Call
-from flash_train.attention.kernels.portable import launch
+from flash_train.attention.kernels.families import PORTABLE, families_of
 
 
-def forward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
-    """``launch.forward`` of the kernels named: ``triton``, the portable ones; ``hopper``; or ``flash``, Hopper's where
-    ``reasons_against_hopper`` has none.
+def forward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
+    """``LaunchModule.forward`` of the family that runs the call.
+
+    Args:
+        backend: ``flash``, or the name of a family.
 
     Raises:
-        ValueError: ``hopper`` that cannot run the call, and why.
+        ValueError: the named family cannot run the call; says why.
     """
-    hopper = _hopper(kernels, q)
-    if hopper is None:
-        return launch.forward
-    reason = hopper.unavailable(q, k, v, call)
-    if reason is None:
-        return hopper.forward
-    if kernels == "hopper":
-        raise ValueError(f"the hopper backend cannot run this: {reason}; flash can")
-    return launch.forward
+    for family in families_of(backend):
+        reason = family.refusal(q, k, v, call)
+        if reason is None:
+            return family.launch.forward
+    raise ValueError(f"the {backend} backend cannot run this: {reason}; flash can")
 
 
-def backward_of(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
-    """The same of ``launch.backward``; behind Hopper's forward the portable one where Hopper's backward cannot run."""
-    hopper = _hopper(kernels, q)
-    if hopper is None or hopper.backward_unavailable(q, k, v, call) is not None:
-        return launch.backward
-    return hopper.backward
+def backward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
+    """``LaunchModule.backward`` of the family that runs the call's backward: portable, where the others refuse it."""
+    for family in families_of(backend):
+        if family.backward_refusal(q, k, v, call) is None:
+            return family.launch.backward
+    return PORTABLE.launch.backward
 
 
-def reasons_against_hopper(kernels: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[str | None, str | None]:
-    """Why Hopper's forward and its backward do not run the call; None where they do. Raises as ``forward_of``."""
-    forward_of(kernels, q, k, v, call)
-    hopper = _hopper(kernels, q)
-    if hopper is None:
-        reason = "they were asked for" if kernels == "triton" else f"the tensors are on {q.device.type}"
-        return reason, reason
-    return hopper.unavailable(q, k, v, call), hopper.backward_unavailable(q, k, v, call)
+def explain_choice(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """Which kernels run the call's forward and its backward, and why the families before them do not.
+
+    Raises:
+        ValueError: as ``forward_of``.
+    """
+    if backend == PORTABLE.name:
+        chosen = f"{PORTABLE.title} (they were asked for)"
+        return f"forward by {chosen}, backward by {chosen}"
+    forward_of(backend, q, k, v, call)
+    families = families_of(backend)
+    forward = {family.title: family.refusal(q, k, v, call) for family in families}
+    backward = {family.title: family.backward_refusal(q, k, v, call) for family in (*families, PORTABLE)}
+    return f"forward by {_first_able(forward)}, backward by {_first_able(backward)}"
 
 
-def _hopper(kernels: str, q: Tensor) -> Any:
-    """Hopper's launches, where they come into question: Gluon is imported for nothing else."""
-    if kernels == "triton" or (kernels == "flash" and not q.is_cuda):
-        return None
-    from flash_train.attention.kernels.hopper import launch as hopper
-
-    return hopper
+def _first_able(refusals: dict[str, str | None]) -> str:
+    """The first kernels that have no reason against the call, with the reasons of those before them."""
+    reasons: list[str] = []
+    for title, reason in refusals.items():
+        if reason is None:
+            return title + (f" ({'; '.join(reasons)})" if reasons else "")
+        reasons.append(reason)
+    raise AssertionError("the portable kernels run every call")

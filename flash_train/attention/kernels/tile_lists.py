@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_train.attention.kernels.call import Call, Launch
+from flash_train.attention.kernels.arguments import Launch
+from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.masks import PARTIAL, SKIPPED
 

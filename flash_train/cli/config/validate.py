@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.config.overrides import PATH_KEYS, require_home
+from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
 
 
@@ -48,7 +49,10 @@ def one_of(*choices: str) -> Rule:
     return Rule(lambda value: value in choices, ", ".join(choices), choices)
 
 
-# Choices stand here once more, for a mistake is told at once and to import what has them takes seconds.
+#: The registry of backends imports PyTorch, which takes seconds. Each backend has a file here, and a test compares.
+BACKENDS = tuple(sorted(file.stem for file in (conf_dir() / "attention").glob("*.yaml")))
+
+# Choices are repeated here: mistakes are reported at once, and importing the modules that define them takes seconds.
 RULES = {
     "seq_len": at_least(2),
     "max_steps": at_least(1),
@@ -59,7 +63,7 @@ RULES = {
     "precision": one_of("fp32", "bf16-mixed", "bf16-true", "fp16-mixed"),
     "log_every": at_least(1),
     "val_every": at_least(1),
-    "attention.backend": one_of("auto", "flash", "triton", "hopper", "sdpa", "standard", "chunked"),
+    "attention.backend": one_of(*BACKENDS),
     "attention.dropout": below(0, 1),
     "model.n_layers": within(1, 1000),  # each is walked through in Python before anything is refused for memory
     "model.width": at_least(1),

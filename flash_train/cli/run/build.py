@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-from flash_train.attention.backends import OWN
+from flash_train.attention.kernels.families import is_own
 from flash_train.cli.config.errors import UsageError, blame
 from flash_train.cli.config.schema import DataSchema
 from flash_train.cli.run.loggers import build_logger
@@ -73,7 +73,7 @@ def build(config: DictConfig, run_dir: Path) -> Run:
     data = build_data(config)
     model_config = build_model_config(config, data.vocab_size, pretrained[0] if pretrained else None)
     backend, reason = choose_attention(config, device, model_config.head_dim)
-    if config.compile and backend not in OWN and config.data.packing != "concat":
+    if config.compile and not is_own(backend) and config.data.packing != "concat":
         raise UsageError(
             f"compile=true: with attention={backend} every packing of documents is compiled anew; "
             "allowed: data.packing=concat, or attention=flash where it runs"

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from flash_train.attention.backends import OWN, flash_unavailable
+from flash_train.attention.backends import flash_unavailable
+from flash_train.attention.kernels.families import PORTABLE, fastest_on, is_own
 from flash_train.cli.config.errors import OutOfMemoryError
 from flash_train.cli.run.resolve import device_of, model_and_backend
 from flash_train.cli.run.tokenizer import build_tokenizer
@@ -19,8 +20,8 @@ from flash_train.profiling.memory.prediction import Prediction, predict
 from flash_train.profiling.memory.step import WIDTHS, Step
 from flash_train.records.memory_use import bytes_in_words
 
-#: what cuBLAS keeps on a device of Hopper's generation or later, and on others (`CUBLAS_WORKSPACE_CONFIG`'s defaults),
-#: for each thread that multiplies matrices: that of the forward, and autograd's
+#: bytes that cuBLAS keeps on a device of compute capability 9.0 or later, and on others (the defaults of
+#: `CUBLAS_WORKSPACE_CONFIG`), for each thread that multiplies matrices: the one of the forward, and autograd's
 WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
 THREADS = 2
 #: attentions whose memory the documents of a row decide; predicted is that of one a row, the most that it can be
@@ -54,7 +55,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         memory=config.memory.mode,
         attention=attention,
         fused=on_cuda,
-        hopper=capability == (9, 0) and not config.trainer.deterministic,
+        family=(PORTABLE if config.trainer.deterministic else fastest_on(device)).name,
         whole_rows=config.data.packing == "concat",
         workspace=THREADS * WORKSPACES[0 if capability >= (9, 0) else 1] if on_cuda else 0,
     )
@@ -138,7 +139,7 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
     """Settings that take less, in the order of what they cost; with `flash`, or else PyTorch's, where another
     attention was asked for."""
     best = "flash" if flash else "sdpa"
-    if step.attention not in (*OWN, best):
+    if step.attention != best and not is_own(step.attention):
         better = replace(step, attention=best)
         yield f"attention={best}", better
         for words, other in alternatives(better, flash):

@@ -1,8 +1,8 @@
 """The kernels of a run's steps, compiled while PyTorch Lightning is imported.
 
-Triton compiles a kernel when it is first launched, which takes seconds for each of Hopper's attention, and for all of a
-step about as long as the import. All but its front end runs beside Python, as do the assembler and the C compiler. What
-was compiled before is only loaded, which the first step need not do then.
+Triton compiles a kernel when it is first launched. That takes seconds for each attention kernel that is written in
+Gluon, and for all kernels of a step about as long as the import. Most of the compiler, the assembler and the C compiler
+run outside of Python's lock. Kernels that were compiled before are only loaded, and the first step need not do that.
 """
 
 import warnings
@@ -17,9 +17,10 @@ import torch
 from omegaconf import DictConfig
 
 from flash_train.attention import AttentionSpec, Causal, Packing, attention
-from flash_train.attention.backends import OWN, interpreting
+from flash_train.attention.backends import interpreting
 from flash_train.attention.dropout import draw_state
 from flash_train.attention.functional import operands_of
+from flash_train.attention.kernels.families import is_own
 from flash_train.cli.config.errors import is_out_of_memory
 from flash_train.cli.run.resolve import COMPUTE_DTYPES, device_of, model_and_backend
 from flash_train.model import ModelConfig, Transformer
@@ -89,7 +90,7 @@ def shared_triton() -> Iterator[None]:
 def parts(config: DictConfig, device: torch.device) -> list[Part]:
     """What can run side by side: the attention's forward, its backward, and the rest of a block, both ways."""
     model, backend = model_and_backend(config, 1, device)  # the vocabulary shapes none of these kernels
-    if backend not in OWN or interpreting():  # by which nothing is compiled, and which takes minutes
+    if not is_own(backend) or interpreting():  # by which nothing is compiled, and which takes minutes
         return []
     dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
     weights = dtype if config.precision == "bf16-true" else torch.float32
@@ -127,9 +128,9 @@ def attention_backward(model: ModelConfig, backend: str, dtype: torch.dtype, pac
     q, k, v = _zeros(model, dtype, packing)
     spec = _spec(model)
     state = draw_state(q.device) if spec.dropout > 0 else None
-    operands = operands_of(q, k, spec, packing, state, (0, 0, 0, 0), None, None)
+    call = operands_of(q, k, spec, packing, state, (0, 0, 0, 0), None, None)
     lse = torch.zeros((q.shape[1], q.shape[0]), device=q.device)
-    torch.ops.flash_train.attention_backward(q, None, q, k, v, q, lse, *operands, backend, False)
+    torch.ops.flash_train.attention_backward(q, None, q, k, v, q, lse, *call.arguments, backend, False)
 
 
 def rest_of_block(model: ModelConfig, weights: torch.dtype, dtype: torch.dtype, packing: Packing) -> None:

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_train.attention import RngState, attention
-from flash_train.attention.backends import hopper_unavailable
+from flash_train.attention.kernels.families import FAMILIES, PORTABLE
 from flash_train.attention.masks import SKIPPED
 from flash_train.profiling.attention.cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
 
-OURS = "triton"
-OWN = ("hopper", OURS)  #: this project's kernels; the first for compute capability 9.0
+OURS = PORTABLE.name
+OWN = tuple(FAMILIES)  #: the families of this project's kernels
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ROUNDS = 7  #: turns of each implementation of a case
 ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
@@ -32,7 +32,7 @@ ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
 def implementations(case: Case) -> tuple[str, ...]:
     """Those that can be asked for a case on this machine: ours, then its peers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    own = OWN if hopper_unavailable(device) is None else (OURS,)
+    own = tuple(name for name, family in FAMILIES.items() if family.unavailable(device) is None)
     if case.lengths:
         return (*own, "varlen_attn", "flex")
     return (*own, "flex") if case.density < 1 else (*own, *SDPA, "flex")

@@ -9,12 +9,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flash_train.attention.kernels.families import FAMILIES, PORTABLE
 from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure
 
 #: label, color and mark of an implementation, in the order of the legend; marks differ, too, for prints in gray
 STYLES = {
-    "hopper": ("this project", BLUE, "o"),
-    "triton": ("its portable kernels", "#56B4E9", "o"),
+    **dict.fromkeys(FAMILIES, ("this project", BLUE, "o")),
+    PORTABLE.name: ("its portable kernels", "#56B4E9", "o"),
     "fa2": ("FlashAttention-2", ORANGE, "s"),
     "varlen_attn": ("varlen_attn", VERMILION, "v"),
     "cudnn": ("cuDNN", GREEN, "D"),
@@ -63,7 +64,7 @@ def _panel(panel: Axes, rates: dict[str, dict[tuple[str, str], float]], directio
     for name, (label, color, mark) in STYLES.items():
         points = {i: found[name, direction] for i, found in enumerate(rates.values()) if (name, direction) in found}
         if points:
-            size, order = (48, 3) if name == next(iter(STYLES)) else (30, 2)
+            size, order = (48, 3) if name in FAMILIES and name != PORTABLE.name else (30, 2)
             panel.scatter(
                 list(points.values()), list(points), label=label, color=color, marker=mark, s=size, zorder=order
             )

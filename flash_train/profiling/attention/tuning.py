@@ -66,7 +66,7 @@ class Problem:
         self.rng = RngState(int(torch.randint(1 << 31, ())))
         state = self.rng.as_tensor(device) if setting.spec_parts[1] else None
         spec = setting.spec(device)
-        self.call = launch.Call(*operands_of(self.q, self.k, spec, None, state, (0, 0, 0, 0), None, None))
+        self.call = operands_of(self.q, self.k, spec, None, state, (0, 0, 0, 0), None, None)
         self.out, self.dq, self.dk, self.dv = (torch.empty_like(self.q) for _ in range(4))
         self.lse = torch.empty(launch.lse_shape(self.q), device=device)
         self.delta, self.lse2 = torch.empty_like(self.lse), torch.empty_like(self.lse)
@@ -75,7 +75,7 @@ class Problem:
 
     def launch(self, kernel: str, tile: Tile) -> launch.Launch:
         if self.call.has_lists:
-            tile = tile.within(*self.call.bounds[3:])
+            tile = tile.within(*self.call.bounds.block)
         if kernel == "forward":
             return launch.forward_launch(self.q, self.k, self.v, self.out, self.lse, self.call, tile)
         inputs = (self.q, self.k, self.v, self.dout, self.lse2, self.delta)

@@ -1,7 +1,7 @@
 """The memory of attention in a training step: from a layer's queries, keys and values to its output, and back."""
 
-from flash_train.attention.backends import OWN
 from flash_train.attention.dense.chunked import KEY_CHUNK, QUERY_CHUNK
+from flash_train.attention.kernels.families import is_own
 from flash_train.profiling.memory.ledger import Ledger
 from flash_train.profiling.memory.step import WIDTHS, Step
 
@@ -100,11 +100,11 @@ class AttentionWalk:
             _, document = self.pairs()
             widened = document if m.attention_dropout and not self.step.fused else 0  # a CPU's copy of the dropout mask
             ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * (document + widened + self.heads))
-        rows = 2 if self.step.attention in OWN else 1  # delta, and the log-sum-exp in base 2
+        rows = 2 if is_own(self.step.attention) else 1  # delta, and the log-sum-exp in base 2
         rows *= self.step.tokens * m.n_heads
         if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 adds up the queries' gradient in fp32
             rows += self.heads
-        if self.step.sums_dq:  # in tiles of 64 or 128 columns
+        if self.step.accumulates_dq:  # in tiles of 64 or 128 columns
             rows += self.heads * (64 if m.head_dim <= 64 else 128) // m.head_dim
         ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows + self.chunk())
         ledger.drop(
@@ -127,7 +127,7 @@ class AttentionWalk:
     def packed_kernel(self) -> bool:
         """Whether one kernel takes all documents: ours does; PyTorch's if they are equal, or packed on CUDA."""
         if self.step.attention != "sdpa":
-            return self.step.attention in OWN and self.step.fused
+            return is_own(self.step.attention) and self.step.fused
         if self.step.whole_rows or len(set(self.step.lengths or ())) == 1:
             return True
         m = self.model

@@ -2,13 +2,21 @@
 
 from dataclasses import dataclass
 
-from flash_train.attention.backends import BACKENDS as ALL
+from flash_train.attention.backends import backend_names
+from flash_train.attention.kernels.families import FAMILIES, PORTABLE
 from flash_train.model import ModelConfig
 from flash_train.model.recompute import MEMORY_MODES
 
 #: bytes of (weights, activations) in each precision
 WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
-BACKENDS = tuple(name for name in ALL if name not in ("auto", "reference"))  # those that training may run on
+
+
+def training_backends() -> tuple[str, ...]:
+    """The attention backends that training may run on."""
+    return tuple(name for name in backend_names() if name not in ("auto", "reference"))
+
+
+BACKENDS = training_backends()
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Step:
         memory: none, selective or checkpoint.
         attention: the backend that runs, one of `BACKENDS`.
         fused: CUDA's operations, else PyTorch's own, as on a CPU.
-        hopper: the device has compute capability 9.0, for which there are kernels of its own.
+        family: the family of kernels whose backward runs on the device where this project's attention is asked for.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
         lengths: of the documents, where they are known; None: at most one document a row.
         whole_rows: every row is one document, as `data.packing=concat` makes them.
@@ -39,22 +47,26 @@ class Step:
     memory: str = "none"
     attention: str = "flash"
     fused: bool = True
-    hopper: bool = False
+    family: str = PORTABLE.name
     workspace: int = 0
     lengths: tuple[int, ...] | None = None
     whole_rows: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("precision", WIDTHS), ("memory", MEMORY_MODES), ("attention", BACKENDS)):
+        for name, allowed in (
+            ("precision", WIDTHS),
+            ("memory", MEMORY_MODES),
+            ("attention", training_backends()),
+            ("family", FAMILIES),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} is not known: it must be one of {', '.join(allowed)}")
 
     @property
-    def sums_dq(self) -> bool:
-        """Whether the backward adds up the queries' gradient in fp32, as Hopper's kernels do where they run."""
-        m = self.model
-        runs = self.hopper and self.attention in ("flash", "hopper") and WIDTHS[self.precision][1] == 2
-        return runs and m.head_dim % 8 == 0 and m.head_dim <= 128
+    def accumulates_dq(self) -> bool:
+        """Whether the backward of this project's kernels accumulates dQ in memory, in fp32."""
+        runs = self.attention in ("flash", self.family)
+        return runs and FAMILIES[self.family].accumulates_dq(self.model.head_dim, WIDTHS[self.precision][1])
 
     @property
     def by_formula(self) -> bool:

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from flash_train.attention import AttentionSpec, Causal, RngState, attention
 from flash_train.attention.kernels import launch_cache
+from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch
 from tests.attention.kernels.test_hopper import MANY_HEADS, WIDE
 from tests.support.attention import fuzz
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def needs_hopper():
-    reason = launch.device_unavailable(torch.device("cuda"))
+    reason = HOPPER.unavailable(torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
 

@@ -9,7 +9,9 @@ import torch
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, Window, attention
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import launch_cache
-from flash_train.attention.kernels.call import Call, Launch
+from flash_train.attention.kernels.arguments import Launch
+from flash_train.attention.kernels.call import Bounds, Call
+from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile, Tiles
@@ -89,7 +91,7 @@ class Operands:
         yield hopper._backward_launches, (*begin, *sums, *end), ()
 
     def given(self, tensors):
-        return (*tensors, *launch_cache._tensors_of(self.call))
+        return (*tensors, *self.call.tensors)
 
 
 def same(a, b):
@@ -176,8 +178,8 @@ def test_keys_differ_for_different_launches():
         key(OnCuda(shape=(2, 79, 4, 64)), b, c), key(OnCuda(stride=(20480, 64, 5120, 1)), b, c),
         key(OnCuda(dtype=torch.float16), b, c), key(a, b, OnCuda(address=4104)), key(a, b, c, options=(TILES.forward,)),
         key(a, b, c, call=call._replace(scale=0.5)), key(a, b, c, call=call._replace(softcap=1.0)),
-        key(a, b, c, call=call._replace(bounds=[3, 0, -1, -1, -1])),
-        key(a, b, c, call=call._replace(origin=[0, 0, 16, 0])), key(a, b, c, call=call._replace(keep_threshold=230)),
+        key(a, b, c, call=call._replace(bounds=Bounds(3, 0, -1, -1, -1))),
+        key(a, b, c, call=call._replace(origin=(0, 0, 16, 0))), key(a, b, c, call=call._replace(keep_threshold=230)),
         key(a, b, c, call=call._replace(block_map=a)), key(a, b, c, call=call._replace(block_map=OnCuda(shape=(1,)))),
         key(a, b, c, call=call._replace(term_tensors=[a])), key(a, b, c, call=call._replace(term_tensors=[a, b])),
         key(a, b, c, call=call._replace(term_tensors=[OnCuda(shape=(1,))])),
@@ -259,7 +261,7 @@ def test_every_call_computes_with_the_tensors_of_its_mask(backend, mask, monkeyp
 
 
 def _needs(backend):
-    reason = hopper.device_unavailable(torch.device("cuda"))
+    reason = HOPPER.unavailable(torch.device("cuda"))
     if backend == "hopper" and reason is not None:
         pytest.skip(reason)
 

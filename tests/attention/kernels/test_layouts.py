@@ -10,6 +10,7 @@ import torch
 
 from flash_train.attention import AttentionSpec, Causal
 from flash_train.attention.functional import operands_of
+from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.portable import launch
 from tests.support.attention.cases import BY_NAME, on_card
@@ -42,7 +43,7 @@ def test_far_rows(far, packed, device):
 
 def kernel_families(device):
     yield launch
-    if device == "cuda" and hopper.device_unavailable(torch.device("cuda", 0)) is None:
+    if device == "cuda" and HOPPER.unavailable(torch.device("cuda", 0)) is None:
         yield hopper
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import torch
 
-from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.families import HOPPER
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ TOOLS = [("memcheck", "triton"), ("memcheck", "hopper"), ("memcheck", "decode"),
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("tool, kernels", TOOLS)
 def test_the_checker_finds_nothing(tool, kernels, part):
-    if kernels == "hopper" and (reason := hopper.device_unavailable(torch.device("cuda", 0))):
+    if kernels == "hopper" and (reason := HOPPER.unavailable(torch.device("cuda", 0))):
         pytest.skip(reason)
     only_run = ["--only-run"] if tool == "initcheck" else []
     status, said = checked(tool, "-m", "tests.support.attention.sanitized", kernels, str(part), str(PARTS), *only_run)

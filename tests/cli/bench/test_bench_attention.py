@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from flash_train.attention.kernels import families
 from flash_train.cli import bench_attention
 from flash_train.cli.bench import records as benchmark
 from flash_train.cli.bench.records import known_records
@@ -102,7 +103,7 @@ def test_records_say_what_they_were_measured_on(monkeypatch):
 
 
 def test_hoppers_kernels_are_asked_where_they_run(monkeypatch):
-    monkeypatch.setattr(peers, "hopper_unavailable", lambda device: None)
+    monkeypatch.setattr(families, "device_unavailable", lambda *_: None)
     assert [peers.implementations(case)[:2] for case in CASES] == [("hopper", "triton")] * len(CASES)
     rows = [
         {"implementation": name, "direction": "forward", "tflops": rate}

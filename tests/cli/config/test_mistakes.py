@@ -50,7 +50,7 @@ AT_ONCE = [
     (["data.val_fraction=1"], ["data.val_fraction=1", "between 0 and 1"]),
     (["attention.dropout=1.5"], ["attention.dropout=1.5", "from 0 up to 1 (excluded)"]),
     (["attention.dropout=1"], ["attention.dropout=1", "from 0 up to 1 (excluded)"]),
-    (["attention.backend=fast"], ["attention.backend=fast", "auto, flash, triton, hopper, sdpa, standard"]),
+    (["attention.backend=fast"], ["attention.backend=fast", "auto, chunked, flash, hopper, sdpa, standard, triton"]),
     (["attention=tritn"], ["did you mean triton?"]),
     (["trainer.strategy=fsdp"], ["trainer.strategy=fsdp", "auto, ddp"]),
     (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),

@@ -22,7 +22,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flash_train.attention import Packing, backends
-from flash_train.attention.kernels import select
+from flash_train.attention.kernels import families
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
@@ -114,8 +114,7 @@ def test_a_step_launches_what_was_rehearsed(overrides, launches):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_step_launches_what_was_rehearsed_of_hopper(dropout, head_dim, seq_len, packing, launches, monkeypatch):
-    monkeypatch.setattr(select, "_hopper", lambda kernels, q: hopper)
-    monkeypatch.setattr(hopper, "device_unavailable", lambda device: None)
+    monkeypatch.setattr(families, "device_unavailable", lambda *_: None)
     monkeypatch.setattr(hopper, "processors", lambda device: 132)
     options = (f"seq_len={seq_len}", f"data.packing={packing}", f"model.head_dim={head_dim}")
     config = compose_config((*TINY, "precision=bf16-true", f"attention.dropout={dropout}", *options))

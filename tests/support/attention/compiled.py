@@ -24,7 +24,7 @@ from triton.errors import TritonError
 
 from flash_train.attention.decoding.cache_rows import CacheRows
 from flash_train.attention.functional import operands_of
-from flash_train.attention.kernels import call as arguments
+from flash_train.attention.kernels import arguments
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper import tiles as hopper_tiles
 from flash_train.attention.kernels.portable import launch, launch_decode

@@ -11,7 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from flash_train.attention import backends
-from flash_train.attention.kernels import call as arguments
+from flash_train.attention.kernels import arguments, families
 from flash_train.attention.kernels.hopper import dropout, packed16
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper.backward import hopper_backward, tma_reduce_add
@@ -58,7 +58,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
     with (
         patch.object(arguments.Launch, "start", start),
         patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
-        patch.object(hopper, "device_unavailable", lambda device: None),
+        patch.object(families, "device_unavailable", lambda *_: None),
         patch.object(hopper, "processors", lambda device: programs),
         patch.object(hopper, "_task_counter", lambda q: counter),
         patch.object(hopper, "make_sums", poisoned),

@@ -9,7 +9,8 @@ import torch
 
 from flash_train.attention import AttentionSpec, Causal, Packing
 from flash_train.attention.functional import operands_of
-from flash_train.attention.kernels.call import Call, Launch
+from flash_train.attention.kernels.arguments import Launch
+from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile

@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_train.attention.kernels.call import Call, mask_rule
+from flash_train.attention.kernels.arguments import mask_rule
+from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.device.mask import (
     block_start,
     count_edges,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.attention.kernels.call import (
-    Call,
+from flash_train.attention.kernels.arguments import (
     Launch,
     contiguous_columns,
     dropout_arguments,
@@ -21,6 +20,7 @@ from flash_train.attention.kernels.call import (
     stats,
     strided,
 )
+from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
 from flash_train.attention.kernels.hopper.backward_rows import PAD, hopper_finish, hopper_prepare
@@ -50,7 +50,7 @@ CACHE_BYTES = 24 << 20  #: of rows that are walked at a time: half of the chip's
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """As ``kernels.launch.forward``, where ``unavailable`` has no reason."""
+    """As ``portable.launch.forward``, where ``refusal`` has no reason."""
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
@@ -87,7 +87,7 @@ def backward(
     call: Call,
     needs_slopes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As ``kernels.launch.backward``, where ``backward_unavailable`` has no reason.
+    """As ``portable.launch.backward``, where ``backward_refusal`` has no reason.
 
     Five products a pair, with dQ summed in any order. Where that must not be (``torch.use_deterministic_algorithms``),
     for the gradient of slopes, and where head_dim is more than 128, dQ has a kernel of its own, and two products more.
@@ -136,17 +136,15 @@ def _backward_launches(
         yield finish_launch(sums, dq, k, call)
 
 
-def unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """Why these kernels cannot run the call's forward, or None where they can."""
-    first = None if call.rng is None else tuple(call.origin[2:])
-    blocks = tuple(call.bounds[3:]) if call.has_lists else None
-    return device_unavailable(q.device) or _unavailable(form_of(q), form_of(k), form_of(v), first, blocks)
+    first = None if call.rng is None else call.origin[2:]
+    blocks = call.bounds.block if call.has_lists else None
+    return _refusal(form_of(q), form_of(k), form_of(v), first, blocks)
 
 
-@functools.lru_cache(maxsize=4096)  # of every call the same: asking takes as long as a launch
-def _unavailable(
-    q: Form, k: Form, v: Form, first: tuple[int, int] | None, blocks: tuple[int, int] | None
-) -> str | None:
+@functools.lru_cache(maxsize=4096)  # every call asks, mostly the same, and finding out takes as long as a launch
+def _refusal(q: Form, k: Form, v: Form, first: tuple[int, int] | None, blocks: tuple[int, int] | None) -> str | None:
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if k.shape[-3] == 0:
         return "there are no keys"
@@ -169,25 +167,15 @@ def _unavailable(
     return None
 
 
-def backward_unavailable(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+def backward_refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """Why these kernels cannot run the call's backward, or None where they can."""
-    reason = unavailable(q, k, v, call)
+    reason = refusal(q, k, v, call)
     if reason is not None:
         return reason
     if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
         return "heads that share keys have block patterns of their own"
     if q.shape[-2] * PAD * slots_of(q, call.cu_seqlens_q, PAD) >= 2**31:
         return "there are 2**31 rows or more, of all heads together"
-    return None
-
-
-@functools.cache
-def device_unavailable(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels are for 9.0 (Hopper)"
     return None
 
 

@@ -55,10 +55,9 @@ def forward_tile(columns: int, keys: int, call: Call) -> ForwardTile:
         return replace(tile, block_n=64)
     # what draws or biases wants registers, and lists of blocks have no blocks of 192 queries
     plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
-    left, right = call.bounds[:2]
-    walk = keys if right == UNUSED else keys // 2  # of as many queries: half of the keys lie behind theirs
-    if left != UNUSED:
-        walk = min(walk, left)
+    walk = keys if call.bounds.right == UNUSED else keys // 2  # with as many queries, half of the keys are hidden
+    if call.bounds.left != UNUSED:
+        walk = min(walk, call.bounds.left)
     return LONG if columns == 64 and walk >= LONG_WALK and plain else tile
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.attention.kernels.call import (
-    UNUSED,
-    Call,
+from flash_train.attention.kernels.arguments import (
     Launch,
     addressable,
     constants,
@@ -22,6 +20,7 @@ from flash_train.attention.kernels.call import (
     stats,
     strided,
 )
+from flash_train.attention.kernels.call import UNUSED, Call
 from flash_train.attention.kernels.launch_cache import launch_all
 from flash_train.attention.kernels.portable.backward import (
     attention_backward_dkdv,
@@ -41,6 +40,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = N
         with on_device(q):
             launch_all(_forward_launches, (q, k, v), (out, lse), call, _tiles(q, v, call, tiles).forward)
     return out, lse
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """None: these kernels run every call."""
+
+
+def backward_refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """None: these kernels run every call."""
 
 
 def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
@@ -221,9 +228,9 @@ def _what(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
 
 def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
     if tiles is None:
-        variant = variant_of(call.bounds[1] != UNUSED, call.rng is not None, call.has_terms)
+        variant = variant_of(call.bounds.right != UNUSED, call.rng is not None, call.has_terms)
         tiles = choose_tiles(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), variant)
-    return tiles.within(*call.bounds[3:]) if call.has_lists else tiles
+    return tiles.within(*call.bounds.block) if call.has_lists else tiles
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:

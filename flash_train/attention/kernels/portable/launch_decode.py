@@ -8,18 +8,17 @@ from torch import Tensor
 
 from flash_train.attention.decoding.cache_rows import CacheRows, capacity_of
 from flash_train.attention.index_tensors import readable
-from flash_train.attention.kernels.call import (
-    Call,
+from flash_train.attention.kernels.arguments import (
     Launch,
     constants,
     contiguous_columns,
     dropout_arguments,
     mask_rule,
     on_device,
-    readable_call,
     score_arguments,
     strided,
 )
+from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.portable.decode import Cache, attention_decode, attention_decode_merge
 from flash_train.attention.kernels.portable.tiles import Tile, block_d, cdiv, decode_tile, processors
 
@@ -45,7 +44,7 @@ def decode(
     if out.shape[:3].numel() == 0:
         return out, lse
     q, k_cache, v_cache = map(contiguous_columns, (q, k_cache, v_cache))
-    call = readable_call(call)
+    call = call.readable()
     n_rows = len_q * n_heads // k_cache.shape[2]
     tile = decode_tile(q.device, q.dtype, max(q.shape[-1], v_cache.shape[-1]), n_rows)
     programs = batch * k_cache.shape[2] * cdiv(n_rows, tile.block_m)

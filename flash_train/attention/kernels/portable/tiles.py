@@ -63,9 +63,10 @@ def cdiv(a: int, b: int) -> int:
 def block_d(head_dim: int) -> int:
     """Columns of a tile: the head dimension rounded up to a power of two, at least 64.
 
-    Fewer would do for the mathematics. But on Hopper, Triton 3.6 and 3.7 misplace a tile of 16 or 32 columns of 16 bits
-    that passes through registers on its way to shared memory, as one of unaligned rows does: products are wrong, or an
-    address is illegal. Beside 64 columns the exponentials take longer than the products in any case.
+    The mathematics would allow fewer columns. But for compute capability 9.0, Triton 3.6 and 3.7 misplace a tile of 16
+    or 32 columns of 16 bits that passes through registers on its way to shared memory, as a tile of unaligned rows
+    does: products are wrong, or an address is illegal. With 64 columns the exponentials take longer than the products
+    in any case.
     """
     return max(64, triton.next_power_of_2(head_dim))
 

@@ -1,0 +1,150 @@
+"""From a call to the kernels' arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_train.attention.index_tensors import readable
+from flash_train.attention.kernels.call import UNUSED, Call
+from flash_train.attention.kernels.device import mask as device_mask
+from flash_train.attention.kernels.device.mask import MaskRule
+from flash_train.attention.kernels.device.philox import Dropout
+from flash_train.attention.kernels.device.score import Score
+from flash_train.attention.kernels.device.tile import Rows, Strided
+from flash_train.attention.kernels.portable.tiles import Tile, block_d
+from flash_train.attention.masks import device_term
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and its arguments: to be run, or only compiled.
+
+    ``first`` are launches that must run before it. ``made`` are tensors among the arguments that came into being with
+    this launch, for it to fill.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    first: tuple[Launch, ...] = ()
+    made: tuple[Tensor, ...] = ()
+
+    def run(self) -> None:
+        for launch in self.first:
+            launch.start()
+        self.start()
+
+    def start(self) -> Any:
+        """It alone. Returns what Triton compiled for it.
+
+        Raises:
+            RuntimeError: under the tracing of ``torch.compile``, whose tensors and numbers are made up: only a
+                registered operator may launch.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
+        return self.kernel[self.grid](*self.arguments, **self.constants)
+
+
+def contiguous_columns(x: Tensor) -> Tensor:
+    """The kernels take any strides but the last, which must be 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def addressable(x: Tensor) -> Tensor:
+    """As ``contiguous_columns``; rows lie less than 2**23 elements apart, as ``row_pointers`` takes 256 in 32 bits."""
+    return contiguous_columns(x if x.stride(-3) < 2**23 else x.contiguous())
+
+
+def strided(x: Tensor | None) -> Strided:
+    if x is None:
+        return Strided(None, None, None, None)
+    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
+
+
+def stats(x: Tensor) -> Rows:
+    return Rows(x, *x.stride()[:2]) if x.dim() == 3 else Rows(x, 0, x.stride(0))
+
+
+def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> MaskRule:
+    """The mask for a kernel; one that cannot follow lists gives no tile, and gets the block map as a term."""
+    left, right, tail, *_ = (None if bound == UNUSED else bound for bound in call.bounds)
+    tensors = iter(call.term_tensors)
+    terms = [device_term(name, tensors) for name in call.terms.split(",") if name]
+    if call.has_lists and tile is not None:
+        return MaskRule(left, right, tuple(terms), tail, *_lists(call, tile, walks_keys))
+    if call.block_map is not None:
+        blocks = call.block_map.contiguous()
+        strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
+        sizes = (*blocks.shape[2:], *call.bounds.block)
+        terms.append((device_mask.block_sparse, (blocks, *strides, *sizes)))
+        tail = None
+    return MaskRule(left, right, tuple(terms), tail)
+
+
+def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+    """The fields of ``MaskRule`` about which tiles to visit for each row of blocks, or for each column of them, with
+    room for the lists: ``lists.lists_launch`` fills it."""
+    block_q, block_k = call.bounds.block
+    entries, heads, rows, columns = call.block_map.shape
+    if walks_keys:
+        row_size, capacity = block_q, columns * (block_k // tile.block_n)
+    else:
+        row_size, rows, capacity = block_k, columns, rows * (block_q // tile.block_m)
+    tiles = call.block_map.new_empty((entries, heads, rows, capacity), dtype=torch.int32)
+    counts = call.block_map.new_empty((entries, heads, rows), dtype=torch.int32)
+    strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
+    return tiles, counts, *strides, rows, row_size, capacity
+
+
+def score_arguments(call: Call) -> Score:
+    slopes = readable(call.alibi_slopes)
+    stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
+    plain = not call.softcap and slopes is None
+    return Score(call.scale, LOG2_E * (call.scale if plain else 1), call.softcap or None, slopes, stride)
+
+
+def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
+    """Dropout for a kernel whose steps take ``walked`` keys (or queries, where it walks those).
+
+    A tile draws whole calls where they lie on its grid. One of 16 beside a term of the mask does not: Triton 3.6 and
+    3.7 look through the draws for the width of what was loaded, and where a term loaded bytes, take weights for packed
+    halves of them, which enter the product over 16 keys twice or not at all.
+    """
+    if call.rng is None:
+        return Dropout(None, None, None, None, None, None, None)
+    entry, head, query, key = call.origin
+    whole = query % 16 == key % 16 == 0 and not (call.has_terms and walked == 16)
+    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1)
+
+
+def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:
+    """What is fixed when a kernel is compiled."""
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_DV": block_d(head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PRECISION": "ieee" if device.type == "cpu" else "bf16x6",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: make it the tensors' own."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

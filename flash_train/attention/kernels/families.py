@@ -1,0 +1,139 @@
+"""The registry of kernel families. A new family is one folder next to this file and one entry in ``FAMILIES``.
+
+Only the compute capability of a device is read here. A family's ``launch`` module, with its compiler and its kernels,
+is imported when the family is first asked about a call that its device could run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # it imports Triton, which this module does without
+    from flash_train.attention.kernels.call import Call
+
+
+class LaunchModule(Protocol):
+    """What the ``launch`` module of a family defines.
+
+    ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and its backward, or None where
+    they can. Every family's backward takes the ``out`` and ``lse`` of any family's forward.
+    """
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
+
+    def backward_refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        needs_slopes: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
+
+@dataclass(frozen=True)
+class KernelFamily:
+    """Kernels for one kind of device.
+
+    Attributes:
+        name: the value of ``backend`` that asks for this family alone.
+        title: the kernels in a message, in the plural.
+        module: where its ``LaunchModule`` is.
+        capability: the compute capability that the kernels need; None where ``flash_unavailable`` says all.
+        chip: the name of the GPUs with this capability.
+        has_decode: whether there is a kernel for attention to a cache.
+        repeatable: whether gradients are bitwise the same at every call. Those of other families are under
+            ``torch.use_deterministic_algorithms(True)``.
+        widest_dq_accumulator: the largest head dimension for which the backward accumulates dQ in memory, in fp32; 0
+            where it never does. Only 16-bit calls whose head dimension is a multiple of 8 do.
+    """
+
+    name: str
+    title: str
+    module: str
+    capability: tuple[int, int] | None = None
+    chip: str = ""
+    has_decode: bool = False
+    repeatable: bool = False
+    widest_dq_accumulator: int = 0
+
+    @functools.cached_property
+    def launch(self) -> LaunchModule:
+        return cast(LaunchModule, importlib.import_module(self.module))
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why the kernels cannot run on this device, or None where they can."""
+        return None if self.capability is None else device_unavailable(device, self.capability, self.chip)
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+        """Why the kernels cannot run the call's forward, or None where they can."""
+        return self.unavailable(q.device) or self.launch.refusal(q, k, v, call)
+
+    def backward_refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+        """Why the kernels cannot run the call's backward, or None where they can."""
+        return self.unavailable(q.device) or self.launch.backward_refusal(q, k, v, call)
+
+    def accumulates_dq(self, head_dim: int, itemsize: int) -> bool:
+        """Whether the backward of such a call accumulates dQ in memory, in fp32."""
+        return itemsize == 2 and head_dim % 8 == 0 and head_dim <= self.widest_dq_accumulator
+
+
+@functools.cache
+def device_unavailable(device: torch.device, capability: tuple[int, int], chip: str) -> str | None:
+    """Why kernels for this compute capability cannot run on the device, or None where they can."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != capability:
+        needed = "{}.{}".format(*capability)
+        return f"the GPU has compute capability {major}.{minor} and the kernels are for {needed} ({chip})"
+    return None
+
+
+PORTABLE = KernelFamily(
+    name="triton",
+    title="the portable ones",
+    module="flash_train.attention.kernels.portable.launch",
+    has_decode=True,
+    repeatable=True,
+)
+HOPPER = KernelFamily(
+    name="hopper",
+    title="Hopper's kernels",
+    module="flash_train.attention.kernels.hopper.launch",
+    capability=(9, 0),
+    chip="Hopper",
+    widest_dq_accumulator=128,
+)
+
+#: by name, in the order in which ``flash`` asks them; the portable one is last, for it runs every call
+FAMILIES: dict[str, KernelFamily] = {family.name: family for family in (HOPPER, PORTABLE)}
+
+
+def is_own(backend: str) -> bool:
+    """Whether the backend is this project's kernels: ``flash``, or a family by its name."""
+    return backend == "flash" or backend in FAMILIES
+
+
+def fastest_on(device: torch.device) -> KernelFamily:
+    """The first family that can run on the device."""
+    return next((family for family in FAMILIES.values() if family.unavailable(device) is None), PORTABLE)
+
+
+def families_of(backend: str) -> tuple[KernelFamily, ...]:
+    """The families that ``backend``, one of this project's, lets run a call's forward, the first to be asked first."""
+    return tuple(FAMILIES.values()) if backend == "flash" else (FAMILIES[backend],)
