@@ -21,9 +21,10 @@ test-compile:  ## compile every kernel with every shipped tile for every support
 gpu:  ## run only the tests that need an NVIDIA GPU
 	pytest -m gpu
 
-lint:  ## check style and formatting, change nothing
+lint:  ## check style, formatting and the words of the text, change nothing
 	ruff check .
 	ruff format --check .
+	python scripts/check_words.py
 
 format:  ## repair what ruff can, and format
 	ruff check --fix .

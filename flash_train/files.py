@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Writes files and folders whole or not at all."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from typing import Any
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields the path of a temporary file, new and in the same folder, to be written in the block.
+    """Yields the path of a new temporary file in the same folder, to be written in the block.
 
-    When the block ends well, the file is brought to the disk and takes the place of `path` in one move; otherwise it is
-    removed and `path` stays as it was. Its name is its own: other processes may be writing the same `path`.
+    When the block ends without an error, the file is synced to the disk and replaces `path` in one move. Otherwise it
+    is removed and `path` stays as it was. The temporary name is unique, since other processes may write the same path.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_temporary(folder: Path, names: Iterable[str]) -> None:
-    """Remove the temporary files of killed processes; `names` are those files' names, or the beginnings of names."""
+    """Remove temporary files that killed processes left; `names` are the final files' names, or how these begin."""
     for name in names:
         for path in folder.glob(f".{name}*.tmp"):
             with suppress(FileNotFoundError):
@@ -40,18 +40,18 @@ def remove_temporary(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file that is either the old one or the new one, whenever it is read."""
+    """Write a file in one move: a reader sees the old content or the new, never a part."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` in UTF-8, in one move, its line ends as they are."""
+    """Write `text` in UTF-8 in one move, with its line ends unchanged."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as indented JSON, in one move. Numbers that JSON lacks (nan, inf) become null."""
+    """Write `value` as indented JSON in one move. Numbers that JSON lacks (nan, inf) become null."""
     write_text(path, json.dumps(_finite(value), indent=2, default=str) + "\n")
 
 
@@ -67,11 +67,10 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Iterator[Path]:
-    """Yields a new folder to write in, whose files become those of `folder` when the block ends well.
+    """Yields a new folder to write in. When the block ends without an error, its files move to `folder`.
 
-    After an error nothing of it is left. In a `folder` that exists, the files that match the glob patterns `earlier`
-    are removed and all others are kept. The file `last` is removed first and moved last: while it is there, the files
-    are those of one block.
+    After an error nothing is left. If `folder` exists, its files that match the glob patterns `earlier` are removed and
+    all others are kept. The file `last` is removed first and moved last: while it exists, the files belong together.
     """
     exists = folder.exists()
     if not exists:
@@ -82,7 +81,7 @@ def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Ite
         if exists:
             _move_into(staged, folder, earlier, last)
         else:
-            staged.chmod(0o777 & ~_umask())  # mkdtemp lets nobody else read
+            staged.chmod(0o777 & ~_umask())  # mkdtemp makes it private
             os.rename(staged, folder)
             _sync(folder.parent)
     finally:

@@ -204,7 +204,7 @@ def ablation_summary(records: Records) -> str:
 def ablation_details(records: Records) -> str:
     picture = "![Time, memory and loss against length, by attention](results/ablation.png)"
     first = records[0]
-    each = (ablation.versions_in_words(record["versions"]) for record in records)
+    each = (ablation.format_versions(record["versions"]) for record in records)
     versions = (" or ".join(dict.fromkeys(words)) for words in zip(*each, strict=True))
     common = [f"{most_steps(records)} steps", *first["settings"], *versions]
     text = ablation.describe_all(ablation_rows(records), common)

@@ -11,6 +11,7 @@ from flash_train.attention.dense.sdpa import sdpa_unavailable
 from flash_train.attention.kernels.families import FAMILIES, is_own
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.tracing import assume_constant_result
+from flash_train.checks import check_name
 
 MAX_HEAD_DIM = 256
 
@@ -104,8 +105,7 @@ def resolve_backend(
     Raises:
         ValueError: an unknown name, or a named backend that cannot run here. A named backend is never replaced.
     """
-    if name not in backend_names():
-        raise ValueError(f"attention backend {name!r}: must be one of {', '.join(backend_names())}")
+    check_name("backend", name, backend_names())
     spec = AttentionSpec() if spec is None else spec
     if name == "auto" or is_own(name):
         device = torch.device(device)

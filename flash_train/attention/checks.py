@@ -1,4 +1,4 @@
-"""What arguments may be: one home for rules that several calls share."""
+"""Integer arguments of attention: numbers, sequences and index tensors. `flash_train.checks` has ranges and choices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flash_train.attention.tracing import unreadable
 
 
 def integer(value: Any) -> int | None:
-    """The value as a Python int: of an int, a NumPy integer, or an integer tensor with one element; else None.
+    """An int, a NumPy integer, or an integer tensor with one element as a Python int; None for anything else.
 
-    A bool is none, nor is a float that happens to be whole. A tensor on a GPU is read, which waits for the device.
+    A bool is no integer here, nor is a whole float. Reading a tensor on a GPU synchronises with the device.
     """
     if type(value) is int:
         return value
@@ -27,7 +27,7 @@ def integer(value: Any) -> int | None:
 
 
 def integers(values: Any) -> list[int] | None:
-    """The values as Python ints: of a sequence, a NumPy array or a tensor with one dimension; else None."""
+    """A sequence, NumPy array or tensor with one dimension as Python ints; None for anything else."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) != 1:
         return None
     found = [integer(value) for value in values]
@@ -35,10 +35,10 @@ def integers(values: Any) -> list[int] | None:
 
 
 def integer_tensor(name: str, values: Any, device: torch.device | None = None) -> Any:
-    """An index as int32 on the device, where it is a list, a tuple or a NumPy array of integers; a tensor as it is.
+    """A list, tuple or NumPy array of integers as an int32 tensor on the device; a tensor is returned unchanged.
 
     Raises:
-        TypeError: sequences of anything else.
+        TypeError: other elements than integers.
         ValueError: integers that do not fit int32.
     """
     if not isinstance(values, (list, tuple)) and not hasattr(values, "__array_interface__"):
@@ -46,7 +46,7 @@ def integer_tensor(name: str, values: Any, device: torch.device | None = None) -
     try:
         index = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        index = torch.empty(1)  # a float, which is refused below
+        index = torch.empty(1)  # a float tensor, which the next line refuses
     if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
         raise TypeError(f"{name}={values!r}: must be integers, or an int32 tensor")
     known = index.numel() > 0 and not unreadable(index)

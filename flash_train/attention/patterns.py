@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer
+from flash_train.checks import check, within
 
 
 def local_global(n_q: int, n_k: int, window: int, n_global: int, device: torch.device | str | None = None) -> Tensor:
@@ -92,8 +93,7 @@ def random(
     """
     _at_least(1, n_q=n_q, n_k=n_k)
     _at_least(0, per_row=per_row)
-    if per_row > n_k:
-        raise ValueError(f"per_row={per_row}: must be at most n_k, {n_k}")
+    check("per_row", per_row, within(0, n_k))
     chosen = torch.rand(n_q, n_k, generator=generator, device=device).topk(per_row, -1).indices
     return torch.zeros(n_q, n_k, dtype=torch.bool, device=device).scatter_(-1, chosen, True)
 

@@ -211,7 +211,7 @@ def listed_of(choices: Sequence[str]) -> Callable[[str], list[str]]:
     def checked(text: str) -> list[str]:
         for part in listed(text):
             if part not in choices:
-                raise argparse.ArgumentTypeError(f"{part!r}: allowed: {', '.join(choices)}")
+                raise argparse.ArgumentTypeError(f"{part!r}: must be one of {', '.join(choices)}")
         return listed(text)
 
     return checked

@@ -110,8 +110,8 @@ def compose(line: CommandLine) -> DictConfig:
     config = compose_config(line.overrides, line.config_dir)
     if config.max_steps < RECORDED:
         raise UsageError(
-            f"max_steps={config.max_steps}: the last step is recorded, and the first ones, without optimizer state and "
-            f"gradients of a step before, are not like it; allowed: {RECORDED} or more"
+            f"max_steps={config.max_steps}: must be {RECORDED} or more; the last step is recorded, and the first ones "
+            "have neither optimizer state nor gradients of a step before"
         )
     return config
 

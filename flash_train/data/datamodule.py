@@ -7,6 +7,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader
 
+from flash_train.checks import at_least, check, within
 from flash_train.data.cache import TokenCache, tokenize
 from flash_train.data.consumed import ConsumedBatches
 from flash_train.data.corpus import Corpus
@@ -85,17 +86,16 @@ class PackedDataModule(lightning.LightningDataModule):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
-        at_least = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "seed": (seed, 0)}
-        at_least["data.val_batches"] = (1 if val_batches is None else val_batches, 1)
-        at_least["data.val_tokens"] = (2 if val_tokens is None else val_tokens, 2)
-        at_least["data.num_workers"] = (num_workers, 0)
-        for key, (value, least) in at_least.items():
-            if value < least:
-                raise ValueError(f"{key}={value}: must be {least} or greater")
+        check("seq_len", seq_len, at_least(2))
+        check("batch_size", batch_size, at_least(1))
+        check("seed", seed, at_least(0))
+        check("data.val_batches", val_batches, at_least(1), or_none="or null for all")
+        check("data.val_tokens", val_tokens, at_least(2), or_none="or null for all")
+        check("data.num_workers", num_workers, at_least(0))
         if (rank is None) != (world_size is None):
-            raise ValueError(f"rank={rank} world_size={world_size}: must be both given, or neither")
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}: must be from 0 to below world_size={world_size}")
+            raise ValueError(f"rank={rank} world_size={world_size}: must be both, or neither")
+        if rank is not None and world_size is not None:
+            check("rank", rank, within(0, world_size, "[)"))
         self.rank, self.world_size = rank, world_size
         check_packing_strategy(packing)
         check_val_fraction(val_fraction)

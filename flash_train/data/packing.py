@@ -12,6 +12,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from flash_train.checks import check_name
+
 PackingStrategy = Literal["best_fit", "concat"]
 PACKING_STRATEGIES: tuple[str, ...] = get_args(PackingStrategy)
 
@@ -67,8 +69,7 @@ def pack(lengths: np.ndarray, seq_len: int, packing: PackingStrategy = "best_fit
 
 def check_packing_strategy(packing: str) -> None:
     """Raises ValueError unless `packing` is the name of a strategy."""
-    if packing not in PACKING_STRATEGIES:
-        raise ValueError(f"data.packing={packing!r}: must be one of {', '.join(PACKING_STRATEGIES)}")
+    check_name("data.packing", packing, PACKING_STRATEGIES)
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> PackedIndex:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flash_train.checks import check, within
 from flash_train.data.cache import TokenCache
 
 
@@ -76,8 +77,7 @@ def first_tokens(part: Part, tokens: int, order: np.ndarray) -> Part:
 
 def check_val_fraction(val_fraction: float) -> None:
     """Raises ValueError unless `val_fraction` is between 0 and 1, both excluded."""
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"data.val_fraction={val_fraction}: must be between 0 and 1, both excluded")
+    check("data.val_fraction", val_fraction, within(0, 1, "()"))
 
 
 def _part(cache: TokenCache, chosen: np.ndarray) -> Part:

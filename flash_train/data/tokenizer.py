@@ -11,6 +11,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from flash_train.checks import check_name
 from flash_train.data.special_tokens import find_special_tokens
 
 Errors = Literal["strict", "replace", "skip"]
@@ -19,8 +20,7 @@ ERRORS: tuple[str, ...] = get_args(Errors)
 
 def check_errors(errors: str) -> None:
     """Raises ValueError unless `errors` is one of strict, replace, skip."""
-    if errors not in ERRORS:
-        raise ValueError(f"data.errors={errors!r}: must be one of {', '.join(ERRORS)}")
+    check_name("data.errors", errors, ERRORS)
 
 
 class Tokenizer(Protocol):

@@ -1,13 +1,15 @@
-"""What a model is: its shape and its rotary scaling, as frozen plain values."""
+"""The configuration of a model: its shape and its rotary scaling, as frozen plain values."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from flash_train.checks import POSITIVE, at_least, check, check_name, integer_at_least, within
+
 RopeKind = Literal["linear", "ntk", "yarn", "llama3"]
 
-# Parameters each rule takes beside `factor`; anything else given is a mistake worth naming.
+# Parameters each rule takes besides `factor`; any other is a mistake, and the error names it.
 _RULE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "ntk": (),
@@ -19,19 +21,19 @@ ORIGINAL_LENGTH = tuple(kind for kind, names in _RULE_FIELDS.items() if "origina
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """What YaRN multiplies cosines and sines by (arXiv:2309.00071, equation 22)."""
+    """YaRN's factor on cosines and sines (arXiv:2309.00071, equation 22)."""
     return 0.1 * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to reach a longer context.
+    """A rule that stretches rotary frequencies to reach a longer context.
 
     `linear`: positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
-    `ntk`: theta multiplied by factor^(d/(d-2)), "NTK-aware" (bloc97 2023); fixed, it does not change with the length.
+    `ntk`: theta multiplied by factor^(d/(d-2)), "NTK-aware" (bloc97 2023); it does not change with the length.
     `yarn`: interpolation by wavelength and an attention factor (Peng et al. 2023, arXiv:2309.00071).
     `llama3`: the rule of Llama 3.1 (arXiv:2407.21783).
-    Field names are those of `transformers`' `rope_scaling`.
+    The fields have the names of `transformers`' `rope_scaling`.
     """
 
     kind: RopeKind
@@ -44,64 +46,58 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(RopeKind):
-            raise ValueError(
-                f"model.rope_scaling.kind={self.kind!r} is not known; use {', '.join(get_args(RopeKind))}, "
-                "or none for plain rotary positions"
-            )
-        if not self.factor >= 1.0:
-            raise ValueError(f"model.rope_scaling.factor must be at least 1.0; got {self.factor}")
+        check_name("model.rope_scaling.kind", self.kind, get_args(RopeKind))
+        check("model.rope_scaling.factor", self.factor, at_least(1.0))
         needs_length = "original_max_position_embeddings" in _RULE_FIELDS[self.kind]
         if needs_length and not (self.original_max_position_embeddings or 0) > 0:
             raise ValueError(
-                f"model.rope_scaling.original_max_position_embeddings is needed by {self.kind}: the length that the "
-                f"model was trained at, in tokens; got {self.original_max_position_embeddings}"
+                f"model.rope_scaling.original_max_position_embeddings={self.original_max_position_embeddings}: must be "
+                f"the length in tokens that the model was trained at, which {self.kind} needs"
             )
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
-                "model.rope_scaling.low_freq_factor must lie between 0 and high_freq_factor; "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor}: must be more than 0 and less than "
+                f"high_freq_factor={self.high_freq_factor}"
             )
         if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
             raise ValueError(
-                "model.rope_scaling.beta_slow must lie between 0 and beta_fast; "
-                f"got {self.beta_slow} and {self.beta_fast}"
+                f"model.rope_scaling.beta_slow={self.beta_slow}: must be more than 0 and less than "
+                f"beta_fast={self.beta_fast}"
             )
 
     @classmethod
     def from_hf(cls, parameters: dict[str, Any] | None) -> "RopeScaling | None":
         """From the `rope_scaling` (transformers 4) or `rope_parameters` (5) of a config.json; None for plain rotary.
 
-        `rope_theta` in it is the caller's to read. Raises ValueError for a rule or a parameter that is not known here.
+        The caller reads `rope_theta` itself. Raises ValueError for an unknown rule or parameter.
         """
         given = {k: v for k, v in (parameters or {}).items() if v is not None and k != "rope_theta"}
         kind = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("rope_parameters.partial_rotary_factor other than 1.0 is not supported")
+            raise ValueError("rope_parameters.partial_rotary_factor: must be 1.0")
         if kind == "default":
             return None
         if kind not in get_args(RopeKind) or kind == "ntk":  # transformers has no rule of that name
             raise ValueError(
-                f"rope_type {kind!r} is not supported; linear, yarn, llama3 and default are, "
-                "or model.rope_scaling.kind= with another rule in its place"
+                f"rope_type={kind!r}: must be linear, yarn, llama3 or default; model.rope_scaling.kind= replaces it"
             )
         unknown = given.keys() - {"factor", *_RULE_FIELDS[kind]}
         if kind in ("linear", "llama3"):
             unknown -= {"original_max_position_embeddings"}
         if unknown:
-            raise ValueError(f"rope_type {kind!r} with {', '.join(sorted(unknown))} is not supported")
+            raise ValueError(f"rope_type={kind!r}: must not have {', '.join(sorted(unknown))}")
         if "factor" not in given:
             raise ValueError(
-                f"rope_type {kind!r} lacks its factor; give model.rope_scaling.kind={kind} "
+                f"rope_type={kind!r}: has no factor; give model.rope_scaling.kind={kind} "
                 "model.rope_scaling.factor=NUMBER"
             )
         return cls(kind=kind, **{k: v for k, v in given.items() if k == "factor" or k in _RULE_FIELDS[kind]})
 
     def stretched(self, by: float) -> "RopeScaling":
-        """The same rule for rows `by` times as long: the pairs that it interpolates turn `by` times slower.
+        """The same rule for rows `by` times as long: the pairs that it interpolates rotate `by` times slower.
 
-        Other pairs turn as they did in training. An attention factor that was given grows as YaRN's own does.
+        Other pairs rotate as they did in training. A given attention factor grows as YaRN's own does.
         """
         factor, attention_factor = self.factor * by, self.attention_factor
         if attention_factor is not None:
@@ -109,7 +105,7 @@ class RopeScaling:
         return dataclasses.replace(self, factor=factor, attention_factor=attention_factor)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` dictionary of `transformers`. Raises ValueError for `ntk`: there, a larger theta."""
+        """The `rope_scaling` dictionary of `transformers`. Raises ValueError for `ntk`, a larger theta there."""
         if self.kind == "ntk":
             raise ValueError("ntk scaling is written as rope_theta: use ntk_theta")
         fields = {name: getattr(self, name) for name in ("factor", *_RULE_FIELDS[self.kind])}
@@ -142,28 +138,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "n_layers", "width", "n_heads", "n_kv_heads", "head_dim", "mlp_width"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"model.{key} must be a positive integer; got {value!r}")
+            check(f"model.{key}", getattr(self, key), integer_at_least(1))
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"model.n_heads must be a multiple of model.n_kv_heads; got {self.n_heads} and {self.n_kv_heads}"
-            )
+            raise ValueError(f"model.n_heads={self.n_heads}: must be a multiple of model.n_kv_heads={self.n_kv_heads}")
         if self.head_dim % 2 or self.head_dim > 256:
-            raise ValueError(f"model.head_dim must be even and at most 256; got {self.head_dim}")
+            raise ValueError(f"model.head_dim={self.head_dim}: must be even and at most 256")
         for key in ("attention_dropout", "residual_dropout"):
-            if not 0.0 <= getattr(self, key) < 1.0:
-                raise ValueError(f"model.{key} must lie in [0, 1); got {getattr(self, key)}")
+            check(f"model.{key}", getattr(self, key), within(0, 1, "[)"))
         for key in ("rope_theta", "norm_eps"):
-            if not (getattr(self, key) > 0 and math.isfinite(getattr(self, key))):
-                raise ValueError(f"model.{key} must be positive and finite; got {getattr(self, key)}")
+            check(f"model.{key}", getattr(self, key), POSITIVE)
         if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise TypeError(f"model.rope_scaling must be a RopeScaling or None; got {type(self.rope_scaling).__name__}")
+            raise TypeError(f"model.rope_scaling={self.rope_scaling!r}: must be a RopeScaling or None")
         if self.rope_scaling and self.rope_scaling.kind == "ntk" and self.head_dim < 4:
-            raise ValueError(f"model.rope_scaling.kind=ntk needs model.head_dim of at least 4; got {self.head_dim}")
+            raise ValueError(f"model.head_dim={self.head_dim}: must be at least 4 with model.rope_scaling.kind=ntk")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values (numbers, strings, None, one nested dictionary), fit for a checkpoint or JSON."""
+        """Plain values (numbers, strings, None, one nested dictionary) for a checkpoint or JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -193,7 +183,7 @@ def _check_keys(cls: type, values: dict[str, Any], prefix: str) -> None:
     fields = dataclasses.fields(cls)
     if unknown := values.keys() - {f.name for f in fields}:
         raise ValueError(
-            f"{prefix}{sorted(unknown)[0]} is not known; the fields are {', '.join(f.name for f in fields)}"
+            f"{prefix}{sorted(unknown)[0]} is no field: must be one of {', '.join(f.name for f in fields)}"
         )
     if missing := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]:
         raise ValueError(f"{prefix}{missing[0]} is missing")

@@ -1,10 +1,11 @@
-"""Sampling from a model, without a cache: for a look at what it learnt, not for serving."""
+"""Sampling from a model without a KV cache: to look at what it has learnt, not to serve it."""
 
 import time
 from collections.abc import Sequence
 
 import torch
 
+from flash_train.checks import at_least, check
 from flash_train.model.transformer import Transformer
 
 
@@ -19,16 +20,16 @@ def generate(
     vocab_limit: int | None = None,
     max_seconds: float | None = None,
 ) -> list[int]:
-    """Continues `tokens`; returns the new ids alone: `max_new_tokens`, or as many as `max_seconds` allow, at least one.
+    """Continues `tokens` and returns only the new ids.
 
-    temperature 0 takes the likeliest id. Ids from `vocab_limit` on (the padding of the vocabulary) are never drawn.
-    `generator` must be on the model's device; None takes PyTorch's own. Each id costs a forward over all before it,
-    which runs eagerly in a compiled model, too: compiled, each length would be a graph of its own.
+    There are `max_new_tokens` of them, or as many as fit into `max_seconds`, but at least one. Temperature 0 takes the
+    likeliest id. Ids from `vocab_limit` on, which pad the vocabulary, are never drawn. `generator` must be on the
+    model's device; None takes PyTorch's default. Each id costs a forward over all ids before it. This forward runs
+    eagerly even if the model is compiled, since each length would compile a new graph.
     """
     if not len(tokens):
-        raise ValueError("generate needs at least one token to start from; got none")
-    if temperature < 0:
-        raise ValueError(f"temperature must be 0 or more; got {temperature}")
+        raise ValueError("tokens=[]: must be at least one token to start from")
+    check("temperature", temperature, at_least(0))
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
     stream = torch.as_tensor(tokens, dtype=torch.int64, device=model.head_weight.device).view(1, -1)
     start, was_training = stream.shape[1], model.training
@@ -51,6 +52,6 @@ def generate(
 
 
 def _reached(token: torch.Tensor) -> float:
-    """The time, in seconds of the monotonic clock, once the device has the token."""
+    """The monotonic clock, in seconds, once the device has the token."""
     token.item()
     return time.monotonic()

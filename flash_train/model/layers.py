@@ -1,4 +1,4 @@
-"""The parts of a decoder block. Activations are packed, (tokens, width), save inside unpacked attention."""
+"""The parts of a decoder block. Activations are packed, (tokens, width), except in unpacked attention."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class Linear(nn.Linear):
 
 
 class SwiGLULinear(Linear):
-    """A linear layer of what it is given gated, silu(gate) · up, which it need not keep for its backward."""
+    """A linear layer over silu(gate) · up. On CUDA it does not keep this product for its backward."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         return ops.swiglu_linear(gate, up, self.weight)
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(RMSNorm):
-    """Takes the residual stream and what is added to it; gives the stream, and its norm for each of the `uses`."""
+    """Adds an update to the residual stream. Returns the stream, and its norm once per use (see `ops.add_rms_norm`)."""
 
     def __init__(self, width: int, eps: float, *, uses: int) -> None:
         super().__init__(width, eps)
@@ -49,14 +49,14 @@ class AddRMSNorm(RMSNorm):
 
 
 class AttentionCall(nn.Module):
-    """The operator by itself, apart from the projections around it: a module, so that hooks can time it."""
+    """The attention operator without its projections. It is a module so that hooks can time it."""
 
     def __init__(self, dropout: float, backend: str) -> None:
         super().__init__()
         self.dropout, self.backend = dropout, backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
-        """q (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); k and v with heads of their own."""
+        """q (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); k and v may have fewer heads."""
         spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
         return attention(q, k, v, spec, packing=packing, backend=self.backend)
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int
     ) -> Tensor:
-        """x (tokens, width), for queries, keys and values. Without packing the tokens are `batch_size` equal rows."""
+        """x: (tokens, width) three times, for q, k and v. Without packing, the tokens are `batch_size` equal rows."""
         for_q, for_k, for_v = x
         q = self.q(for_q).view(-1, self.n_heads, self.head_dim)
         k = self.k(for_k).view(-1, self.n_kv_heads, self.head_dim)
@@ -99,13 +99,13 @@ class SwiGLU(nn.Module):
         self.down = SwiGLULinear(config.mlp_width, config.width)
 
     def forward(self, x: Sequence[Tensor]) -> Tensor:
-        """x (tokens, width), for the gate and for what it is multiplied with."""
+        """x: (tokens, width) twice, for the gate and for up."""
         for_gate, for_up = x
         return self.down(self.gate(for_gate), self.up(for_up))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both updates."""
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
@@ -116,13 +116,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int) -> Tensor:
-        # Both masks are drawn before the attention: memory=selective does not run it again, so in the recomputation the
-        # generator stands elsewhere after it than it did in the forward.
+        # Draw both masks before the attention: memory=selective does not run it again, so after it the generator has
+        # another state in the recomputation than in the forward.
         masks = [self._keep_mask(x) for _ in range(2)]
         x, *normed = self.attention_norm(x)
         update = self._dropped(self.attention(normed, cos, sin, packing, batch_size), masks[0])
         x, *normed = self.mlp_norm(x, update)
-        del update  # the MLP has better use for its memory
+        del update  # its memory is free for the MLP
         return x + self._dropped(self.mlp(normed), masks[1])
 
     def _keep_mask(self, x: Tensor) -> Tensor | None:

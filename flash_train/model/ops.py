@@ -1,7 +1,7 @@
-"""The model's fused operations: on CUDA kernels of our own, else PyTorch; equal within rounding.
+"""The model's fused operations: Triton kernels on CUDA, else PyTorch. Both agree within rounding.
 
-Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their own dtype.
-Under `torch.compile` the plain formulas are used on every device, since Inductor fuses those itself.
+Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their dtype.
+Under `torch.compile` the plain formulas are used on every device, since Inductor fuses them.
 """
 
 import torch
@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-IGNORE_INDEX = -100
-CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path
-MAX_LOGIT_TOKENS = 2048  # the same on the CUDA path: with fewer, adding up the weight's gradient begins to take time
+from flash_train.model.kernels.common import IGNORE_INDEX
+
+CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path; kernels/common.py has CUDA's number
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that activations have: autocast's where it is on for the device of `x`, else that of `x`."""
+    """The dtype of activations: autocast's if it is on for the device of `x`, else the dtype of `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -29,10 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
-    """A step of the residual stream: x + update (x alone without one), then its `rms_norm`, as often as it has `uses`.
+    """A step of the residual stream: x + update (x if update is None), then its `rms_norm`.
 
-    On CUDA one kernel each way, and the backward's adds up the gradients: of the normed rows one for each use, up to
-    three, and that of the stream, for which x may be asked to come through here although nothing is added.
+    Returns the stream, and the normed rows `uses` times (1 to 3). Each use has a gradient of its own, so that on CUDA
+    one backward kernel adds them up, together with the stream's gradient. That also helps where update is None.
     """
     if _kernels_run(x):
         from flash_train.model.kernels import rms_norm as kernels
@@ -47,8 +47,8 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """(silu(gate) · up) @ weight.T (Shazeer 2020, arXiv:2002.05202).
 
-    gate, up (..., width), weight (out, width). On CUDA the gated product is computed again in the backward, which runs
-    once: it writes over gate and up.
+    gate, up (..., width), weight (out, width). On CUDA the backward computes the gated product again. It
+    writes its gradients over gate and up, so it runs once.
     """
     if _kernels_run(gate):
         from flash_train.model.kernels import swiglu
@@ -61,8 +61,8 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates q and k (total, heads, head_dim) by the tables cos, sin, fp32 (total, head_dim / 2).
 
-    Each token has its own row of the tables, so that positions may restart anywhere. May overwrite q and k, and the
-    backward the gradients that it is given.
+    Each token has its own row of the tables, so that positions may restart anywhere. The forward may overwrite q and k,
+    and the backward its incoming gradients.
     """
     if _kernels_run(q):
         from flash_train.model.kernels import rotary
@@ -73,17 +73,17 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross entropies of `hidden @ weight.T` over labels other than -100, without ever holding all logits.
+    """Sum of cross entropies of `hidden @ weight.T` over labels other than -100, without holding all logits at once.
 
     hidden (tokens, width), weight (vocab_size, width), labels int64 (tokens,). Returns a scalar, fp32 (fp64 if hidden
-    is fp64). Backward through it runs once.
+    is fp64). The backward runs once.
     """
     hidden = hidden.to(compute_dtype(hidden))
     if hidden.is_cuda and hidden.dtype != torch.float64:
         return _fused_linear_cross_entropy(hidden, weight, labels)
     total = torch.zeros((), dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
     for rows, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
-        # Recomputing a chunk's logits in the backward is what keeps only one chunk alive.
+        # The backward computes a chunk's logits again, so that only one chunk is alive.
         total = total + checkpoint(
             _chunk_cross_entropy, rows, weight, targets, use_reentrant=False, preserve_rng_state=False
         )
@@ -109,11 +109,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _kernels_run(x: Tensor) -> bool:

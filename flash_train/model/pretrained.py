@@ -39,7 +39,7 @@ _THEIRS = re.compile(r"(?:model\.layers\.(\d+)\.)?([a-z_.]+)\.weight")
 
 
 def pretrained_config(path: str | Path, *, rope_scaling: bool = True) -> ModelConfig:
-    """The configuration of a model as `load_pretrained` takes it. Raises as it does."""
+    """The configuration of a saved model. Raises as `load_pretrained` does."""
     return config_from_llama(pretrained_values(path), str(path), rope_scaling=rope_scaling)
 
 
@@ -52,7 +52,7 @@ def pretrained_values(path: str | Path) -> dict[str, Any]:
 
 
 def pretrained_length(path: str | Path) -> int | None:
-    """Tokens in a row that a saved model is made for, its rotary scaling included; None where it does not say."""
+    """The length of a row, in tokens, that a saved model is made for, with its rotary scaling; None if unknown."""
     values = pretrained_values(path)
     length, rope = values.get("max_position_embeddings"), rope_parameters(values)
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
@@ -69,9 +69,9 @@ def pretrained_rule(path: str | Path) -> str:
 def load_pretrained(path: str | Path, *, rope_scaling: bool = True) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
 
-    `path` is a folder as `transformers` saves it; sharded weights are put together. With `rope_scaling=False` the
-    model's own rotary scaling is not read: the caller gives another. Raises FileNotFoundError where a file is missing
-    and ValueError, in one line, for a model that is no plain Llama.
+    `path` is a folder as `transformers` saves it; shards are joined. With `rope_scaling=False` the model's rotary
+    scaling is not read, for a caller that gives another. Raises FileNotFoundError for a missing file and ValueError, in
+    one line, for a model that is no plain Llama.
     """
     config, folder = pretrained_config(path, rope_scaling=rope_scaling), Path(path).expanduser()
     state: dict[str, Tensor] = {}
@@ -106,22 +106,21 @@ def save_pretrained(
     """Writes config.json and model.safetensors, which `transformers.LlamaForCausalLM.from_pretrained` loads.
 
     `model` is a Transformer or its state_dict, on any device, written in its own dtype. `max_seq_len` goes into
-    config.json as max_position_embeddings (default: what the rotary scaling reaches, else 2048); `token_ids` may hold
-    bos_token_id, eos_token_id, pad_token_id. Where `values` are given, config.json holds them and nothing else, as
-    `PretrainedSource.export_config` makes them of an earlier one. With `max_shard_bytes` the weights are cut into
-    several files and an index. Each file is written under another name and moved into place, config.json last. Raises
-    ValueError for a model that Llama cannot express. Returns the folder.
+    config.json as max_position_embeddings (default: the reach of the rotary scaling, else 2048); `token_ids` may hold
+    bos_token_id, eos_token_id, pad_token_id. If `values` are given, config.json holds exactly these (see
+    `PretrainedSource.export_config`). With `max_shard_bytes` the weights are split into several files and an index.
+    Each file is written under another name and moved into place, config.json last. Raises ValueError for a model that
+    Llama cannot express. Returns the folder.
     """
     if config.qk_norm:
         raise ValueError("model.qk_norm=true cannot be exported: the Llama layout has no norm on queries and keys")
     if config.width % config.n_heads:
         raise ValueError(
-            "the Llama layout needs model.width to be a multiple of model.n_heads; "
-            f"got {config.width} and {config.n_heads}"
+            f"model.width={config.width}: must be a multiple of model.n_heads={config.n_heads} in the Llama layout"
         )
     state = model.state_dict() if isinstance(model, nn.Module) else model
     if wrong := sorted(_expected_shapes(config).keys() ^ state.keys()):
-        raise ValueError(f"the weights do not belong to this configuration: {wrong[0]} is missing or not known")
+        raise ValueError(f"the weights do not belong to this configuration: {wrong[0]} is missing or unknown")
     tensors = {_to_llama(name): t.detach().to("cpu").contiguous() for name, t in state.items()}
     folder = Path(path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +176,7 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of rotary positions, with what `transformers` fills in."""
+    """The rotary parameters of a config.json, with the defaults that `transformers` fills in."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     if _rope_type(rope) in ("yarn", "llama3"):
         length = values.get("max_position_embeddings") or LLAMA_LENGTH
@@ -201,7 +200,7 @@ def rope_to_llama(config: ModelConfig) -> tuple[float, dict[str, Any] | None]:
 
 
 def config_to_llama(config: ModelConfig, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
-    """The values of config.json as `save_pretrained` writes them, less the ids of special tokens."""
+    """The values of config.json that `save_pretrained` writes, without the ids of special tokens."""
     scaling = config.rope_scaling
     theta, rope_scaling = rope_to_llama(config)
     if max_seq_len is None:

@@ -1,6 +1,6 @@
-"""What the model that training began from says beyond its weights: its config.json and the files next to it.
+"""The pretrained model that training began from, without its weights: its config.json and the files next to it.
 
-A checkpoint keeps it as plain values, so that an export changes what training changed and loses nothing else.
+A checkpoint keeps both as plain values, so that an export changes only what training changed.
 """
 
 import copy
@@ -19,7 +19,7 @@ from flash_train.model.pretrained import (
     rope_to_llama,
 )
 
-#: weights and archives, in whatever format: an export writes its own weights
+#: weights and archives in any format: an export writes its own weights
 WEIGHT_SUFFIXES = frozenset(
     (
         *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz", ".npy"),
@@ -54,10 +54,10 @@ class PretrainedSource:
         return asdict(self)
 
     def export_config(self, model: ModelConfig, *, dtype: str, seq_len: int | None) -> dict[str, Any]:
-        """The values of config.json after training `model` on rows of `seq_len` tokens; the unchanged stay as they are.
+        """The values of config.json after training `model` on rows of `seq_len` tokens; others stay as they are.
 
-        `dtype` is the weights' dtype, as PyTorch calls it. `max_position_embeddings` is the larger of what the model
-        was made for and what it was trained on.
+        `dtype` is the weights' dtype, as PyTorch calls it. `max_position_embeddings` is the larger of the length
+        that the model was made for and `seq_len`.
         """
         values = copy.deepcopy(self.config)
         own = config_from_llama(values, self.folder, rope_scaling=False)
@@ -72,7 +72,7 @@ class PretrainedSource:
             values["max_position_embeddings"] = length
         if own.norm_eps != model.norm_eps:
             values["rms_norm_eps"] = model.norm_eps
-        if model.attention_dropout:  # 0 where nobody asked for any, whatever the model was trained with before
+        if model.attention_dropout:  # 0 by default, whatever the model was trained with before
             values["attention_dropout"] = model.attention_dropout
         for key in {"dtype", "torch_dtype"} & values.keys():
             values[key] = dtype
@@ -81,13 +81,13 @@ class PretrainedSource:
     def _has_rule_of(self, model: ModelConfig, theta: float) -> bool:
         try:
             scaling = RopeScaling.from_hf(rope_parameters(self.config))
-        except ValueError:  # a rule that is not known here: the run replaced it
+        except ValueError:  # an unknown rule: the run replaced it
             return False
         return (theta, scaling) == (model.rope_theta, model.rope_scaling)
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's content, by which an export recognises it."""
+    """The digest of a file's content. An export uses it to recognise the file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -98,7 +98,7 @@ def _is_side_file(file: Path) -> bool:
 
 
 def _write_implied_lengths(values: dict[str, Any]) -> None:
-    """Write out what a rule takes from max_position_embeddings, before that changes."""
+    """Write out the values that a rule derives from max_position_embeddings, before that changes."""
     for key in ("rope_parameters", "rope_scaling"):
         if values.get(key):
             implied = rope_parameters(values)

@@ -1,4 +1,4 @@
-"""What of a block is kept for its backward: `memory=none | selective | checkpoint`."""
+"""Activation recomputation: which tensors a block keeps for its backward (`memory=none | selective | checkpoint`)."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from flash_train.checks import check_name
+
 MEMORY_MODES = ("none", "selective", "checkpoint")
 
-# Operators whose results `selective` keeps: attention outputs with their log-sum-exp. By name, since PyTorch registers
-# the last on first use. `standard` attention, and PyTorch's unfused one, have no such operator: they run again whole.
+# Operators whose results `selective` keeps: attention outputs and their log-sum-exp. These are names, since PyTorch
+# registers the last operator on first use. `standard` attention and PyTorch's unfused attention are no single operator,
+# so they run again as a whole.
 KEPT_OPERATORS = frozenset(
     {
         "flash_train::attention_forward",
@@ -24,13 +27,12 @@ KEPT_OPERATORS = frozenset(
 
 
 def check_memory_mode(memory: str) -> None:
-    """Raises ValueError for a mode that is not one."""
-    if memory not in MEMORY_MODES:
-        raise ValueError(f"memory={memory!r} is not known; use {', '.join(MEMORY_MODES)}")
+    """Raises ValueError for an unknown mode."""
+    check_name("memory", memory, MEMORY_MODES)
 
 
 def run_block(block: Callable[..., Any], *args: Any, memory: str, random: bool) -> Any:
-    """Calls block(*args), keeping for the backward what `memory` says. `random`: the block draws random numbers."""
+    """Calls block(*args) and keeps for the backward what `memory` says. `random`: the block draws random numbers."""
     if memory == "none" or not torch.is_grad_enabled():
         return block(*args)
     options: dict[str, Any] = {"context_fn": _selective_contexts} if memory == "selective" else {}

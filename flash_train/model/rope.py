@@ -1,7 +1,7 @@
 """Rotary positions: frequencies of each scaling rule, and the cosines and sines of a batch.
 
 The rotation pairs element i with element i + head_dim/2 (the "half-split" convention of `transformers`' Llama).
-Everything is fp32: nothing is kept in a buffer that a cast of the model could round.
+Everything is fp32 and computed when needed: a buffer would be rounded when the model is cast.
 """
 
 import math
@@ -13,7 +13,7 @@ from flash_train.model.config import ModelConfig, RopeScaling, yarn_attention_fa
 
 
 def ntk_theta(theta: float, factor: float, head_dim: int) -> float:
-    """The base that NTK-aware scaling by `factor` amounts to."""
+    """The base (theta) of NTK-aware scaling by `factor`."""
     return theta * factor ** (head_dim / (head_dim - 2))
 
 

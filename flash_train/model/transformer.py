@@ -1,4 +1,4 @@
-"""The decoder: tokens to logits, or straight to a loss whose logits are never held all at once."""
+"""The decoder: tokens to logits, or to a loss without holding all logits at once."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ class Transformer(nn.Module):
     backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone).
     In the calls: `tokens` int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
-    from each document's start; left out, they are derived.
+    from each document's start; None computes them.
     """
 
     def __init__(self, config: ModelConfig, *, attention: str = "auto", memory: str = "none") -> None:
@@ -35,9 +35,9 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Normal(0, 1/√width), about the usual 0.02 at width 2048; a fixed 0.02 would keep small models from attending.
 
-        What writes into the residual stream is smaller by √(2·n_layers), as in GPT-2 (Radford et al. 2019, 2.3). An
-        embedding that is not the head, too, is normal(0, 1): tokens then stay apart in a stream to which every layer
-        adds, without which small models do not learn associative recall.
+        Weights that write into the residual stream are smaller by √(2·n_layers), as in GPT-2 (Radford et al. 2019,
+        2.3). An untied embedding is normal(0, 1): tokens then stay distinct in the stream, to which every layer adds.
+        Without this, small models do not learn associative recall.
         """
         std = self.config.width**-0.5
         for name, module in self.named_modules():
@@ -55,27 +55,27 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Normalised hidden states (batch, seq, width), in autocast's dtype where that is on."""
+        """Normalised hidden states (batch, seq, width), in autocast's dtype if autocast is on."""
         if positions is None:
             positions = _default_positions(tokens, packing)
         cos, sin = rope_tables(self.config, positions.reshape(-1))  # once for all layers
         x = self.embedding(tokens.reshape(-1))
-        x = x.to(ops.compute_dtype(x))  # the residual stream, too: half the memory at long context
+        x = x.to(ops.compute_dtype(x))  # so the residual stream takes half the memory under autocast
         random = self.training and max(self.config.attention_dropout, self.config.residual_dropout) > 0
         for block in self.blocks:
             x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=self.memory, random=random)
         return self.norm(x).view(*tokens.shape, -1)
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Logits (batch, seq, vocab_size). For training use `loss`, which needs far less memory."""
+        """Logits (batch, seq, vocab_size). For training, `loss` needs far less memory."""
         return F.linear(self.hidden(tokens, positions=positions, packing=packing), self.head_weight)
 
     def loss(
         self, tokens: Tensor, labels: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the cross entropies in nats (fp32 scalar) and how many labels it covers (int64 scalar).
+        """Sum of the cross entropies in nats (fp32 scalar), and the number of labels (int64 scalar).
 
-        `labels` int64 (batch, seq) are the next tokens; -100 counts for nothing.
+        `labels` int64 (batch, seq) are the next tokens; -100 is ignored.
         """
         hidden = self.hidden(tokens, positions=positions, packing=packing)
         labels = labels.reshape(-1)
@@ -87,9 +87,9 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def model_flops(self, n_tokens: int, pairs: int) -> int:
-        """FLOPs of one forward and backward over `n_tokens` of which attention pairs up `pairs` (query, key).
+        """FLOPs of a forward and backward over `n_tokens`, with `pairs` pairs of a query and a key in attention.
 
-        6 per weight and token (embeddings do not multiply, the head does), 12 per pair, head and element of it.
+        6 per weight and token (embeddings do not multiply, the head does), 12 per pair, head and element of a head.
         Recomputation is not counted: this is the numerator of the model-FLOP utilisation.
         """
         c = self.config

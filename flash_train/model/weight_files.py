@@ -1,4 +1,4 @@
-"""Files of a saved model, read whole: a damaged one ends in one line that names it and says what it may be."""
+"""Reads the files of a saved model. The error for a damaged file names it and the likely cause, in one line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What was measured, on what, and how it is kept: hardware facts, memory figures, run records and plots."""
+"""What a run writes down: hardware facts, memory figures, metrics and plots."""
 
 from flash_train.records.hardware import device_name, peak_flops, versions
 from flash_train.records.memory_use import memory_use, peak_memory, reset_peak_memory

@@ -1,4 +1,4 @@
-"""Facts about the machine: the device's name, its dense peak rate, and the versions of what ran on it."""
+"""Facts about the machine: the device's name, its dense peak rate, and the versions of the software."""
 
 import platform
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-# Dense matrix rates in TFLOP/s as (bf16, fp16, TF32, fp32), accumulating in fp32, from NVIDIA's data sheets and
-# architecture papers (which often print the rate "with sparsity", twice as high). None: not supported. The keys are the
-# driver's names as `_card` has them, whole: what else a name says (D, Laptop GPU, PCIe, MIG …) means another rate.
+# Dense matrix rates in TFLOP/s as (bf16, fp16, TF32, fp32), accumulated in fp32, from NVIDIA's data sheets and
+# architecture papers (which often print the rate "with sparsity", twice as high). None: not supported. The keys are
+# whole names as `_card` returns them: a name with any addition (D, Laptop GPU, PCIe, MIG …) has another rate.
 PEAK_TFLOPS: dict[str, tuple[float | None, float | None, float | None, float]] = {
     "b200": (2250.0, 2250.0, 1125.0, 75.0),
     "gh200": (989.5, 989.5, 494.7, 66.9),
@@ -62,7 +62,7 @@ PEAK_TFLOPS: dict[str, tuple[float | None, float | None, float | None, float]] =
 }
 
 BRANDS = frozenset({"nvidia", "geforce", "tesla"})
-MEMORY = re.compile(r"\d+gb?|hbm3e?")  # not HBM2e: the H100 that has it is a slower card than that of HBM3
+MEMORY = re.compile(r"\d+gb?|hbm3e?")  # not HBM2e: the H100 with HBM2e is slower than the one with HBM3
 
 
 def device_name(device: torch.device) -> str:
@@ -77,11 +77,11 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Dense peak of a card for matrix products, in FLOP/s; None where the card or its rate is not known.
+    """Dense peak of a card for matrix products, in FLOP/s; None if the card or its rate is unknown.
 
     Args:
         name: the driver's name of the card, such as "NVIDIA A100-SXM4-80GB".
-        dtype: of the factors.
+        dtype: the operands' dtype.
         tf32: whether fp32 products go through TF32 (`torch.get_float32_matmul_precision() != "highest"`).
     """
     if (known := PEAK_TFLOPS.get(_card(name))) is None:
@@ -103,7 +103,7 @@ def _card(name: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what computes, and the commit of this package where it runs from a checkout; None where absent."""
+    """Versions of the software, and this package's commit if it runs from a checkout; None where absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("flash-train", "torch", "triton", "lightning", "liger-kernel"):
         try:
@@ -117,7 +117,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit(file: Path) -> str | None:
-    """Commit hash of the checkout that tracks `file`, with "-dirty" where it has changes; None outside of one."""
+    """Commit hash of the checkout that tracks `file`, with "-dirty" if it has changes; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -125,7 +125,7 @@ def _commit(file: Path) -> str | None:
         ).stdout.strip()
 
     try:
-        # An installed copy may lie inside somebody else's checkout, so ask for this very file.
+        # An installed copy may be inside another project's checkout, so ask for this file.
         git("ls-files", "--error-unmatch", file.name)
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):

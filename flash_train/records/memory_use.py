@@ -1,4 +1,4 @@
-"""Memory in use: the device's where it reports it, else the process's own; and bytes in words."""
+"""Memory in use: the device's if it reports it, else the process's; and bytes as text."""
 
 import sys
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ GIB = 2**30
 
 
 def bytes_in_words(size: int) -> str:
-    """As GiB or MiB."""
+    """Bytes as GiB or MiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def memory_use(device: torch.device) -> dict[str, float | None]:
-    """Memory figures in GiB, under names that say what was measured.
+    """Memory figures in GiB, by name.
 
     Returns:
         On CUDA `memory/allocated_gib`, `memory/reserved_gib` and `memory/peak_gib` (most allocated since
         `reset_peak_memory`); on MPS `memory/allocated_gib` and `memory/reserved_gib`; elsewhere
-        `memory/process_gib` and `memory/process_peak_gib`: the whole process's resident set, its peak since it began.
-        None where the system does not say.
+        `memory/process_gib` and `memory/process_peak_gib`: the process's resident set, and its peak since the start.
+        None if the system does not report it.
     """
     if device.type == "cuda":
         return {
@@ -38,26 +38,25 @@ def memory_use(device: torch.device) -> dict[str, float | None]:
 
 
 def peak_memory(use: Mapping[str, float | None]) -> float | None:
-    """The peak among the figures of `memory_use`, in GiB; None where there is none."""
+    """The peak among the figures of `memory_use`, in GiB; None if there is none."""
     return use.get("memory/peak_gib", use.get("memory/process_peak_gib"))
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak. A process's resident peak cannot be reset: on other devices than CUDA this does nothing."""
+    """Start a new peak on CUDA. A process's resident peak cannot be reset, so elsewhere this does nothing."""
     _earlier.pop(device, None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def begin_peak(device: torch.device) -> None:
-    """Have PyTorch count the peak of a stretch from here on; `memory_use` still tells that since
-    `reset_peak_memory`."""
+    """Reset PyTorch's peak from here on; `memory_use` still reports the peak since `reset_peak_memory`."""
     if device.type == "cuda":
         _earlier[device] = max(_earlier.get(device, 0), torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
 
 
-_earlier: dict[torch.device, int] = {}  # bytes: the peak before the stretch that PyTorch counts now
+_earlier: dict[torch.device, int] = {}  # bytes: the peak before the last `begin_peak`
 
 
 def _resident_gib() -> float | None:

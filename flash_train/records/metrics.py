@@ -12,9 +12,9 @@ Rows = dict[int, dict[str, float | None]]
 
 
 def read_column(path: str | os.PathLike[str], name: str) -> tuple[list[int], list[float]]:
-    """Steps at which a metric was measured, and its values there; empty where there is no such file.
+    """Steps at which a metric was measured, and its values; empty if there is no such file.
 
-    Reads alone, while a run may be writing.
+    Does not write, so a run may be writing the file.
     """
     return _column(_read(Path(path))[1], name)
 
@@ -25,13 +25,13 @@ def _column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def _read(path: Path) -> tuple[list[str], Rows]:
-    """Columns and rows of a table; no rows where there is no file.
+    """Columns and rows of a table; no rows if there is no file.
 
     Raises:
-        ValueError: the file is damaged, or something else; names the line.
+        ValueError: the file is damaged or no table of metrics; names the line.
     """
     text = path.read_bytes() if path.exists() else b""
-    whole = text[: text.rfind(b"\n") + 1]  # the last line may have been cut by a crash, or is being written
+    whole = text[: text.rfind(b"\n") + 1]  # a crash may have cut the last line, or a run is writing it
     ways = "restore it, or move it away to begin a new one"
     try:
         lines = list(csv.reader(io.StringIO(whole.decode("utf-8"))))
@@ -56,20 +56,19 @@ def _read(path: Path) -> tuple[list[str], Rows]:
 class MetricsTable:
     """`metrics.csv`: one row per step, one column per metric, floats with all their digits, empty where not measured.
 
-    A row reaches the file as soon as it is written. Metrics of a step that has a row already join it; a new metric
-    becomes a new column. Where writing fails (OSError), rows are kept in memory, and the next `write` or `flush` that
-    succeeds brings all of them to the file.
+    `write` writes a row to the file at once. Metrics of a step that has a row join this row; a new metric becomes a new
+    column. If writing fails (OSError), rows stay in memory, and the next `write` or `flush` that succeeds writes them.
 
     Args:
-        path: the file; read if it exists, and written anew.
-        up_to_step: rows past this step are dropped (a run that goes on from a checkpoint computes them again).
+        path: the file; read if it exists, then rewritten.
+        up_to_step: rows past this step are dropped: a run that resumes from a checkpoint computes them again.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, up_to_step: int | None = None) -> None:
         self.path = Path(path)
         self.columns, rows = _read(self.path)
         self.rows = {step: row for step, row in rows.items() if up_to_step is None or step <= up_to_step}
-        self._is_behind = True  # the file lacks a row, or has one that it should not have
+        self._is_behind = True  # the file lacks a row or has one too many
         self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -77,7 +76,7 @@ class MetricsTable:
         appends = not self._is_behind and step not in self.rows and all(name in self.columns for name in metrics)
         self.rows.setdefault(step, {}).update(metrics)
         self.columns += [name for name in metrics if name not in self.columns]
-        self._is_behind = True  # until it is written: a line may be cut
+        self._is_behind = True  # until the line is written as a whole
         if appends:
             with open(self.path, "a", encoding="utf-8", newline="") as file:
                 file.write(self._format([step]))
@@ -85,13 +84,13 @@ class MetricsTable:
         self.flush()
 
     def flush(self) -> None:
-        """Rewrite the file where it lacks rows."""
+        """Rewrite the file if it lacks rows."""
         if self._is_behind:
             self._rewrite()
             self._is_behind = False
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps at which `name` was measured, and its values there."""
+        """Steps at which `name` was measured, and its values."""
         return _column(self.rows, name)
 
     def _rewrite(self) -> None:

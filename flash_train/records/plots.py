@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from flash_train.files import replacing
 from flash_train.records.metrics import MetricsTable
 
-# Okabe & Ito (2008): told apart under every common colour blindness.
+# Okabe & Ito (2008): distinct under every common colour blindness.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 MARKED_POINTS = 40  # more points than this are a line without markers
 SMOOTHED_POINTS = 200  # more points than this also get a moving average
@@ -32,8 +32,8 @@ MEMORY = {
 def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str = "") -> list[Path]:
     """Write `loss.png`, `throughput.png` and `memory.png` to `folder`, as far as the table has metrics to draw.
 
-    A picture whose metric the table lacks is not written, and an older one of that name is removed: it shows rows
-    that are no longer in the table. Metrics without a finite value leave their panel empty, with a line that says so.
+    A picture without a metric in the table is not written, and an older file of its name is removed, since its rows are
+    no longer in the table. A metric without a finite value leaves its panel empty, with a line that says so.
 
     Returns:
         The files written.
@@ -49,7 +49,7 @@ def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str 
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write a PNG, whole or not at all; `options` are passed to `Figure.savefig`."""
+    """Write a PNG whole or not at all. `options` go to `Figure.savefig`."""
     path = Path(path)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png", **options)
@@ -57,17 +57,17 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) ->
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """Those that an axis can show."""
+    """The finite values, which an axis can show."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def say_empty(panel: Axes, words: str = "no finite value") -> None:
-    """Write in the middle of a panel why nothing is drawn there."""
+    """Write in the middle of a panel why it is empty."""
     panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color="0.4")
 
 
 def short_length(n: int) -> str:
-    """A length in as few letters as are exact: 16k is 16,384."""
+    """A length in the shortest exact form: 16k is 16,384."""
     for unit, size in (("M", 2**20), ("k", 2**10)):
         if n >= size and n % size == 0:
             return f"{n // size}{unit}"
@@ -93,7 +93,7 @@ def _line(panel: Axes, table: MetricsTable, name: str, *, scale: float = 1.0, sm
     values = [value * scale if math.isfinite(value) else math.nan for value in values]  # a gap in the line
     if not finite(values):
         return
-    # Few points are shown one by one: a line of one point would be invisible.
+    # Few points get markers: a line of one point would be invisible.
     marker = style.pop("marker", "o")
     marker = marker if len(steps) <= MARKED_POINTS else None
     if smooth and len(steps) > SMOOTHED_POINTS:
@@ -106,7 +106,7 @@ def _line(panel: Axes, table: MetricsTable, name: str, *, scale: float = 1.0, sm
 
 
 def _finish(figure: Figure, table: MetricsTable, *, from_zero: bool = True) -> Figure:
-    """Legends above the panels, where they hide no data; axes that suit a single point as well."""
+    """Legends above the panels, where they hide no data, and axes that also show a single point."""
     for panel in figure.axes:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
@@ -150,7 +150,7 @@ def _memory(table: MetricsTable, title: str) -> Figure:
     return _finish(figure, table)
 
 
-#: by name, how a picture is drawn, and the metrics that it shows
+#: by file name: the function that draws a picture, and the metrics that it shows
 PICTURES: dict[str, tuple[Callable[[MetricsTable, str], Figure], tuple[str, ...]]] = {
     "loss.png": (_loss, ("train/loss", "val/loss")),
     "throughput.png": (_throughput, ("throughput/tokens_per_second", "throughput/mfu", "time/step_seconds")),

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_train.checks import above, at_least, check, within
+
 FUSED_DEVICES = ("cuda", "cpu")
 
 
@@ -40,18 +42,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        allowed = {
-            "lr": (self.lr > 0, "greater than 0"),
-            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, "between 0 and 1"),
-            "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "eps": (self.eps > 0, "greater than 0"),
-            "weight_decay": (self.weight_decay >= 0, "0 or greater"),
-            "warmup_steps": (self.warmup_steps >= 0, "0 or greater"),
-            "gradient_clip": (self.gradient_clip is None or self.gradient_clip >= 0, "0 or greater, or null"),
-        }
-        for name, (valid, range_) in allowed.items():
-            if not valid:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be {range_}")
+        check("optimizer.lr", self.lr, above(0))
+        check("optimizer.min_lr_ratio", self.min_lr_ratio, within(0, 1))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas={self.betas}: must be two numbers in [0, 1)")
+        check("optimizer.eps", self.eps, above(0))
+        check("optimizer.weight_decay", self.weight_decay, at_least(0))
+        check("optimizer.warmup_steps", self.warmup_steps, at_least(0))
+        check("optimizer.gradient_clip", self.gradient_clip, at_least(0), or_none="or null for no clipping")
 
     def learning_rate(self, step: int, max_steps: int) -> float:
         """Learning rate at `step` (from 0) in a schedule of `max_steps`."""

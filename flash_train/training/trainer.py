@@ -9,6 +9,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from flash_train.checks import at_least, check, check_name
+from flash_train.precision import PRECISIONS
 from flash_train.training.callbacks import (
     AtomicCheckpointIO,
     ClosingSample,
@@ -25,8 +27,6 @@ from flash_train.training.callbacks import (
     StopAfter,
     Throughput,
 )
-
-PRECISIONS = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true", "fp16-mixed": "16-mixed"}
 
 
 class SingleDeviceNoTeardown(SingleDeviceStrategy):
@@ -93,11 +93,9 @@ def build_trainer(
     Raises:
         ValueError: an argument is out of range, or the device cannot train in this precision.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision}: must be one of {', '.join(PRECISIONS)}")
+    check_name("precision", precision, PRECISIONS)
     for name, value in (("max_steps", max_steps), ("accumulate", accumulate), ("log_every", log_every)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be 1 or greater")
+        check(name, value, at_least(1))
     on_cuda = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
     if precision == "fp16-mixed" and not on_cuda:
         raise ValueError("precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU")
@@ -115,7 +113,7 @@ def build_trainer(
         accelerator=accelerator,
         devices=devices,
         strategy=strategy,
-        precision=PRECISIONS[precision],  # type: ignore[arg-type]
+        precision=PRECISIONS[precision].lightning,  # type: ignore[arg-type]
         max_steps=max_steps,
         max_epochs=-1,
         accumulate_grad_batches=accumulate,

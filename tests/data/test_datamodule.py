@@ -198,13 +198,13 @@ def test_checkpoints_say_how_to_read_their_tokens(make_data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 1}, "seq_len=1: must be 2 or greater"),
-        ({"batch_size": 0}, "batch_size=0: must be 1 or greater"),
-        ({"seed": -1}, "seed=-1: must be 0 or greater"),
-        ({"val_batches": 0}, "data.val_batches=0: must be 1 or greater"),
-        ({"val_tokens": 1}, "data.val_tokens=1: must be 2 or greater"),
-        ({"num_workers": -1}, "data.num_workers=-1: must be 0 or greater"),
-        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be between 0 and 1"),
+        ({"seq_len": 1}, "seq_len=1: must be 2 or more"),
+        ({"batch_size": 0}, "batch_size=0: must be 1 or more"),
+        ({"seed": -1}, "seed=-1: must be 0 or more"),
+        ({"val_batches": 0}, "data.val_batches=0: must be 1 or more"),
+        ({"val_tokens": 1}, "data.val_tokens=1: must be 2 or more"),
+        ({"num_workers": -1}, "data.num_workers=-1: must be 0 or more"),
+        ({"val_fraction": 1.0}, r"data.val_fraction=1.0: must be in \(0, 1\)"),
         ({"packing": "tight"}, "data.packing='tight': must be one of best_fit, concat"),
     ],
 )
@@ -292,9 +292,9 @@ def test_given_ranks_win(make_data):
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ({"rank": 1}, "rank=1 world_size=None: must be both given, or neither"),
-        ({"rank": 2, "world_size": 2}, "rank=2: must be from 0 to below world_size=2"),
-        ({"rank": -1, "world_size": 2}, "rank=-1: must be from 0 to below world_size=2"),
+        ({"rank": 1}, "rank=1 world_size=None: must be both, or neither"),
+        ({"rank": 2, "world_size": 2}, r"rank=2: must be in \[0, 2\)"),
+        ({"rank": -1, "world_size": 2}, r"rank=-1: must be in \[0, 2\)"),
     ],
 )
 def test_ranks_that_cannot_be(make_data, ranks, message):

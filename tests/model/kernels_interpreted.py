@@ -1,7 +1,7 @@
-"""The model's own kernels in Triton's interpreter, beside PyTorch's formulas in fp64 and in the same precision.
+"""The model's kernels in Triton's interpreter, compared with PyTorch's formulas in fp64 and in the same precision.
 
-A script, run by a test: the interpreter has to be asked for before Triton is imported. In fp32 and fp16, which it
-computes rightly.
+A test runs this script, since the interpreter must be chosen before Triton is imported. It uses fp32 and fp16, which
+the interpreter computes correctly.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""On the card: the fused operations against fp64, beside PyTorch's in the same precision; and what they must not do.
+"""On the card: the fused operations compared with fp64 and with PyTorch in the same precision; and their limits.
 
-The rule throughout: error against fp64 ≤ 2 × that of same-precision PyTorch, gradients ≤ 3 ×, plus one rounding of the
-dtype at the result's largest magnitude, where PyTorch happens to be exact.
+The rule: the error against fp64 is at most 2 times the error of PyTorch in the same precision, for gradients 3 times,
+plus one rounding of the dtype at the result's largest magnitude, since PyTorch may happen to be exact.
 """
 
 import pytest

@@ -67,7 +67,7 @@ def test_a_compiled_model_runs_eagerly_and_is_compiled_afterwards():
 def test_refuses_an_empty_prompt_and_a_negative_temperature():
     with pytest.raises(ValueError, match="at least one token"):
         generate(tiny_model(), [], max_new_tokens=1)
-    with pytest.raises(ValueError, match="temperature must be 0 or more; got -1"):
+    with pytest.raises(ValueError, match="temperature=-1: must be 0 or more"):
         generate(tiny_model(), [1], max_new_tokens=1, temperature=-1)
 
 

@@ -120,6 +120,6 @@ def test_selective_and_checkpoint_keep_less():
 
 
 def test_modes_are_named_in_the_refusal():
-    with pytest.raises(ValueError, match=r"memory='some' is not known; use none, selective, checkpoint"):
+    with pytest.raises(ValueError, match=r"memory='some': must be one of none, selective, checkpoint"):
         Transformer(tiny_config(), memory="some")
     assert MEMORY_MODES == ("none", "selective", "checkpoint")

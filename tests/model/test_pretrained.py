@@ -252,7 +252,7 @@ def test_extending_the_context_keeps_the_weights(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errs_no_more_than_twice_what_transformers_does(tmp_path, dtype):
-    """The rule of the FlashAttention suite: error against fp64 ≤ 2 × that of same-precision PyTorch; gradients 3 ×."""
+    """FlashAttention's rule: error against fp64 ≤ 2 × the error of PyTorch in the same precision; gradients 3 ×."""
     theirs = llama(num_hidden_layers=4)
     theirs.save_pretrained(tmp_path)
     tokens, labels = random_batch((2, 40), 96)

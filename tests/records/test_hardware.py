@@ -65,7 +65,7 @@ def test_tf32_counts_where_it_is_used():
 
 
 def test_rates_are_dense_and_ordered():
-    """A rate "with sparsity" among them would be more than twice that of TF32."""
+    """A rate "with sparsity" in the table would be more than twice the rate of TF32."""
     for card, (bf16, fp16, tf32, fp32) in PEAK_TFLOPS.items():
         assert fp32 <= fp16, card
         if bf16 is not None:

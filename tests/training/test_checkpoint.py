@@ -158,7 +158,7 @@ def test_no_checkpoint_found(tmp_path):
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
 def test_checkpoint_settings_out_of_range(options, tmp_path):
-    with pytest.raises(ValueError, match="=0: must be 1 or greater, or null"):
+    with pytest.raises(ValueError, match="=0: must be 1 or more, or null"):
         StepCheckpoint(tmp_path, **options)
 
 

@@ -159,11 +159,11 @@ def test_rescale_without_any_gradient():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0}, "optimizer.lr=0: must be greater than 0"),
+        ({"lr": 0}, "optimizer.lr=0: must be more than 0"),
         ({"lr": math.nan}, "optimizer.lr=nan"),
-        ({"min_lr_ratio": 1.5}, "between 0 and 1"),
+        ({"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be in \[0, 1\]"),
         ({"betas": (0.9, 1.0)}, r"two numbers in \[0, 1\)"),
-        ({"weight_decay": -1}, "0 or greater"),
+        ({"weight_decay": -1}, "weight_decay=-1: must be 0 or more"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps=-1"),
         ({"gradient_clip": -1.0}, "or null"),
     ],

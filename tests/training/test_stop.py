@@ -30,7 +30,7 @@ def test_stop_after_validates_what_was_reached(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert trainer.global_step == 3
     assert read_metrics(tmp_path)[-1]["val/loss"]
-    with pytest.raises(ValueError, match="stop_after=0: must be 1 or greater"):
+    with pytest.raises(ValueError, match="stop_after=0: must be 1 or more, or null"):
         StopAfter(0)
 
 

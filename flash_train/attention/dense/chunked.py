@@ -71,7 +71,7 @@ def chunked_attention(
         ValueError: a chunk size below 1.
     """
     if query_chunk < 1 or key_chunk < 1:
-        raise ValueError(f"query_chunk={query_chunk}, key_chunk={key_chunk}: must be at least 1")
+        raise ValueError(f"query_chunk={query_chunk}, key_chunk={key_chunk}: must be 1 or more")
     outs, lses = [], []
     for part in split_call(q, k, v, packing, alibi_slopes):
         if part.empty:

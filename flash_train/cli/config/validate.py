@@ -3,50 +3,21 @@
 import glob
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from flash_train.checks import above, at_least, one_of, within
 from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.config.overrides import PATH_KEYS, require_home
 from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`allows` says whether a value is in range; `words` completes "allowed: "."""
-
-    allows: Callable[[Any], bool]
-    words: str
-    choices: tuple[str, ...] = ()
-
+from flash_train.precision import PRECISIONS
 
 LARGEST = 2**31 - 1  #: no count is larger; what is, overflows in PyTorch or takes memory that no machine has
-
-
-def at_least(low: float) -> Rule:
-    return Rule(lambda value: value >= low, f"{low} or more")
-
-
-def above(low: float) -> Rule:
-    return Rule(lambda value: value > low, f"more than {low}")
-
-
-def within(low: float, high: float) -> Rule:
-    return Rule(lambda value: low <= value <= high, f"from {low} to {high}")
-
-
-def below(low: float, high: float) -> Rule:
-    return Rule(lambda value: low <= value < high, f"from {low} up to {high} (excluded)")
-
-
-def one_of(*choices: str) -> Rule:
-    return Rule(lambda value: value in choices, ", ".join(choices), choices)
 
 
 #: The registry of backends imports PyTorch, which takes seconds. Each backend has a file here, and a test compares.
@@ -60,11 +31,11 @@ RULES = {
     "batch_size": at_least(1),
     "accumulate": at_least(1),
     "seed": within(0, 2**32 - 1),
-    "precision": one_of("fp32", "bf16-mixed", "bf16-true", "fp16-mixed"),
+    "precision": one_of(*PRECISIONS),
     "log_every": at_least(1),
     "val_every": at_least(1),
     "attention.backend": one_of(*BACKENDS),
-    "attention.dropout": below(0, 1),
+    "attention.dropout": within(0, 1, "[)"),
     "model.n_layers": within(1, 1000),  # each is walked through in Python before anything is refused for memory
     "model.width": at_least(1),
     "model.n_heads": at_least(1),
@@ -75,10 +46,10 @@ RULES = {
     "model.rope_theta": above(0),
     "model.rope_scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "none"),
     "model.norm_eps": above(0),
-    "model.residual_dropout": below(0, 1),
+    "model.residual_dropout": within(0, 1, "[)"),
     "data.packing": one_of("best_fit", "concat"),
     "data.errors": one_of("strict", "replace", "skip"),
-    "data.val_fraction": Rule(lambda value: 0 < value < 1, "between 0 and 1, both excluded"),
+    "data.val_fraction": within(0, 1, "()"),
     "data.val_batches": at_least(1),
     "data.val_tokens": at_least(2),
     "data.num_workers": within(0, 1024),
@@ -112,13 +83,13 @@ def validate(config: DictConfig) -> None:
     _check_keys(config)
     for key, rule in RULES.items():
         value = OmegaConf.select(config, key)
-        if value is not None and not rule.allows(value):
-            raise UsageError(f"{key}={value}: allowed: {rule.words}{did_you_mean(str(value), rule.choices)}")
+        if value is not None and not rule.contains(value):
+            raise UsageError(f"{key}={value}: must be {rule.words}{did_you_mean(str(value), rule.choices)}")
     for key, value in _numbers(OmegaConf.to_container(config)):
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{key}={value}: allowed: a finite number")
+            raise UsageError(f"{key}={value}: must be a finite number")
         if isinstance(value, int) and abs(value) > LARGEST and key != "seed":
-            raise UsageError(f"{key}={value}: too large; allowed: at most {LARGEST}")
+            raise UsageError(f"{key}={value}: must be at most {LARGEST}")
     _together(config)
 
 
@@ -175,20 +146,20 @@ def _of_choice(node: DictConfig, group: str, field: str, schemas: Mapping[str, t
     """Refuse a name that another choice of the group has: the keys of that choice are missing."""
     name, schema = node[field], OmegaConf.get_type(node)
     if name not in schemas:
-        raise UsageError(f"{group}.{field}={name}: allowed: {', '.join(schemas)}{did_you_mean(name, schemas)}")
+        raise UsageError(f"{group}.{field}={name}: must be one of {', '.join(schemas)}{did_you_mean(name, schemas)}")
     if schemas[name] is not schema and schema in schemas.values():
         raise UsageError(f"{group}.{field}={name}: its keys belong to another choice; allowed: {group}={name}")
 
 
 def _together(config: DictConfig) -> None:
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise UsageError(f"optimizer.betas={config.optimizer.betas}: allowed: two numbers from 0 up to 1 (excluded)")
+        raise UsageError(f"optimizer.betas={config.optimizer.betas}: must be two numbers in [0, 1)")
     _of_choice(config.data, "data", "corpus", {schema.corpus: schema for schema in DATA_SCHEMAS})
     _of_choice(config.logger, "logger", "name", {"none": LoggerSchema, "wandb": WandbSchema})
     path = OmegaConf.select(config, "data.path")
     paths = list(path) if isinstance(path, ListConfig) else [path]
     if path is not None and (not paths or not all(isinstance(one, str) and one for one in paths)):
-        raise UsageError(f"data.path={path}: allowed: a file, a folder, a glob, or a list of these in brackets")
+        raise UsageError(f"data.path={path}: must be a file, a folder, a glob, or a list of these in brackets")
     if config.data.corpus == "text" and not config.data.path:
         raise UsageError("data.path: data=text needs one: data.path=FOLDER (or a file, a glob, a list of these)")
     if config.data.corpus == "hub" and not config.data.name:
@@ -198,4 +169,4 @@ def _together(config: DictConfig) -> None:
     if config.validate_only and config.resume is None and config.init_from is None:
         raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
     if config.trainer.accelerator == "cpu" and config.precision == "fp16-mixed":
-        raise UnavailableError("precision=fp16-mixed: needs a GPU; allowed on a CPU: fp32, bf16-mixed, bf16-true")
+        raise UnavailableError("precision=fp16-mixed: needs a GPU; must be one of fp32, bf16-mixed, bf16-true on a CPU")

@@ -21,6 +21,7 @@ from flash_train.cli.run.report import finish
 from flash_train.files import write_bytes, write_text
 from flash_train.profiling.memory.prediction import Prediction, predict
 from flash_train.profiling.memory.step import Step
+from flash_train.records.markdown import markdown_table
 from flash_train.records.memory_use import bytes_in_words
 from flash_train.training import NonFiniteLossError
 from flash_train.training.callbacks import SnapshotOnError
@@ -119,11 +120,7 @@ def _table(prediction: Prediction, error: BaseException) -> str:
     kinds = sorted(prediction.peak.parts, key=lambda kind: -prediction.peak.parts[kind])
     lines = ["# Out of memory", "", f"    {str(error).splitlines()[0] if str(error) else type(error).__name__}", ""]
     lines += ["What the step was predicted to take at its peak, and at the peak of each phase:", ""]
-    lines += [
-        f"| part | peak | {' | '.join(prediction.phases)} |",
-        "| --- |" + " ---: |" * (1 + len(prediction.phases)),
-    ]
     columns = [prediction.peak, *prediction.phases.values()]
-    lines += [f"| {kind} | {' | '.join(bytes_in_words(m.parts.get(kind, 0)) for m in columns)} |" for kind in kinds]
-    lines += [f"| all | {' | '.join(bytes_in_words(m.total) for m in columns)} |", ""]
-    return "\n".join(lines)
+    rows = [[kind, *(bytes_in_words(m.parts.get(kind, 0)) for m in columns)] for kind in kinds]
+    rows.append(["all", *(bytes_in_words(m.total) for m in columns)])
+    return "\n".join(lines) + "\n" + markdown_table(["part", "peak", *prediction.phases], rows)

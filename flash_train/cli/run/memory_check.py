@@ -16,8 +16,9 @@ from flash_train.cli.run.resolve import device_of, model_and_backend
 from flash_train.cli.run.tokenizer import build_tokenizer
 from flash_train.model import ModelConfig
 from flash_train.model.recompute import MEMORY_MODES
+from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.prediction import Prediction, predict
-from flash_train.profiling.memory.step import WIDTHS, Step
+from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words
 
 #: bytes that cuBLAS keeps on a device of compute capability 9.0 or later, and on others (the defaults of
@@ -123,7 +124,7 @@ def capacity(device: torch.device) -> int:
 
 def flash_runs(step: Step, device: torch.device | None) -> bool:
     """Whether this project's kernels could run the step's attention."""
-    dtype = torch.bfloat16 if WIDTHS[step.precision][1] == 2 else torch.float32
+    dtype = PRECISIONS[step.precision].compute_dtype
     return device is not None and flash_unavailable(device, dtype, step.model.head_dim) is None
 
 

@@ -12,9 +12,9 @@ from flash_train.attention import resolve_backend
 from flash_train.cli.config.errors import UnavailableError, UsageError, blame
 from flash_train.cli.run.rotary import keeps_rule, merged_rule
 from flash_train.model import ModelConfig, pretrained_config
+from flash_train.precision import PRECISIONS
 
 VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
-COMPUTE_DTYPES = {"fp32": torch.float32, "fp16-mixed": torch.float16}  # the others compute in bfloat16
 # What the weights' shapes follow from.
 SHAPE = (
     *("vocab_size", "n_layers", "width", "n_heads", "n_kv_heads"),
@@ -69,7 +69,7 @@ def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig 
                 f"data.tokenizer: makes {tokens} ids, and the model in init_from has embeddings for "
                 f"{built.vocab_size}; allowed: data.tokenizer=FILE, the tokenizer that it was trained with"
             )
-        raise UsageError(f"model.vocab_size={built.vocab_size}: allowed: {tokens} or more, the tokenizer's ids")
+        raise UsageError(f"model.vocab_size={built.vocab_size}: must be {tokens} or more, the tokenizer's ids")
     return built
 
 
@@ -94,6 +94,6 @@ def model_and_backend(config: DictConfig, tokens: int, device: torch.device) -> 
 
 def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
     """The backend that runs, and why."""
-    dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
+    dtype = PRECISIONS[config.precision].compute_dtype
     with blame(f"attention={config.attention.backend}", UnavailableError):
         return resolve_backend(config.attention.backend, device=device, dtype=dtype, head_dim=head_dim)

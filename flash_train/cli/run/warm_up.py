@@ -22,8 +22,9 @@ from flash_train.attention.dropout import draw_state
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels.families import is_own
 from flash_train.cli.config.errors import is_out_of_memory
-from flash_train.cli.run.resolve import COMPUTE_DTYPES, device_of, model_and_backend
+from flash_train.cli.run.resolve import device_of, model_and_backend
 from flash_train.model import ModelConfig, Transformer
+from flash_train.precision import PRECISIONS
 
 LONG = 4096  # tokens of a row, from which on longer ones launch the same kernels
 SHORT = 128
@@ -92,8 +93,7 @@ def parts(config: DictConfig, device: torch.device) -> list[Part]:
     model, backend = model_and_backend(config, 1, device)  # the vocabulary shapes none of these kernels
     if not is_own(backend) or interpreting():  # by which nothing is compiled, and which takes minutes
         return []
-    dtype = COMPUTE_DTYPES.get(config.precision, torch.bfloat16)
-    weights = dtype if config.precision == "bf16-true" else torch.float32
+    dtype, weights = PRECISIONS[config.precision].compute_dtype, PRECISIONS[config.precision].weight_dtype
     whole_rows = config.data.packing == "concat" or config.data.corpus == "recall"
     row = one_row(config.seq_len * (1 if whole_rows else config.batch_size), LONG)
     entries = 1 if whole_rows else DOCUMENTS

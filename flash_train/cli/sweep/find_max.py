@@ -118,9 +118,9 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
 
 def row_in_words(row: Row) -> str:
     if row.status != "ok":
-        return f"{row.told()}: {row.reason}"
+        return f"{row.answer()}: {row.reason}"
     count = len(row.found.trials)
-    return f"{row.told(' tokens')}, {count} {'trial' if count == 1 else 'trials'}"
+    return f"{row.answer(' tokens')}, {count} {'trial' if count == 1 else 'trials'}"
 
 
 def _write(rows: Sequence[Row], run_dir: Path, device: str) -> None:

@@ -62,15 +62,15 @@ def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
 def _checked(key: str, value: object) -> object:
     if key == "find_max":
         if not isinstance(value, bool):
-            raise UsageError(f"find_max={value}: allowed: true, false")
+            raise UsageError(f"find_max={value}: must be true or false")
         return value
     if key == "find_max.limit":
         if not isinstance(value, int) or isinstance(value, bool) or value < UNIT or value % UNIT:
-            raise UsageError(f"find_max.limit={value}: allowed: a multiple of {UNIT}")
+            raise UsageError(f"find_max.limit={value}: must be a multiple of {UNIT}")
         return value
     allowed = MEMORY if key.endswith("memory") else ATTENTIONS
     if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):
-        raise UsageError(f"{key}={value}: allowed: a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
+        raise UsageError(f"{key}={value}: must be a list of {', '.join(allowed)}, as in {key}=[{allowed[0]}]")
     if len(set(value)) < len(value):
-        raise UsageError(f"{key}={value}: a value stands there twice; allowed: each once")
+        raise UsageError(f"{key}={value}: must be different values")
     return tuple(map(str, value))

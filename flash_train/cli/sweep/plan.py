@@ -135,14 +135,14 @@ def _axes_in_words(names: Iterable[str]) -> str:
 def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None:
     if name == "jobs":
         if not isinstance(values, int) or isinstance(values, bool) or not 1 <= values <= MOST_JOBS:
-            raise UsageError(f"{text}: allowed: an integer from 1 to {MOST_JOBS}")
+            raise UsageError(f"{text}: must be an integer from 1 to {MOST_JOBS}")
         return
     if name not in AXES:
         known = [*AXES, "jobs"]
         raise UsageError(f"{text}: no such axis{did_you_mean(name, known)}; allowed: {', '.join(known)}")
     axis = AXES[name]
     if is_hydra_sweep:
-        raise UsageError(f"{text}: allowed: a list in brackets, {PREFIX}{name}=[{text.partition('=')[2]}]")
+        raise UsageError(f"{text}: must be a list in brackets, {PREFIX}{name}=[{text.partition('=')[2]}]")
     if values is None:
         return
     kinds = (int, float) if axis.kind is float else (str, int) if axis.kind is str else axis.kind
@@ -150,11 +150,11 @@ def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None
     if not of_kind:
         alone = isinstance(values, kinds) and not isinstance(values, bool)
         example = text.partition("=")[2] if alone else "…,…"
-        raise UsageError(f"{text}: allowed: a list of {axis.words}, as in {PREFIX}{name}=[{example}]")
+        raise UsageError(f"{text}: must be a list of {axis.words}, as in {PREFIX}{name}=[{example}]")
     if not values:
-        raise UsageError(f"{text}: the list is empty; allowed: one value or more")
+        raise UsageError(f"{text}: must be one value or more")
     if len(set(values)) < len(values):
-        raise UsageError(f"{text}: a value stands there twice; allowed: each once")
+        raise UsageError(f"{text}: must be different values")
 
 
 def _chosen_axes(sweep: DictConfig, line: CommandLine) -> dict[Axis, list[Any]]:

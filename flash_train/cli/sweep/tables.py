@@ -15,6 +15,7 @@ from flash_train.profiling.ablation.repeats import DISTURBED, step_spread
 from flash_train.profiling.ablation.table import (
     COLUMNS,
     Row,
+    format_versions,
     header,
     loss_differences,
     losses_to_csv,
@@ -22,7 +23,6 @@ from flash_train.profiling.ablation.table import (
     to_csv,
     to_markdown,
     values,
-    versions_in_words,
 )
 from flash_train.records import read_column
 
@@ -80,7 +80,7 @@ def common_of(sweep: Sweep, results: dict[Cell, Result]) -> list[str]:
     """What every cell has beside its axes: data, seed, batch size; versions, by the first that ran."""
     found = [result.summary["versions"] for result in results.values() if result.status == "ok"]
     at_once = [f"jobs={len(sweep.environs)}"] if len(sweep.environs) > 1 else []  # which on a CPU take turns
-    return shared_settings(sweep.cells[0].config) + at_once + (versions_in_words(found[0]) if found else [])
+    return shared_settings(sweep.cells[0].config) + at_once + (format_versions(found[0]) if found else [])
 
 
 def shared_settings(config: DictConfig) -> list[str]:

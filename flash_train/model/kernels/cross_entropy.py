@@ -1,7 +1,7 @@
-"""The linear cross entropy for CUDA: a chunk's logits at a time, turned into their gradient where they lie.
+"""The linear cross entropy for CUDA: one chunk of logits at a time, whose gradient is written over it.
 
-After Liger's fused linear cross entropy (arXiv:2410.10989), which waits for the device to count the labels and takes
-chunks that shrink with the row. Imported only once a tensor is on a CUDA device.
+After Liger's fused linear cross entropy (arXiv:2410.10989). Liger synchronises with the device to count the labels, and
+its chunks shrink as rows grow longer; this one does neither. Imported only once a tensor is on a CUDA device.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.model.ops import IGNORE_INDEX, MAX_LOGIT_TOKENS
+from flash_train.model.kernels.common import IGNORE_INDEX, MAX_LOGIT_TOKENS
 
-BLOCK = 4096  # logits of a row that a program takes at one time
+BLOCK = 4096  # logits of a row that a program loads at a time
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -21,14 +21,17 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def cross_entropy_kernel(
     logits, labels, losses, vocab_size, IGNORED: tl.constexpr, BLOCK: tl.constexpr, WITH_GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """One row: its loss, and its logits overwritten by their gradient. Both are 0 where the label is IGNORED; a label
-    that there is not has NaN for a loss."""
+    """One row: its loss, and its logits overwritten by their gradient. Both are 0 if the label is IGNORED.
+
+    The loss of a label outside the vocabulary is NaN.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab_size
     label = tl.load(labels + row)
     counts = label != IGNORED
     known = (label >= 0) & (label < vocab_size)
-    own = tl.load(logits + tl.where(known, label, 0), mask=known, other=float("nan")).to(tl.float32)  # as it was
+    # loaded before it is overwritten
+    own = tl.load(logits + tl.where(known, label, 0), mask=known, other=float("nan")).to(tl.float32)
     column = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -50,8 +53,8 @@ def cross_entropy_kernel(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are made beside the loss, while the logits exist. The backward scales them where they lie, so that
-    a second one raises."""
+    """The forward computes the gradients with the loss, while the logits exist. The backward scales them in place, so a
+    second backward raises."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, with_gradient: bool) -> Tensor:
@@ -74,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(logits, matrix, out=d_hidden[chunk])
                 if d_weight is not None:
                     _add_product(d_weight, logits.T, hidden[chunk])
-                del logits  # before the next are made
+                del logits  # before the next chunk's are made
         if with_gradient:
             ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return losses.sum()
@@ -91,17 +94,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-# Inductor could not better what is launched here; the blocks before it stay compiled. The mark stands here, in a module
-# that is imported where the kernels run, since it imports the whole compiler: more than a second.
+# Inductor cannot improve on these launches; the blocks before them stay compiled. The decorator imports the whole
+# compiler, more than a second, so it is in a module that is imported only where the kernels run.
 @torch.compiler.disable
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As `ops.linear_cross_entropy`, `hidden` in the dtype to compute in."""
+    """As `ops.linear_cross_entropy`; `hidden` has the compute dtype."""
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, with_gradient)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in fp32 whatever a and b are."""
+    """total += a @ b, accumulated in fp32."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0):

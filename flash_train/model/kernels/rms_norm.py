@@ -1,8 +1,8 @@
-"""A residual addition and the RMS norm behind it, as one kernel each way. Imported only once a tensor is on CUDA.
+"""A residual addition and the RMS norm after it, as one kernel each way. Imported only once a tensor is on CUDA.
 
-All is bound by memory: the forward reads its inputs and writes the stream and the normed rows; the backward reads the
-stream and its gradient and those of the normed rows, one for each use of them, and writes one, which is that of either
-addend. Liger's norm leaves the addition, and the sums of gradients, to kernels of their own.
+Both are memory-bound. The forward reads its inputs and writes the stream and the normed rows. The backward reads the
+stream, its gradient, and a gradient for each use of the normed rows; it writes one gradient, which both addends share.
+Liger's norm leaves the addition and the sums of gradients to other kernels.
 """
 
 import functools
@@ -14,17 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.attention.kernels.portable.tiles import processors
+from flash_train.checks import check, within
 
-USES = 3  # of the normed rows, at most
-BLOCK = 2048  # elements of a program's rows at one time, or one row where that is more
-PROGRAMS = 4  # of the backward, per multiprocessor: each adds up a gradient of the weight
+USES = 3  # of the normed rows, at most: the backward kernel has that many arguments
+BLOCK = 2048  # elements that a program loads at a time, or one row if it is longer
+PROGRAMS = 4  # of the backward, per multiprocessor: each accumulates a gradient of the weight
 
 
 @triton.jit
 def norm_forward_kernel(
     x, update, weight, stream, out, rstd, rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows; `update` and `stream` None: x is the stream."""
+    """ROWS rows. If `update` and `stream` are None, x is the stream."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     at = row[:, None].to(tl.int64) * width + column[None, :]
@@ -47,7 +48,7 @@ def norm_backward_kernel(
     dout1, dout2, dout3, dstream, stream, rstd, weight, dx, dweight, rows, width, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every so many-th group of ROWS rows; dweight fp32 (programs, width): the sum over this program's rows."""
+    """Groups of ROWS rows, strided by the number of programs. dweight fp32 (programs, width): its sum over them."""
     column = tl.arange(0, COLUMNS)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -118,8 +119,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
     """As `ops.add_rms_norm`."""
-    if not 1 <= uses <= USES:
-        raise ValueError(f"uses={uses}: the normed rows have 1 to {USES}")
+    check("uses", uses, within(1, USES))
     return _AddRMSNorm.apply(x, update, weight, eps, uses)
 
 

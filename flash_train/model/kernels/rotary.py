@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.model.ops import overlap
+from flash_train.model.kernels.common import overlap
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def rotary_kernel(
     q, k, cos, sin, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, Q_ROWS: tl.constexpr,
     K_ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """One token: all heads of q and k, in memory without gaps, by its row of the tables; BACK turns them back."""
+    """One token: rotates all heads of q and k, which are contiguous, by its row of the tables. BACK rotates back."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < HALF
@@ -38,7 +38,7 @@ def _turn(x, c, s, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, 
 
 
 class _Rotary(torch.autograd.Function):
-    """Turns q and k where they lie, and their gradients back where those lie."""
+    """Rotates q and k in place, and in the backward their gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ops.apply_rotary`; q and k are overwritten where they are contiguous."""
+    """As `ops.apply_rotary`; contiguous q and k are overwritten."""
     return _Rotary.apply(q, k, cos.contiguous(), sin.contiguous())
 
 

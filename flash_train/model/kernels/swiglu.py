@@ -1,8 +1,9 @@
-"""An MLP's second half, (silu(gate) · up) @ weightᵀ, which keeps no product. Imported only once a tensor is on CUDA.
+"""The second half of an MLP, (silu(gate) · up) @ weightᵀ. Imported only once a tensor is on CUDA.
 
-The weight's gradient needs silu(gate) · up, an activation as wide as the MLP. The kernel of the backward has both
-factors at hand, and the gradient of the product is read for the last time: there it writes the product anew, which
-takes a write more than without and saves a third of what an MLP holds between its forward and its backward.
+The weight's gradient needs silu(gate) · up, an activation as wide as the MLP, and the forward does not keep it. The
+backward kernel loads both factors and reads the product's gradient for the last time, so it computes the product again
+and writes it over that gradient. This costs one more write and saves a third of the memory that an MLP holds between
+its forward and its backward.
 """
 
 from typing import Any
@@ -12,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.model.ops import overlap
+from flash_train.model.kernels.common import overlap
 
-BLOCK = 2048  # elements of a program; in 16 bits, 16 bytes of each of them for a thread
+BLOCK = 2048  # elements of a program; 16 bytes per thread and tensor in 16 bits
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def product_kernel(gate, up, product, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradients_kernel(gate, up, dproduct, count, BLOCK: tl.constexpr):
-    """In place of each: the gradient of gate, that of up, and the product, as the forward rounded it."""
+    """Writes gate's gradient over gate, up's over up, and the product, rounded as in the forward, over dproduct."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     kind = gate.dtype.element_ty
@@ -41,7 +42,7 @@ def gradients_kernel(gate, up, dproduct, count, BLOCK: tl.constexpr):
 
 
 class _SwiGLULinear(torch.autograd.Function):
-    """The backward writes over gate and up, so that a second one raises."""
+    """The backward writes over gate and up, so a second backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -53,10 +54,10 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # Detached: what was saved would come out as the gradients with the history that it had in the forward.
+        # Detached: saved tensors carry their autograd history, which their use as gradients must not have.
         gate, up, weight = (x.detach() for x in ctx.saved_tensors)
         rows = dout.reshape(-1, dout.shape[-1])
-        product = dout @ weight  # its gradient, as yet
+        product = dout @ weight  # its gradient; the kernel below replaces it by the product
         _launch(gradients_kernel, gate, up, product)
         torch.autograd.graph.increment_version((gate, up))
         dweight = rows.T @ product.view(-1, product.shape[-1]) if ctx.needs_input_grad[2] else None
@@ -71,15 +72,16 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """As `ops.swiglu_linear`, all in the dtype to compute in.
+    """As `ops.swiglu_linear`; all tensors have the compute dtype.
 
     Raises:
         ValueError: gate and up of different shapes.
     """
     if gate.shape != up.shape:
-        raise ValueError(f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}: they must be the same")
+        raise ValueError(f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: must be equal")
     gate, up = gate.contiguous(), up.contiguous()
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (gate, up, weight))
-    if learns and (gate.is_leaf or up.is_leaf or overlap(gate, up)):  # not the caller's: the backward writes over them
+    # The backward writes over gate and up, and must not write over the caller's tensors.
+    if learns and (gate.is_leaf or up.is_leaf or overlap(gate, up)):
         gate, up = gate.clone(), up.clone()
     return _SwiGLULinear.apply(gate, up, weight)

@@ -1,5 +1,4 @@
-"""An ablation drawn: time, memory and loss against length, with fitted exponents, or of one length as bars; and losses
-over each other."""
+"""Plots of an ablation: time, memory and loss against length, or as bars for one length; and losses over each other."""
 
 import math
 import os
@@ -25,12 +24,12 @@ STYLES = {
     "auto": ("#CC79A7", "^"),
 }
 OTHER = ("#56B4E9", "P")
-LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))  # what else the cells differ in
+LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))  # for the other axes
 TICKS = 9  # labels of lengths that have room on an axis
 CURVES_ABREAST = 3
-STATUSES = {"oom": "out of memory"}  # those that are not words of English
+STATUSES = {"oom": "out of memory"}  # statuses that are not plain English
 
-Name = tuple[str, ...]  # of a series: its attention, then its places on the other axes
+Name = tuple[str, ...]  # of a series: its attention, then its values on the other axes
 Series = dict[Name, list[Row]]
 
 
@@ -51,11 +50,11 @@ def plot_ablation(
     memory_of: str = "",
     metadata: dict[str, str] | None = None,
 ) -> bool:
-    """Write a PNG of step time, peak memory and training loss; False where no cell ran.
+    """Write a PNG of step time, peak memory and training loss. Returns False if no trial ran.
 
-    Against length with fitted exponents, of one length a bar for each cell. A whole process's memory (`memory_of`) is
-    not fitted: it is its libraries' more than the model's. Step times have a vertical line as long as their spread; a
-    cell that was disturbed is hollow, and enters no fit of times. Cells that differ in their seed alone are one.
+    Several lengths make curves with fitted exponents; one length makes a bar for each trial. The memory of a whole
+    process (`memory_of`) is not fitted: most of it belongs to libraries. Step times have a vertical line as long as
+    their spread. A disturbed trial is hollow and enters no fit of times. Trials that differ only in their seed are one.
     """
     rows = combine_seeds(rows)
     series = _series(rows)
@@ -91,7 +90,7 @@ def plot_ablation(
 
 
 def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str = "") -> bool:
-    """Write a PNG with a panel for each group of comparable cells: their losses by step; False where there are none."""
+    """Write a PNG of losses by step, a panel for each group of comparable trials. Returns False if there are none."""
     found = [(group, kept) for group in groups(rows) if (kept := [r for r in group if r.status == "ok" and r.losses])]
     if not found:
         return False
@@ -135,7 +134,7 @@ def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str
 
 
 def _series(rows: Sequence[Row]) -> Series:
-    """The cells that differ in length alone, shortest first."""
+    """Series of trials that differ only in length, shortest first."""
     axes = [name for name in varying(rows) if name != "seq_len"]
     found: Series = {_name(row, axes): [] for row in rows}
     for row in sorted(rows, key=lambda row: row.axes["seq_len"]):
@@ -148,13 +147,13 @@ def _name(row: Row, axes: Sequence[str]) -> Name:
 
 
 def _label(name: Name, rows: Sequence[Row]) -> str:
-    """A series in words; of `attention=auto` also what ran."""
+    """The label of a series; for `attention=auto` with the backend that ran."""
     shown = next((row.shown("attention") for row in rows if row.ran), name[0])
     return ", ".join((shown, *name[1:]))
 
 
 def _styles(names: Iterable[Name]) -> dict[Name, dict[str, Any]]:
-    """Color and mark by attention and line by all else; where attention is the same, color and mark by all else."""
+    """Color and mark show the attention, the line the other axes; with one attention, color and mark show them."""
     known = list(dict.fromkeys(names))
     others = list(dict.fromkeys(name[1:] for name in known))
     palette = [*STYLES.values(), OTHER]
@@ -173,11 +172,11 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
     values: list[float] = []
     without_memory = 0
     for series_name, rows in series.items():
-        cells = {row.axes["seq_len"]: row for row in rows if row.status == "ok" and _drawable(row.measured.get(name))}
-        points = {length: row.measured[name] for length, row in cells.items()}
+        trials = {row.axes["seq_len"]: row for row in rows if row.status == "ok" and _drawable(row.measured.get(name))}
+        points = {length: row.measured[name] for length, row in trials.items()}
         values += points.values()
         timed = name == "step_seconds"
-        disturbed = {length: points[length] for length, row in cells.items() if timed and row.disturbed}
+        disturbed = {length: points[length] for length, row in trials.items() if timed and row.disturbed}
         sound = {length: value for length, value in points.items() if length not in disturbed}
         fits = fitted and len(sound) > 2  # through two points any line goes
         power = fit_exponent(list(sound), list(sound.values())) if fits else None
@@ -189,7 +188,7 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
             hollow = style | {"linestyle": "", "markerfacecolor": "white"}
             panel.plot(list(disturbed), list(disturbed.values()), markersize=5, zorder=3, **hollow)
         if timed:
-            spreads = {length: row.measured.get("step_spread") or 0.0 for length, row in cells.items()}
+            spreads = {length: row.measured.get("step_spread") or 0.0 for length, row in trials.items()}
             low, high = ([x * (1 + sign * spreads[n] / 2) for n, x in points.items()] for sign in (-1, 1))
             panel.vlines(list(points), low, high, color=style["color"], linewidth=1)
             values += finite(x for x in (*low, *high) if x > 0)
@@ -207,7 +206,7 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
 
 
 def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
-    """A bar with its figure for each series of one cell; of a cell that did not run, how it ended."""
+    """A bar with its figure for each trial; for one that did not run, how it ended."""
     styles = _styles(series)
     values = [row.measured.get(name) if row.status == "ok" else None for (row,) in series.values()]
     lengths = [value if value is not None and _drawable(value) else 0.0 for value in values]
@@ -229,7 +228,7 @@ def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
 
 
 def _drawable(value: float | None) -> bool:
-    """Whether a logarithmic axis has a place for it."""
+    """Whether a logarithmic axis can show it."""
     return bool(finite([value])) and value > 0
 
 
@@ -238,7 +237,7 @@ def _status(rows: Sequence[Row]) -> str:
 
 
 def _legend(label: str, has_points: bool, power: float | None, without: Sequence[int], status: str) -> str:
-    """What a series is, how it grows, and why it has no points."""
+    """The name of a series, its exponent, and why it has no points."""
     text = rf"{label}:  $\propto n^{{{power:.2f}}}$" if power is not None else label
     if without:
         return f"{text}  (X: out of memory {'from' if len(without) > 1 else 'at'} {without[0]:,})"
@@ -246,7 +245,7 @@ def _legend(label: str, has_points: bool, power: float | None, without: Sequence
 
 
 def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: float) -> None:
-    """Logarithmic axes that suit one point and twenty, with a part `room` of the height free above all points."""
+    """Logarithmic axes for any number of points, with a part `room` of the height free above them."""
     _plain(panel)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
@@ -273,7 +272,7 @@ def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: fl
 
 
 def _apart(lengths: Sequence[int]) -> list[int]:
-    """The longest, and of the others those whose labels don't touch on a logarithmic axis."""
+    """The longest length, and others whose labels do not touch on a logarithmic axis."""
     gap = (lengths[-1] / lengths[0]) ** (1 / TICKS)
     shown = [lengths[-1]]
     for n in reversed(lengths):

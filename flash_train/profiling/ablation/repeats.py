@@ -1,4 +1,4 @@
-"""How far repeated measurements lie apart: the steps of a run, and runs that differ in their seed alone."""
+"""How much repeated measurements spread: the steps of a run, and runs that differ only in their seed."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flash_train.profiling.ablation.table import Row
 
 SEED = "seed"
-DISTURBED = 0.1  # a larger spread of a cell's steps says that something else ran on the machine
+DISTURBED = 0.1  # if a trial's steps spread more, something else ran on the machine
 
 
 def relative_spread(values: Sequence[float]) -> float | None:
@@ -34,11 +34,11 @@ def step_spread(seconds: Sequence[float], utilisation: Sequence[float] = ()) -> 
 
 
 def combine_seeds(rows: Sequence["Row"]) -> list["Row"]:
-    """One cell for all that differ in their seed alone: the median of what was measured, and how many runs it is of.
+    """One trial for all that differ only in their seed: the median of each measurement, and the number of runs.
 
-    Runs whose steps were disturbed are left out where there are others. `step_spread` becomes the range of the runs'
-    step times over their median, where that is more than the median spread of their steps. Cells of a single seed, or
-    without that axis, are returned as they are.
+    Runs whose steps were disturbed are left out if there are others. `step_spread` becomes the range of the runs' step
+    times over their median, if this is more than the median spread of their steps. Trials of a single seed, or without
+    that axis, are returned as they are.
     """
     if len({row.axes.get(SEED) for row in rows}) < 2:
         return list(rows)

@@ -1,4 +1,4 @@
-"""An ablation's cells as CSV and Markdown, and what they say: the best, ratios, how far losses differ."""
+"""An ablation's trials as CSV and Markdown: the best of them, ratios, and how much their losses differ."""
 
 import csv
 import io
@@ -9,34 +9,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flash_train.profiling.ablation.repeats import DISTURBED, combine_seeds
-from flash_train.records.markdown import markdown_table
+from flash_train.records.markdown import escape, markdown_table
 
 BASELINE = "standard"  # the attention that ratios refer to
-COMPARED = ("memory", "attention")  # cells that differ in these alone compute the same
-FEW = 3  # logged steps; with fewer, a time is that of a single one, which says too little to call a cell the best
-TIMES = """Times are in milliseconds per optimizer step: the median of a cell's steps 2 to N, or that of its only one.
-Each column's median is its own, so the parts need not add up. Attention's time lies within forward and backward. What a
-step takes beside forward, backward, optimizer and data wait lies between them: logging and callbacks. The loss is that
-of the last step.
+COMPARED = ("memory", "attention")  # trials that differ only in these compute the same
+FEW = 3  # logged steps; with fewer, a time is the time of one step, too little to call a trial the best
+TIMES = """Times are in milliseconds per optimizer step: the median of a trial's steps 2 to N, or its only step. Each
+column has its own median, so the parts need not add up. Attention's time lies within forward and backward. The rest of
+a step, between forward, backward, optimizer and data wait, is logging and callbacks. The loss is the last step's.
 """
 MARK = "†"  # of a time whose steps were disturbed
-DISTURBANCE = (
-    f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the cell, and no time of it is the best."
-)
-SPREAD = f"""Spread: of a cell's steps 2 to N, the distance between the quartiles over their median; of several seeds
-the range of their medians, where that is more.
+DISTURBANCE = f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the trial, no time of it is best."
+SPREAD = f"""Spread: the distance between the quartiles of a trial's steps 2 to N, over their median; with several seeds
+the range of their medians, if it is larger.
 {DISTURBANCE}
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """A cell: its place on every axis, what came of it (status ok, oom, failed or unavailable), what was measured.
+    """A trial: its value on every axis, how it ended (status ok, oom, failed or unavailable), and its measurements.
 
     Args:
-        measured: by the names of `COLUMNS`; None or absent where it isn't known.
-        losses: of training, by optimizer step.
-        ran: the attention that ran, where it is known.
+        measured: by the names of `COLUMNS`; None or absent if unknown.
+        losses: the training losses, by optimizer step.
+        ran: the attention backend that ran, if known.
     """
 
     axes: Mapping[str, Any]
@@ -47,25 +44,27 @@ class Row:
     ran: str | None = None
 
     def shown(self, axis: str) -> str:
-        """The place on an axis, as tables have it; of `attention=auto` also what ran."""
+        """The value on an axis, as tables show it; for `attention=auto` also the backend that ran."""
         value = str(self.axes[axis])
         return f"{value}: {self.ran}" if axis == "attention" and value == "auto" and self.ran else value
 
     @property
     def disturbed(self) -> bool:
-        """Whether its steps, or its runs, lie further apart than on an undisturbed machine."""
+        """Whether its steps, or its runs, spread more than they do on an undisturbed machine."""
         return (self.measured.get("step_spread") or 0.0) > DISTURBED
 
     def without(self, *names: str) -> tuple[Any, ...]:
-        """The place on all axes but these."""
+        """The values on all axes but these."""
         return tuple(value for name, value in self.axes.items() if name not in names)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the losses of a group of comparable cells lie apart: `largest` is the largest (max - min) / |max| of all
-    steps. `words` tell the group from others; `masks`: its backends drew dropout masks of their own; `lost` names the
-    cells with a loss that is not finite, and `largest` is then NaN."""
+    """How much the losses of a group of comparable trials differ.
+
+    `largest` is the largest (max - min) / |max| of all steps. `words` tell the group from others. `masks`: its backends
+    drew different dropout masks. `lost` names the trials with a loss that is not finite; `largest` is then NaN.
+    """
 
     words: str
     largest: float
@@ -75,15 +74,17 @@ class Difference:
     @property
     def finding(self) -> str:
         if self.lost:
-            return f"a loss that is not finite, of {', '.join(self.lost)}"
+            return f"a loss that is not finite: {', '.join(self.lost)}"
         why = ", for dropout masks differ between backends" if self.masks else ""
         return f"largest relative difference {self.largest:.1e}{why}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A measurement in the Markdown table; `best` picks the better of its values, and None marks none. `timed`: what
-    else runs on the machine changes it."""
+    """A measurement in the Markdown table.
+
+    `best` picks its best value; with None, none is marked. `timed`: it depends on what else runs on the machine.
+    """
 
     name: str
     label: str
@@ -114,13 +115,13 @@ COLUMNS = (
     Column("val_tokens", "val. tokens", lambda number: f"{number:,.0f}", None),
 )
 
-#: only where several seeds are one cell: runs that its figures are of
+#: only if several seeds are one trial: how many runs its figures cover
 RUNS = Column("runs", "runs", lambda number: f"{number:.0f}", None)
-ENDS = ("status", "reason", "ran")  # beside axes and measurements: how a cell ended, and with which attention
+ENDS = ("status", "reason", "ran")  # next to axes and measurements: how a trial ended, and with which attention
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """A line per cell: axes, status, reason, the attention that ran, measurements with all their digits."""
+    """A line per trial: axes, status, reason, the attention that ran, measurements with all their digits."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header(rows))
@@ -129,7 +130,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def losses_to_csv(rows: Sequence[Row]) -> str:
-    """A line per cell and step: axes, step, training loss."""
+    """A line per trial and step: axes, step, training loss."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*(rows[0].axes if rows else ()), "step", "loss"])
@@ -138,7 +139,7 @@ def losses_to_csv(rows: Sequence[Row]) -> str:
 
 
 def from_csv(text: str, losses: str = "") -> list[Row]:
-    """The rows that `to_csv` wrote, with what `losses_to_csv` wrote of them."""
+    """The rows that `to_csv` wrote, with the losses that `losses_to_csv` wrote."""
     curves: dict[tuple[Any, ...], dict[int, float]] = {}
     for line in csv.DictReader(io.StringIO(losses)):
         step, loss = int(line.pop("step")), float(line.pop("loss"))
@@ -165,17 +166,17 @@ def header(rows: Sequence[Row]) -> list[str]:
 
 
 def values(row: Row) -> list[Any]:
-    """In the order of `header`."""
+    """A row's values in the order of `header`."""
     return [*row.axes.values(), row.status, row.reason, row.ran, *(row.measured.get(column.name) for column in COLUMNS)]
 
 
 def title(device: str, steps: int) -> str:
-    """What ran on what."""
+    """The heading of the tables and plots."""
     return f"Ablation on {device}, {steps} {'step' if steps == 1 else 'steps'}"
 
 
-def versions_in_words(versions: Mapping[str, str | None]) -> list[str]:
-    """The commit, and the versions of what computes, as far as they are known."""
+def format_versions(versions: Mapping[str, str | None]) -> list[str]:
+    """The commit, and the versions of torch and triton, as far as they are known."""
     commit, _, dirty = (versions.get("commit") or "").partition("-")
     known = {"commit": commit[:12] + ("-" + dirty if dirty else "")}
     known |= {label: versions.get(name) or "" for name, label in (("torch", "torch"), ("triton", "Triton"))}
@@ -187,10 +188,10 @@ def to_markdown(rows: Sequence[Row], title: str, common: Sequence[str] = ()) -> 
 
 
 def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
-    """The cells that ran, the best of each group bold, with ratios to standard attention; then those that did not.
+    """The trials that ran, the best of each group bold, with ratios to standard attention; then those that did not.
 
     Args:
-        common: what every cell has beside its axes, in words.
+        common: settings that all trials share, such as `data=stdlib`.
     """
     ended, rows = rows, combine_seeds(rows)
     axes = varying(rows)
@@ -208,26 +209,26 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
     ]
     fixed = [f"{name}={value}" for name, value in rows[0].axes.items() if name not in axes] if rows else []
     common = [words for words in common if not rows or words.partition("=")[0] not in rows[0].axes]
-    text = f"Every cell has {', '.join([*fixed, *common])}.\n\n" if fixed or common else ""
+    text = f"Every trial has {', '.join([*fixed, *common])}.\n\n" if fixed or common else ""
     if lines:
-        marks = f"**Bold**: the best of the cells that differ in {' and '.join(COMPARED)} only"
+        marks = f"**Bold**: the best of the trials that differ only in {' and '.join(COMPARED)}"
         if all(_few(row) for row in ran):
             marks = f"Nothing is marked as the best: that takes {FEW} steps"
-        marks += f"; ×: in parts of {BASELINE} attention's.\n\n" if compared else ".\n\n"
+        marks += f"; ×: ratio to {BASELINE} attention.\n\n" if compared else ".\n\n"
         spread = f"\n{SPREAD}" if any(row.measured.get("step_spread") is not None for row in ran) else ""
         text += f"{TIMES}{spread}\n{marks}{markdown_table([*axes, *labels], lines, left=len(axes))}"
     if others:
         axes = varying(ended)
-        cells = [[*(str(row.axes[name]) for name in axes), row.status, _cell(row.reason)] for row in others]
-        text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], cells, left=len(axes) + 2)
+        lines = [[*(str(row.axes[name]) for name in axes), row.status, escape(row.reason)] for row in others]
+        text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], lines, left=len(axes) + 2)
     if differences := loss_differences(ended):
-        text += f"\nTraining losses of cells that differ in {' and '.join(COMPARED)} only:\n\n"
+        text += f"\nTraining losses of trials that differ only in {' and '.join(COMPARED)}:\n\n"
         text += "".join(f"- {each.words}{': ' if each.words else ''}{each.finding}\n" for each in differences)
     return text
 
 
 def validation_tokens(rows: Iterable[Row]) -> int | None:
-    """On how many tokens all cells were validated; None where that is not known, or not the same."""
+    """How many tokens all trials were validated on; None if unknown, or if they differ."""
     numbers = {row.measured.get("val_tokens") for row in rows if row.status == "ok"}
     number = numbers.pop() if len(numbers) == 1 else None
     return int(number) if number is not None and math.isfinite(number) else None
@@ -238,7 +239,7 @@ def _few(row: Row) -> bool:
 
 
 def by_length(rows: Sequence[Row]) -> str:
-    """A short table: a row per length and whatever else the cells differ in, a column per attention."""
+    """A short table: a row per length and other differing axes, a column per attention."""
     rows = combine_seeds(rows)
     backends = list(dict.fromkeys(row.axes["attention"] for row in rows))
     others = [name for name in varying(rows) if name not in ("attention", "seq_len")]
@@ -263,7 +264,7 @@ def _short(row: Row | None) -> str:
 
 
 def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
-    """Sentences on where another attention took less time for a step in otherwise the same, undisturbed cell."""
+    """A phrase for each undisturbed trial of `attention` that another attention beat in the same setting."""
     found = []
     rows = combine_seeds(rows)
     ran = [
@@ -282,13 +283,13 @@ def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The axes on which the cells differ; length and attention always."""
+    """The axes on which the trials differ; length and attention always."""
     names = list(rows[0].axes) if rows else []
     return [n for n in names if n in ("seq_len", "attention") or len({row.axes[n] for row in rows}) > 1]
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """The cells that differ in attention and memory alone, in the order of their first."""
+    """Trials that differ only in attention and memory, ordered by the first of each group."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(row.without(*COMPARED), []).append(row)
@@ -296,12 +297,12 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def describe(group: Sequence[Row], rows: Sequence[Row]) -> str:
-    """What a group's cells have in common, and other groups don't."""
+    """The settings that a group's trials share and other groups do not."""
     return ", ".join(f"{name}={group[0].axes[name]}" for name in varying(rows) if name not in COMPARED)
 
 
 def loss_differences(rows: Sequence[Row]) -> list[Difference]:
-    """One for each group of two cells or more that ran."""
+    """One for each group of two trials or more that ran."""
     found = []
     for group in groups(rows):
         ran = [row for row in group if row.status == "ok" and row.losses]
@@ -318,7 +319,7 @@ def loss_differences(rows: Sequence[Row]) -> list[Difference]:
 
 
 def _name(row: Row, group: Sequence[Row]) -> str:
-    """What tells a cell from the others of its group."""
+    """The settings in which a trial differs from others of its group."""
     names = [name for name in COMPARED if len({other.axes.get(name) for other in group}) > 1] or ["attention"]
     return " ".join(f"{name}={row.axes[name]}" for name in names)
 
@@ -328,7 +329,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _baselines(rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
-    """Standard attention's cells, by their place on the other axes."""
+    """Standard attention's trials, by their values on the other axes."""
     return {row.without("attention"): row for row in rows if row.axes.get("attention") == BASELINE}
 
 
@@ -350,7 +351,7 @@ def _figures(
             _is_finite(value)
             and column.best
             and not disturbed
-            and not _few(row)  # whose figure may be chance; others are measured against it all the same
+            and not _few(row)  # its figure may be chance; others are still compared with it
             and len(known) > 1
             and figure == column.shown(column.best(known))
         ):
@@ -362,8 +363,3 @@ def _figures(
             known_both = _is_finite(value) and _is_finite(theirs) and theirs
             figures.append(f"{value / theirs:.2f}" if known_both else "–")
     return figures
-
-
-def _cell(text: str | None) -> str:
-    """Text that can't break a table."""
-    return " ".join((text or "").split()).replace("|", "\\|")

@@ -12,7 +12,7 @@ from flash_train.attention import AttentionSpec, Causal, Full, Mask, Packing, at
 from flash_train.attention.masks import BlockSparse
 from flash_train.attention.patterns import random
 
-TOKENS = 16384  #: in a call, unless one sequence is longer
+TOKENS = 16384  #: per call, unless one sequence is longer
 SPARSE_BLOCK = 128
 
 
@@ -43,12 +43,12 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a forward: causal attention is half of full, a sparse one its density."""
+        """Model FLOPs of a forward: half of full attention if causal, and times the density if sparse."""
         squares = sum(n * n for n in self.lengths) or self.batch * self.seq_len**2
         return attention_flops(squares, self.n_heads, self.head_dim) * self.density / (2 if self.causal else 1)
 
     def spec(self, device: torch.device | str) -> AttentionSpec:
-        """The same pattern of blocks, equally many in every row, at every call."""
+        """The mask. The pattern of blocks has equally many in every row and is the same at every call."""
         mask: Mask = Causal() if self.causal else Full()
         if self.density < 1:
             blocks = self.seq_len // SPARSE_BLOCK
@@ -83,7 +83,7 @@ def log_normal_lengths(total: int, seed: int = 1) -> tuple[int, ...]:
 
 
 def cases() -> Iterator[Case]:
-    """The shapes of the FlashAttention papers, then what is particular: groups, dropout, documents, blocks."""
+    """The shapes of the FlashAttention papers, then grouped heads, dropout, packed documents and block sparsity."""
     for head_dim, heads in ((128, 16), (64, 32), (256, 8)):
         for n in (2048, 4096, 16384):
             for causal in (True, False):

@@ -1,4 +1,4 @@
-"""The bytes that a GPU's memory moves in one call of attention, by the counters of NVIDIA's `ncu`.
+"""The bytes that one call of attention moves in a GPU's memory, by the counters of NVIDIA's `ncu`.
 
 ``ncu`` watches the process ``python -m flash_train.profiling.attention.dram_traffic BACKEND LENGTH forward|backward``.
 """
@@ -18,13 +18,13 @@ from flash_train.profiling.attention.memory import one_row
 METRICS = {"read": "dram__bytes_read.sum", "write": "dram__bytes_write.sum"}
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 TIMEOUT = 180  # seconds
-# Clocks are left alone, and caches too: what one kernel leaves there, the next may find.
+# ncu must not lock the clock nor flush caches: a kernel may find data of the kernel before in the cache.
 OPTIONS = ["--csv", "--print-units", "base", "--profile-from-start", "off"]
 OPTIONS += ["--clock-control", "none", "--cache-control", "none"]
 
 
 class Unmeasured(Exception):
-    """Why there is no measurement, in one line."""
+    """There is no measurement; the message says why, in one line."""
 
 
 def measure(backend: str, length: int, direction: str) -> dict[str, int]:
@@ -51,7 +51,7 @@ def measure(backend: str, length: int, direction: str) -> dict[str, int]:
 
 
 def total(output: str) -> dict[str, int]:
-    """What `ncu --csv` printed, summed over kernels: bytes by direction, and how many kernels there were.
+    """Sums the output of `ncu --csv` over kernels: bytes by direction, and the number of kernels.
 
     Raises:
         Unmeasured: no kernel was recorded.
@@ -74,7 +74,7 @@ def _bytes(value: str, unit: str) -> int:
 
 
 def run(backend: str, length: int, direction: str) -> None:
-    """The watched process: everything is compiled and allocated before the counters begin."""
+    """The watched process. It compiles and allocates everything before the counters start."""
     case = one_row(length)
     q, k, v = case.inputs("cuda")
     spec, packing, dout = case.spec("cuda"), case.packing("cuda"), torch.randn_like(q)

@@ -1,4 +1,4 @@
-"""What attention takes of memory by itself, and how that grows with the length of a row."""
+"""The memory of attention by itself, and its growth with the length of a row."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flash_train.profiling.attention.cases import Case
 from flash_train.profiling.memory.allocations import Recording, moments
 
 HEADS, HEAD_DIM = 16, 128  #: of the 1b3 shape
-FITTED_FROM = 8192  #: tokens; in shorter rows the parts that grow otherwise still show
+FITTED_FROM = 8192  #: tokens; in shorter rows, parts with other growth still count
 
 
 def one_row(length: int) -> Case:
-    """A causal call as the model makes it: packed, here with one document."""
+    """A causal call as the model makes it: packed, with one document."""
     return Case(HEAD_DIM, HEADS, HEADS, 0, True, lengths=(length,))
 
 
 def own_bytes(backend: str, length: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> int:
-    """The most that a forward and backward hold beside q, k, v and the gradient of the output.
+    """Peak bytes of a forward and backward, without q, k, v and the gradient of the output.
 
-    Results are in it: the output with its log-sum-exp, and the gradients of q, k and v.
+    They include the results: the output, its log-sum-exp, and the gradients of q, k and v.
     """
     case = one_row(length)
     q, k, v = case.inputs(device, dtype)
@@ -46,7 +46,7 @@ def own_bytes(backend: str, length: int, device: torch.device, dtype: torch.dtyp
 
 
 def exponents(sizes: Mapping[str, Mapping[int, int]]) -> dict[str, float | None]:
-    """By backend, p of sizes ~ length^p; sizes are by length. None below two lengths of FITTED_FROM or more."""
+    """The exponent p of size ~ length^p, by backend. None with fewer than two lengths of FITTED_FROM or more."""
     found = {}
     for backend, by_length in sizes.items():
         long = {n: size for n, size in by_length.items() if n >= FITTED_FROM}

@@ -1,4 +1,4 @@
-"""Implementations of attention side by side: each is checked against fp32 on what it is timed on, then timed."""
+"""Compares implementations of attention: checks each against fp32 on the inputs that it is timed on, then times it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from flash_train.attention.masks import SKIPPED
 from flash_train.profiling.attention.cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-Timer = Callable[[Callable[[], Any]], float]  #: milliseconds of a call
+Timer = Callable[[Callable[[], Any]], float]  #: returns the milliseconds of a call
 
 OURS = PORTABLE.name
 OWN = tuple(FAMILIES)  #: the families of this project's kernels
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-ROUNDS = 7  #: turns of each implementation of a case
+ROUNDS = 7  #: timed rounds of each implementation in a case
 ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
 
 
 def implementations(case: Case) -> tuple[str, ...]:
-    """Those that can be asked for a case on this machine: ours, then its peers."""
+    """The implementations that can run a case on this machine: ours, then its peers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = tuple(name for name, family in FAMILIES.items() if family.unavailable(device) is None)
     if case.lengths:
@@ -39,7 +39,7 @@ def implementations(case: Case) -> tuple[str, ...]:
 
 
 def build(name: str, case: Case, device: torch.device | str, rng: RngState | None = None) -> Attention:
-    """The call on q, k, v as ``Case.inputs`` gives them. ``rng`` fixes the dropout mask of our own.
+    """The call on q, k, v from ``Case.inputs``. ``rng`` fixes the dropout mask of our kernels.
 
     Raises:
         ValueError: the implementation has no such call.
@@ -65,7 +65,7 @@ def _sdpa(name: str, case: Case) -> Attention:
 
 
 def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
-    """PyTorch's call for packed sequences, FlashAttention-2's kernel."""
+    """PyTorch's call for packed sequences; its kernel is FlashAttention-2's."""
     from torch.nn.attention.varlen import varlen_attn
 
     packing, longest = case.packing(device), max(case.lengths)
@@ -78,14 +78,14 @@ def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
 
 
 def _flex(case: Case, device: torch.device | str) -> Attention:
-    """FlexAttention as its users call it: compiled for the shape, with a mask of blocks made beforehand."""
+    """FlexAttention as its users call it: compiled for the shape, with a block mask built beforehand."""
     from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if case.dropout:
         raise ValueError("FlexAttention has no dropout")
-    torch.compiler.reset()  # it is compiled per shape, and compilations of one function are limited in number
-    functorch.donated_buffer = False  # the backward is timed on a graph that is kept
+    torch.compiler.reset()  # it compiles once per shape, and PyTorch limits recompilations of a function
+    functorch.donated_buffer = False  # timing the backward needs to retain the graph
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     rule = _flex_rule(case, device)
@@ -121,11 +121,10 @@ def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] 
 
 
 def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Relative error (Frobenius, the worst of output and gradients) in a batch row and key head drawn at random.
+    """Relative error (Frobenius; the largest among output and gradients) in a random batch row and key head.
 
-    Heads are independent of each other: one, with the queries that share it, costs fp32 little at any length. With
-    dropout, whose mask is its own in every implementation, ours is held to the reference's mask and the others to
-    their undropped output.
+    Heads are independent: one key head and its queries are cheap to compute in fp32 at any length. Every implementation
+    draws another dropout mask, so with dropout ours is compared under the reference's mask, others without dropout.
     """
     q, k, v = tensors
     rng = None
@@ -159,14 +158,12 @@ def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor,
 def measure(
     names: Sequence[str], case: Case, timer: Timer, device: torch.device | str = "cuda"
 ) -> list[dict[str, Any]]:
-    """A record per implementation and direction; one without a rate, and with the reason, where a call fails or its
-    result is wrong.
+    """A record per implementation and direction. If a call fails or its result is wrong, it has a reason and no rate.
 
-    All are built and checked first. Then they take turns, `ROUNDS` of them, on the same inputs, and a rate is of the
-    median time: a card's clock follows what it did just before, so that whoever came later, or always after the same
-    neighbour, would be slower or faster. The order is therefore drawn anew for each round, the same in every run.
-    Rates are model FLOPs (the backward's are 2.5 times the forward's) over the time. A sparse case is also timed
-    without its pattern: ``time_to_dense`` is the ratio.
+    All are built and checked first. Then each is timed in `ROUNDS` rounds on the same inputs, and its rate uses the
+    median time. A card's clock depends on the work just before, so a fixed order would favour some implementations:
+    each round has another random order, the same in every run. Rates are model FLOPs over the time; the backward has
+    2.5 times the FLOPs of the forward. A sparse case is also timed without its pattern: ``time_to_dense`` is the ratio.
     """
     from triton.errors import TritonError
 
@@ -177,7 +174,7 @@ def measure(
     def attempt(name: str, step: Callable[[str], None]) -> None:
         try:
             step(name)
-        except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
+        except torch.AcceleratorError:  # this process has lost the device: no later call would run
             raise
         except (RuntimeError, ValueError, TritonError) as failure:
             failed[name] = {"reason": str(failure).strip().splitlines()[0]}
@@ -214,7 +211,7 @@ def measure(
 
 @dataclass
 class _Timed:
-    """An implementation whose result is right, and its times: of each round, milliseconds forward and backward."""
+    """An implementation with a right result, and its milliseconds per round, forward and backward."""
 
     error: float
     call: Attention
@@ -247,7 +244,7 @@ def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer)
 
 
 def add_ratios(records: list[dict[str, Any]]) -> None:
-    """To the records of one case: the rate over that of each peer, None where the peer has none."""
+    """Add to the records of one case the ratio of rates to each peer; None if the peer has no rate."""
     rates = {(row["implementation"], row["direction"]): row.get("tflops") for row in records}
     peers = sorted({name for name, _ in rates} - set(OWN))
     for row in records:

@@ -1,4 +1,4 @@
-"""The attention benchmark drawn: a row per case, a mark per implementation."""
+"""The plot of the attention benchmark: a row per case, a mark per implementation."""
 
 import hashlib
 import json
@@ -26,14 +26,14 @@ STYLES = {
 def plot_attention(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
     """Write ``path``, a PNG of the records in ``source``, the benchmark's JSON file.
 
-    Raises ValueError where no record has a rate.
+    Raises ValueError if no record has a rate.
     """
     records = json.loads(Path(source).read_text(encoding="utf-8"))["records"]
     return save_figure(_draw(records), path, metadata={"Source": fingerprint(source)})
 
 
 def fingerprint(source: str | os.PathLike[str]) -> str:
-    """What a picture says of the file it was drawn from: SHA-256."""
+    """SHA-256 of a file. A picture carries it to name its source."""
     return hashlib.sha256(Path(source).read_bytes()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""One kernel with one tile, checked and timed: what ``tune_attention`` tries."""
+"""Checks and times one kernel with one tile, for ``tune_attention``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile, block_d
 from flash_train.attention.masks import Document
 
-KERNELS = ("forward", "dq", "dkdv", "dk", "dv")  #: dk and dv are dkdv's launches where they are apart
-REGISTERS = (16, 224)  #: of a thread's 255, that hold a tile's numbers in fp32: fewer leave it idle, more spill
+KERNELS = ("forward", "dq", "dkdv", "dk", "dv")  #: dk and dv are the two launches of dkdv when it is split
+REGISTERS = (16, 224)  #: of a thread's 255, for a tile in fp32: fewer leave the thread idle, more spill
 ALLOWED_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 DROPOUT = 0.1
 DOCUMENTS = 4
 
 
 class Unfit(Exception):
-    """Why a tile cannot be used, in words."""
+    """A tile cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The call that a row of the table is tuned on: ``n_heads`` of ``seq_len`` in one batch row."""
+    """The call that tunes a row of the table: ``n_heads`` heads of ``seq_len`` tokens in one batch row."""
 
     head_dim: int
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class Setting:
         return not self.variant.endswith("full"), DROPOUT if self.variant.startswith("dropout") else 0.0
 
     def spec(self, device: torch.device) -> AttentionSpec:
-        """Element-wise terms are documents, whose blocks are looked at pair by pair."""
+        """The variant ``terms`` has documents, whose partial tiles test every pair."""
         causal, dropout = self.spec_parts
         mask: Mask = Causal() if causal else Full()
         if self.variant == "terms":
@@ -56,7 +56,7 @@ class Setting:
 class Problem:
     """Fresh inputs of a setting, and the launch of each kernel on them.
 
-    ``start`` is the tile of the forward that the backward's kernels need the results of.
+    ``start`` is the tile of the forward, whose results the backward's kernels need.
     """
 
     def __init__(self, setting: Setting, start: Tile, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class Problem:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """What every kernel should give, by the reference in fp32."""
+        """The right result of every kernel, from the reference in fp32."""
         q, k, v = (x.float().requires_grad_() for x in (self.q, self.k, self.v))
         spec = self.setting.spec(self.device)
         out = attention(q, k, v, spec, rng=self.rng if spec.dropout else None, backend="reference")
@@ -98,7 +98,7 @@ class Problem:
         return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
     def check(self, kernel: str, tile: Tile) -> None:
-        """Run a kernel and hold it to the reference.
+        """Run a kernel and compare it with the reference.
 
         Raises:
             Unfit: its results are wrong.
@@ -113,7 +113,7 @@ class Problem:
 
 
 def candidates(kernel: str, setting: Setting, shared: int) -> list[Tile]:
-    """The tiles that might fit registers and ``shared`` bytes, and that give every warp something to do."""
+    """Tiles that may fit registers and ``shared`` bytes of shared memory, and leave no warp idle."""
     return [tile for tile in _all_tiles() if _plausible(kernel, tile, setting, shared)]
 
 
@@ -124,7 +124,7 @@ def _all_tiles() -> Iterator[Tile]:
 
 
 def _plausible(kernel: str, tile: Tile, setting: Setting, shared: int) -> bool:
-    """A bound from below: the compiler has the last word on what fits."""
+    """A lower bound on resources: only the compiler knows what fits."""
     width = block_d(setting.head_dim)
     held, walked = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     accumulators = 2 if kernel == "dkdv" else 1
@@ -136,7 +136,7 @@ def _plausible(kernel: str, tile: Tile, setting: Setting, shared: int) -> bool:
 
 
 def compile_only(setting: Setting, start: Tile, tries: list[tuple[str, Tile]]) -> None:
-    """Compile kernels into Triton's cache, in a process of its own; those that don't compile say so when tried."""
+    """Compile kernels into Triton's cache, for use in a separate process; `try_tile` reports those that fail."""
     from triton.errors import TritonError
 
     problem = Problem(setting, start, torch.device("cuda"))
@@ -151,10 +151,10 @@ def compile_only(setting: Setting, start: Tile, tries: list[tuple[str, Tile]]) -
 def try_tile(
     kernel: str, tile: Tile, small: Problem, large: Problem, timer: Callable[[Callable[[], Any]], float]
 ) -> float:
-    """Milliseconds of a kernel on the large problem, after its check on the small one.
+    """Milliseconds of a kernel on the large problem, after a check on the small one.
 
     Raises:
-        Unfit: it does not compile, takes more than the chip has, or is wrong.
+        Unfit: it does not compile, needs more than the chip has, or is wrong.
     """
     from triton.errors import TritonError
 
@@ -163,15 +163,15 @@ def try_tile(
         found = large.launch(kernel, tile)
         found.run()
         return timer(found.start)
-    except torch.AcceleratorError:  # the device is lost to this process
+    except torch.AcceleratorError:  # this process has lost the device
         raise
     except (TritonError, RuntimeError) as failure:
         raise Unfit(str(failure).strip().splitlines()[0]) from failure
 
 
 def smaller(setting: Setting) -> Setting:
-    """The setting at a length that the reference can hold and no tile divides.
+    """The setting at a length that fits the reference and that no tile divides.
 
-    It is the same kernel: 16 blocks of 128, so that Triton, which tells multiples of 16 apart, compiles no second one.
+    2000 is a multiple of 16, as longer lengths are, so Triton's specialisation does not compile the kernel again.
     """
     return replace(setting, seq_len=2000, n_heads=2)

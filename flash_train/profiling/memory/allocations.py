@@ -1,9 +1,8 @@
-"""What a stretch of a program takes of a device's memory: every tensor's, with the module and the phase that made it.
+"""Records the memory of a stretch of a program: every allocation, with the module and the phase that made it.
 
-On CUDA the allocations come from the allocator's own history, elsewhere from PyTorch's profiler. What the model is
-doing is logged beside them by hooks that touch no value; the two are joined by their times. The profiler's clock is not
-the system's (it may run apart by more than an operation takes), so what is logged is a mark in its record, too, and has
-that mark's time.
+On CUDA the allocations come from the allocator's history, elsewhere from PyTorch's profiler. Hooks on the modules log
+what the model is doing and touch no value; the two logs are joined by time. The profiler's clock may differ from the
+system's by more than an operation takes, so each log entry is also a mark in the profiler's record and gets its time.
 """
 
 import bisect
@@ -22,10 +21,10 @@ from flash_train.profiling.memory.ledger import ROUND, Moment
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of memory: bytes, its address, when it came and went (ns; None: it stayed), and in what it was made.
+    """A piece of memory: bytes, address, time of allocation and of release (ns; None: never), and its origin.
 
-    `scope` is the name of the innermost module at work, "" outside of all; `owner` says what it is where that was known
-    beforehand (weights, gradients, …), else "".
+    `scope` is the name of the innermost module that ran, "" outside of all. `owner` names what the memory holds if that
+    was known before (weights, gradients, …), else it is "".
     """
 
     size: int
@@ -39,36 +38,36 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Event:
-    """Bytes taken (or, negative, given back) at an address."""
+    """Bytes allocated at an address, or released if negative."""
 
     time: int
     address: int
     size: int
 
 
-MARK = "flash_train scope "  # and the number of an entry: an event of PyTorch's profiler
+MARK = "flash_train scope "  # followed by an entry's number: the name of a profiler event
 
 
 class Scopes:
-    """What was at work when, in order of time: the phase, and the innermost module."""
+    """A log of the phase and the innermost module, in order of time."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, str, str]] = []
         self.phase = ""
         self._now = ""
-        self._stack: list[str] = []  # modules whose forward runs, below them what was at work when it began
+        self._stack: list[str] = []  # modules whose forward runs, on top of the module before them
 
     def begin(self, phase: str) -> None:
         self.phase = phase
         self._log("")
 
     def at(self, when: int) -> tuple[str, str]:
-        """(phase, module) of a time; "" before the first entry."""
+        """(phase, module) at a time; "" before the first entry."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
         return self.entries[index][1:] if index >= 0 else ("", "")
 
     def last_module(self, when: int) -> str | None:
-        """The module that was at work last in the phase that then was; None where there was none yet."""
+        """The module that ran last in the phase of a time; None if none has run yet."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
         phase = self.entries[index][1] if index >= 0 else ""
         while index >= 0 and self.entries[index][1] == phase:
@@ -78,14 +77,14 @@ class Scopes:
         return None
 
     def change_after(self, when: int) -> int | None:
-        """When something else was at work; None if never."""
+        """The time of the next entry; None if there is none."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0])
         return self.entries[index][0] if index < len(self.entries) else None
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Log the modules of `model`: before and after their forward, and when their result's gradient comes, which
-        is where their backward begins."""
+        """Log the modules of `model`: before and after their forward, and when their backward begins, which is when
+        the gradient of their result arrives."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._entering(name)))
@@ -113,41 +112,41 @@ class Scopes:
             if len(self._stack) == 1:
                 self._stack.pop()
             for result in output if isinstance(output, tuple) else (output,):
-                passed_on = any(result is given for given in inputs)  # whose gradient is another module's beginning
+                passed_on = any(result is given for given in inputs)  # its gradient starts another module's backward
                 if isinstance(result, Tensor) and result.requires_grad and not passed_on:
                     result.register_hook(lambda _: self._log(name))
 
         return hook
 
-    @torch.compiler.disable  # times are taken when it runs, not when a compiled block is traced
+    @torch.compiler.disable  # log when it runs, not when a compiled block is traced
     def _log(self, scope: str) -> None:
         self._now = scope
         with record_function(f"{MARK}{len(self.entries)}"):
             self.entries.append((time.time_ns(), self.phase, scope))
 
     def by_marks(self, times: dict[str, int]) -> None:
-        """Take the profiler's times (ns, by the names of its events) for those of the system's clock."""
+        """Replace the times by the profiler's (ns, by the names of its events)."""
         self.entries = [(times[f"{MARK}{i}"], *entry[1:]) for i, entry in enumerate(self.entries)]
 
 
 class Recording:
-    """The events of a stretch of time, and what lay on the device before it.
+    """The events of a stretch of time, and the memory in use before it.
 
     Args:
-        device: CUDA records in its allocator; any other device is taken for the CPU, whose profiler records.
-        owned: tensors that exist already, by what they are. Those of one storage count once.
+        device: CUDA's allocator records; any other device is treated as the CPU, where the profiler records.
+        owned: tensors that exist already, with a name for their kind. Tensors that share a storage count once.
     """
 
     def __init__(self, device: torch.device, owned: Iterable[tuple[str, Tensor]]) -> None:
         self.device, self.scopes = device, Scopes()
         self.snapshot: Any = None  # the CUDA allocator's, for PyTorch's viewer
         self.events: list[Event] = []
-        self.before: dict[int, tuple[str, int]] = {}  # address: what it is, bytes
+        self.before: dict[int, tuple[str, int]] = {}  # address: (kind, bytes)
         for owner, tensor in owned:
             storage = tensor.untyped_storage()
             if storage.device.type == device.type:
                 self.before.setdefault(storage.data_ptr(), (owner, storage.nbytes()))
-        if device.type == "cuda":  # mostly what matrix products keep for themselves
+        if device.type == "cuda":  # mostly the workspace of matrix products
             rest = torch.cuda.memory_allocated(device) - sum(size for _, size in self.before.values())
             self.before[-1] = ("matrix-product workspace", max(0, rest))
 
@@ -157,7 +156,7 @@ class Recording:
             yield
 
     def allocations(self) -> list[Allocation]:
-        """All, in order of their beginning."""
+        """All allocations, in order of their start."""
         open_ = {at: Allocation(size, at, 0, None, "", "", owner) for at, (owner, size) in self.before.items()}
         ended = []
         for event in sorted(self.events, key=lambda event: event.time):
@@ -204,10 +203,10 @@ class Recording:
 
 
 def events_of(trace: Iterable[dict[str, Any]]) -> Iterator[Event]:
-    """The entries of a CUDA allocator's history that change what tensors hold.
+    """The entries of a CUDA allocator's history that change the memory of tensors.
 
-    Sizes are those that were asked for, addresses those of blocks, times Unix microseconds. What counts as
-    allocated ends with "free_requested"; "free_completed" follows when no stream uses the block any more.
+    Sizes are the requested ones, addresses are the blocks', times are Unix microseconds. Memory counts as allocated
+    until "free_requested"; "free_completed" follows when no stream uses the block any more.
     """
     signs = {"alloc": 1, "free_requested": -1}
     for entry in trace:
@@ -218,7 +217,7 @@ def events_of(trace: Iterable[dict[str, Any]]) -> Iterator[Event]:
 def moments(
     allocations: Iterable[Allocation], kind_of: Callable[[Allocation], str], scopes: Scopes
 ) -> list[tuple[str, Moment]]:
-    """What was held after every change, by kinds, with the phase of each."""
+    """The memory held after every change, by kind, with its phase."""
     changes: list[tuple[int, int, Allocation]] = []
     for allocation in allocations:
         changes.append((allocation.start, allocation.size, allocation))
@@ -236,8 +235,8 @@ def moments(
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """A recorded step. Bytes; `moments` in order, each with its phase; `kept_by_block` what each block's forward left
-    for its backward."""
+    """A recorded step, in bytes. `moments` are in order, each with its phase; `kept_by_block` is what each block's
+    forward keeps for its backward."""
 
     peak: Moment
     phases: dict[str, Moment]
@@ -250,11 +249,11 @@ class MemoryProfile:
 
 
 def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) -> MemoryProfile:
-    """What the recording of one optimizer step shows.
+    """The profile of one recorded optimizer step.
 
     Args:
-        model: whose modules were watched; blocks are the children of its `blocks`.
-        activation_bytes: bytes of an element of the activations: copies of weights in that width are autocast's.
+        model: the one whose modules were watched; blocks are the children of its `blocks`.
+        activation_bytes: bytes of an element of the activations: autocast's copies of weights have this width.
     """
     allocations = recording.allocations()
     last = {phase: max((e[0] for e in recording.scopes.entries if e[1] == phase), default=0) for phase in PHASES}
@@ -276,12 +275,12 @@ def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) ->
             return "autocast copies"
         if a.scope == "" and a.phase == "forward":
             last = recording.scopes.last_module(a.start)
-            if last in (None, "embedding"):  # behind which comes its cast to autocast's dtype
+            if last in (None, "embedding"):  # after it comes the cast to autocast's dtype
                 return "batch and tables" if last is None else "residual stream"
         kind = kind_of_module(a.scope)
         if kind == "attention" and a.end is not None:
             change = recording.scopes.change_after(a.start)
-            if change is None or a.end <= change:  # gone before anything else ran
+            if change is None or a.end <= change:  # released before anything else ran
                 return "attention workspace"
         return kind
 
@@ -301,7 +300,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def kind_of_module(scope: str) -> str:
-    """What a module's allocations are, by its name in `flash_train.model.Transformer`."""
+    """The kind of a module's allocations, by its name in `flash_train.model.Transformer`."""
     name = scope.rpartition(".")[2]
     if name.endswith("norm"):
         return "norms"

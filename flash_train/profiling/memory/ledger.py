@@ -1,4 +1,4 @@
-"""Bytes as they come and go: an account of memory by kind, and the most that each phase held."""
+"""Bytes as they come and go: how much memory is held of each kind, and the most in each phase."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Moment:
 
 @dataclass
 class Ledger:
-    """Named holdings, each of a kind. `moments` has one entry per change, in order, with the phase it fell into."""
+    """Named holdings, each of a kind. `moments` has one entry per holding, in order, with its phase."""
 
     held: dict[str, tuple[str, int]] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Ledger:
     phase: str = ""
 
     def hold(self, name: str, kind: str, size: float) -> None:
-        """Take `size` bytes under a name that is free."""
+        """Take `size` bytes. Raises ValueError if the name is held already."""
         if name in self.held:
             raise ValueError(f"{name} is held already")
         rounded = -(-int(size) // ROUND) * ROUND
@@ -38,26 +38,32 @@ class Ledger:
         if rounded:
             self.moments.append((self.phase, Moment({kind: size for kind, size in self.parts.items() if size})))
 
-    def drop(self, *names: str) -> None:
-        """Give back what is held under these names; one that is not held is passed over."""
+    def release(self, *names: str) -> None:
+        """Give back what is held under these names. Raises ValueError for a name that is not held."""
         for name in names:
-            if name in self.held:
-                kind, size = self.held.pop(name)
-                self.parts[kind] -= size
+            self._require(name)
+            kind, size = self.held.pop(name)
+            self.parts[kind] -= size
 
     def pass_by(self, name: str, kind: str, size: float) -> None:
         """Take and give back."""
         self.hold(name, kind, size)
-        self.drop(name)
+        self.release(name)
 
     def rename(self, old: str, new: str) -> None:
-        """Hold under another name; what is not held is passed over."""
-        if old in self.held:
-            self.held[new] = self.held.pop(old)
+        """Hold under another name. Raises ValueError if `old` is not held."""
+        self._require(old)
+        self.held[new] = self.held.pop(old)
 
     def size_of(self, name: str) -> int:
-        return self.held[name][1] if name in self.held else 0
+        """Bytes held under a name. Raises ValueError if it is not held."""
+        self._require(name)
+        return self.held[name][1]
 
     def peak(self, phase: str | None = None) -> Moment:
-        """The fullest moment, of a phase or of all."""
+        """The fullest moment of a phase, or of all."""
         return max((m for p, m in self.moments if phase in (None, p)), key=lambda moment: moment.total)
+
+    def _require(self, name: str) -> None:
+        if name not in self.held:
+            raise ValueError(f"{name} is not held")

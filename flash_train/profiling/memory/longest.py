@@ -1,4 +1,4 @@
-"""The longest row that trains: a search in few trials, and how its results are told."""
+"""The longest row that trains: a search in few trials, and tables and plots of its results."""
 
 import math
 import os
@@ -19,28 +19,28 @@ UNIT = 64  # lengths are multiples of it
 
 @dataclass(frozen=True)
 class Longest:
-    """What a search found: `seq_len` fits (0: nothing tried did); `too_long`, where it is known, does not."""
+    """The result of a search: `seq_len` fits (0: nothing fitted); `too_long`, if known, does not."""
 
     seq_len: int
     too_long: int | None
     trials: tuple[tuple[int, bool], ...]
 
     def within(self, tolerance: float, limit: int) -> bool:
-        """Whether the answer is that close, or as long as was asked for."""
+        """Whether the answer is within the tolerance, or at the limit."""
         if self.seq_len >= limit:
             return True
         return self.too_long is not None and self.too_long - self.seq_len <= max(UNIT, tolerance * self.too_long)
 
 
 def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4, tolerance: float = 0.02) -> Longest:
-    """The longest row that fits, to `tolerance`, by at most so many trials.
+    """The longest row that fits, to `tolerance`, in at most `trials` trials.
 
-    A good guess takes two: it fits, and what is longer by the tolerance does not. Where it was wrong, steps grow until
-    the answer lies between two trials, which are then halved.
+    A good guess takes two: it fits, and a row longer by the tolerance does not. After a bad guess, steps grow until the
+    answer lies between two trials; then bisection follows.
 
     Args:
         fits: tries a length.
-        guess: where to begin.
+        guess: the first length to try.
         limit: no longer row is tried.
     """
     limit = max(UNIT, limit // UNIT * UNIT)
@@ -74,12 +74,12 @@ class Row:
     """The result of one attention backend and memory mode.
 
     Args:
-        found: no row at all where `status` is not ok.
-        predicted: the longest that was predicted to fit, no longer than `limit`; None where nothing is predicted.
-        peak_gib: of the longest that fitted, where it was measured.
-        exact: whether a row longer by the search's tolerance was found not to fit.
-        limit: tokens; no longer row was asked for.
-        status: ok, oom (nothing that was tried fitted), failed or unavailable.
+        found: without a row if `status` is not ok.
+        predicted: the longest row that was predicted to fit, at most `limit`; None without a prediction.
+        peak_gib: of the longest row that fitted, if measured.
+        exact: whether a row longer by the search's tolerance did not fit.
+        limit: tokens; no longer row was tried.
+        status: ok, oom (nothing fitted), failed or unavailable.
         reason: why it is not ok.
     """
 
@@ -95,11 +95,11 @@ class Row:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the limit ended the search: what is longer may fit, too."""
+        """Whether the limit ended the search, so that longer rows may fit, too."""
         return self.status == "ok" and self.found.seq_len >= self.limit
 
-    def told(self, unit: str = "") -> str:
-        """The answer in a few words, with a unit after its number."""
+    def answer(self, unit: str = "") -> str:
+        """The result as text, with a unit after its number."""
         if self.status != "ok":
             return {"oom": "nothing fitted"}.get(self.status, self.status)
         return (
@@ -112,14 +112,14 @@ def markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row per backend and memory mode; below it what a limit is, and why a row has no answer."""
+    """A row per backend and memory mode, then notes on the limit and on rows without an answer."""
     lines = []
     for row in rows:
         peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
         predicted = "–"
         if row.predicted is not None:
             predicted = ("≥ " if row.predicted >= row.limit else "") + f"{row.predicted:,}"
-        lines.append((row.attention, row.memory, row.told(), peak, predicted, str(len(row.found.trials))))
+        lines.append((row.attention, row.memory, row.answer(), peak, predicted, str(len(row.found.trials))))
     header = ("attention", "memory", "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
     text = markdown_table(header, lines, left=2)
     if any(row.at_limit for row in rows):
@@ -127,7 +127,7 @@ def table(rows: Sequence[Row]) -> str:
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.reason:
-            reasons.setdefault((row.attention, row.told(), row.reason), []).append(row.memory)
+            reasons.setdefault((row.attention, row.answer(), row.reason), []).append(row.memory)
     notes = [
         f"- attention={attention}, memory={', '.join(modes)}: {words}: {reason}\n"
         for (attention, words, reason), modes in reasons.items()
@@ -136,7 +136,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def to_record(row: Row, tolerance: float) -> dict[str, Any]:
-    """Plain values; `tolerance` is what an exact answer is exact to."""
+    """Plain values. An exact answer is exact to `tolerance`."""
     return {
         "attention": row.attention,
         "memory": row.memory,
@@ -177,7 +177,7 @@ def plot_longest(
     lengths = [row.found.seq_len for row in rows]
     panel.barh(places, lengths, color=[MODES[row.memory][0] for row in rows], height=0.7)
     for place, row in zip(places, rows, strict=True):
-        panel.text(row.found.seq_len, place, f" {row.told()}", va="center", fontsize=9)
+        panel.text(row.found.seq_len, place, f" {row.answer()}", va="center", fontsize=9)
     panel.set_yticks(list(places), [f"{row.attention}, memory={row.memory}" for row in rows])
     panel.invert_yaxis()
     panel.set_xlim(0, 1.3 * max([*lengths, UNIT]))

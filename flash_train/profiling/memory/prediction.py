@@ -1,19 +1,20 @@
 """The memory of a training step, from its configuration alone.
 
-The step is walked through as PyTorch runs it, and every tensor that matters is entered into a ledger when it comes to
-be and struck out when it goes: when its name in Python ends, or when the backward has used what autograd saved. There
-is nothing in it but shapes, sizes of dtypes, and this order of events; no number was fitted.
+The prediction walks through the step as PyTorch runs it. Every tensor that matters enters a ledger when it is made and
+leaves it when it is freed: when its name in Python ends, or when the backward has used what autograd saved. It uses
+shapes, sizes of dtypes, and this order of events only; no number was fitted.
 
 `Step.fused` is the path on CUDA (kernels for norm, rotary, SwiGLU and linear cross entropy), else PyTorch's own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flash_train.model.ops import CHUNK_TOKENS, MAX_LOGIT_TOKENS
-from flash_train.profiling.memory.attention_prediction import SAVED, AttentionWalk
+from flash_train.model.kernels.common import MAX_LOGIT_TOKENS
+from flash_train.model.ops import CHUNK_TOKENS
+from flash_train.profiling.memory.attention_walk import AttentionWalk
 from flash_train.profiling.memory.ledger import Ledger, Moment
-from flash_train.profiling.memory.step import WIDTHS, Step
+from flash_train.profiling.memory.module_walks import LinearWalk, MLPWalk, ModuleWalk, NormWalk, ResidualWalk
+from flash_train.profiling.memory.step import Step
 
 KINDS = (
     "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
@@ -27,8 +28,8 @@ PHASES = ("forward", "loss", "backward", "step")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes. `peak` is the fullest moment of the step, `phases` that of each phase, `per_layer` what a block keeps
-    between its forward and its backward, `moments` all of them, for a picture."""
+    """Bytes. `peak` is the fullest moment of the step, `phases` has the fullest of each phase, `per_layer` is what a
+    block keeps between its forward and its backward, `moments` are all of them, for a picture."""
 
     peak: Moment
     phases: dict[str, Moment]
@@ -41,55 +42,54 @@ class Prediction:
 
 
 def predict(step: Step) -> Prediction:
-    """The memory of a step after the first, which has optimizer state; of several micro-batches, that of one after the
-    first, when gradients do, too."""
-    walk = _Walk(step)
+    """The memory of a step after the first, when optimizer state exists.
+
+    If the step has several micro-batches, it is the memory of one after the first, when gradients exist, too.
+    """
+    walk = _StepWalk(step)
     walk.run()
-    return Prediction(
-        walk.ledger.peak(), {name: walk.ledger.peak(name) for name in PHASES}, walk.per_layer, walk.ledger.moments
-    )
+    ledger = walk.ledger
+    return Prediction(ledger.peak(), {name: ledger.peak(name) for name in PHASES}, walk.per_layer, ledger.moments)
 
 
-class _Walk:
-    """One optimizer step of the model, tensor by tensor. Sizes are in elements unless they are called bytes."""
+class _StepWalk(ModuleWalk):
+    """One optimizer step of the model: its blocks, and what comes before and after them."""
 
     def __init__(self, step: Step) -> None:
-        m = step.model
-        self.step, self.model, self.ledger = step, m, Ledger()
-        self.attention = AttentionWalk(step, self.ledger)
-        self.w, self.e = WIDTHS[step.precision]
-        self.mixed = self.w != self.e  # autocast
-        self.widens = self.e < 4 and not step.fused
-        tokens = step.tokens
-        self.stream = tokens * m.width
-        self.hidden = tokens * m.mlp_width
-        attention, kv = m.width * m.n_heads * m.head_dim, m.width * m.n_kv_heads * m.head_dim
-        self.linears = {
-            "q": attention, "k": kv, "v": kv, "out": attention,
-            "gate": m.width * m.mlp_width, "up": m.width * m.mlp_width, "down": m.width * m.mlp_width,
-        }  # fmt: skip
+        ledger = Ledger()
+        super().__init__(step, ledger)
+        self.linears = LinearWalk(step, ledger)
+        self.norms = NormWalk(step, ledger)
+        self.attention = AttentionWalk(step, ledger)
+        self.mlp = MLPWalk(step, ledger, self.linears)
+        self.residual = ResidualWalk(step, ledger)
+        self.head = step.model.vocab_size * step.model.width
+        self.recomputes = step.memory != "none"
         self.per_layer = 0
 
     def run(self) -> None:
-        self.begin()
         self.ledger.phase = "forward"
+        self.begin()
         self.forward()
         self.ledger.phase = "loss"
         self.loss()
         self.ledger.phase = "backward"
-        self.backward()
+        self.loss_backward()
+        for layer in reversed(range(self.model.n_layers)):
+            self.block_backward(layer)
+        self.embedding_backward()
         self.ledger.phase = "step"
-        self.ledger.pass_by("norms of the gradients", "optimizer state", 4 * len(self.linears) * self.model.n_layers)
+        norms = 4 * len(self.linears.weights) * self.model.n_layers
+        self.ledger.pass_by("norms of the gradients", "optimizer state", norms)
 
     def begin(self) -> None:
         m, hold = self.model, self.ledger.hold
-        self.ledger.phase = "forward"
-        hold("weights", "weights", self.w * m.num_parameters)
-        hold("optimizer", "optimizer state", 2 * self.w * m.num_parameters)
-        if self.step.fused:  # two int32 a block: whose it is, and which
+        hold("weights", "weights", self.weight_bytes * m.num_parameters)
+        hold("optimizer", "optimizer state", 2 * self.weight_bytes * m.num_parameters)
+        if self.step.fused:  # two int32 a block: which weight it belongs to, and its number there
             hold("optimizer's blocks", "optimizer state", 2 * 4 * m.num_parameters // OPTIMIZER_BLOCK)
         if self.step.accumulate > 1:
-            hold("gradients", "gradients", self.w * m.num_parameters)
+            hold("gradients", "gradients", self.weight_bytes * m.num_parameters)
         hold("workspace", "matrix-product workspace", self.step.workspace)
         hold("batch", "batch and tables", 3 * 8 * self.step.tokens)  # tokens, labels, positions
         hold("tables", "batch and tables", 2 * 4 * self.step.tokens * m.head_dim // 2)  # cosines and sines
@@ -98,221 +98,136 @@ class _Walk:
 
     def forward(self) -> None:
         ledger = self.ledger
-        ledger.hold("x0", "residual stream", self.e * self.stream)
+        ledger.hold("x0", "residual stream", self.activation_bytes * self.stream)
         if self.mixed:
-            ledger.pass_by("embedding in fp32", "residual stream", self.w * self.stream)
+            ledger.pass_by("embedding in fp32", "residual stream", self.weight_bytes * self.stream)
         for layer in range(self.model.n_layers):
             before = sum(ledger.parts.values())
-            self.block(layer, saves=self.step.memory == "none")
+            self.block(layer, saves=not self.recomputes)
             if layer == 0:
                 copies = ledger.parts.get("autocast copies", 0)
                 self.per_layer = sum(ledger.parts.values()) - copies - before
 
     def block(self, layer: int, *, saves: bool) -> None:
-        """A block's forward; `saves`: autograd keeps what its backward needs, else all ends with its name."""
-        hold, e = self.ledger.hold, self.e
-
-        def ends(*names: str) -> None:
-            if not saves:
-                self.ledger.drop(*(f"{layer}.{name}" for name in names))
-
-        if self.model.residual_dropout:
-            for i in (1, 2):
-                hold(f"{layer}.mask{i}", "residual stream", self.stream)
-        self.norm(f"{layer}.norm1")
-
-        def product(weight: str, result: str, kind: str, size: int) -> None:
-            """Of a weight; under autocast of its copy in 16 bits, made for each product (Lightning caches none)."""
-            copy = f"copy {layer}.{weight}"
-            hold(copy, "autocast copies", e * self.linears[weight] if self.mixed else 0)
-            hold(f"{layer}.{result}", kind, e * size)
-            if not saves:
-                self.ledger.drop(copy)
-
-        for name in ("q", "k", "v"):
-            product(name, name, "attention", self.attention.heads if name == "q" else self.attention.kv_heads)
+        """A block's forward. `saves`: autograd keeps what its backward needs, else all is freed with its name."""
+        self.residual.draw_masks(layer)
+        self.norms.forward(f"{layer}.norm1")
+        for name, size in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+            self.linears.forward(layer, name, name, "attention", size, saves=saves)
         self.attention.forward(layer)
-        product("out", "mixed", "attention", self.stream)
-        if self.step.memory == "selective" and not saves:
-            self.attention.keep(layer)
-        ends(*SAVED)
-        ends("norm1", "norm1 rstd", "norm1 scaled", "norm1 wide")
-        self.add(f"{layer}.middle", f"{layer}.mixed", normed=f"{layer}.norm2")
-        for name in ("gate", "up"):
-            product(name, name, "mlp", self.hidden)
-        if not self.step.fused:
-            hold(f"{layer}.silu", "mlp", e * self.hidden)
-        hold(f"{layer}.product", "mlp", e * self.hidden)
-        ends("silu")
-        product("down", "added", "mlp", self.stream)
-        if self.step.fused:  # computed again in the backward
-            self.ledger.drop(f"{layer}.product")
-        ends("gate", "up", "product", "norm2", "norm2 rstd", "norm2 scaled", "norm2 wide")
-        self.add(f"x{layer + 1}", f"{layer}.added")
-        ends("middle", "mask1", "mask2")
-        if self.widens:  # the norms saved copies in fp32 in the stream's place
-            self.ledger.drop(f"{layer}.middle", f"x{layer}" if self.step.memory == "none" else "")
-
-    def add(self, name: str, update: str, *, normed: str | None = None) -> None:
-        """Onto the residual stream, and its norm behind it; with dropout the update is masked and scaled first."""
-        if self.model.residual_dropout:
-            for i in (1, 2):
-                self.ledger.hold(f"{update} {i}", "residual stream", self.e * self.stream)
-        in_norm = normed is not None and self.step.fused  # by its kernel
-        self.ledger.hold(name, "norms" if in_norm else "residual stream", self.e * self.stream)
-        if normed and in_norm:
-            self.norm(normed)
-        self.ledger.drop(update, f"{update} 1", f"{update} 2")
-        if normed and not in_norm:
-            self.norm(normed)
-
-    def norm(self, name: str) -> None:
-        """Its result, and what it saves beside its input: a number per row; PyTorch's own also the scaled rows."""
-        hold = self.ledger.hold
-        hold(name, "norms", self.e * self.stream)
-        hold(f"{name} rstd", "norms", 4 * self.step.tokens)
-        if not self.step.fused:
-            hold(f"{name} scaled", "norms", self.e * self.stream)
-            if self.widens:
-                hold(f"{name} wide", "norms", 4 * self.stream)
-            self.ledger.pass_by(f"{name} squared", "norms", 4 * self.stream)
+        self.linears.forward(layer, "out", "mixed", "attention", self.stream, saves=saves)
+        if not saves:
+            self.attention.forget(layer)
+            self.norms.forget(f"{layer}.norm1")
+        self.residual.add(f"{layer}.middle", f"{layer}.mixed", self.norms, normed=f"{layer}.norm2")
+        self.mlp.forward(layer, saves=saves)
+        if not saves:
+            self.norms.forget(f"{layer}.norm2")
+        self.residual.add(f"x{layer + 1}", f"{layer}.added", self.norms)
+        if not saves:
+            self.ledger.release(*self.residual.masks(layer))
+        if not saves or self.widens:  # the norms saved copies in fp32 in the stream's place
+            self.ledger.release(f"{layer}.middle")
+        if self.widens and not self.recomputes:
+            self.ledger.release(f"x{layer}")
 
     # -- loss
 
     def loss(self) -> None:
-        ledger, m, e = self.ledger, self.model, self.e
-        self.norm("final")
-        head = m.vocab_size * m.width
+        ledger, m, e = self.ledger, self.model, self.activation_bytes
+        self.norms.forward("final")
         if not self.step.fused:
             self.chunk_of_logits("forward")
             return
         kind, chunk = "logits and loss", min(self.step.tokens, MAX_LOGIT_TOKENS)
         ledger.hold("losses", kind, 4 * self.step.tokens)
         ledger.hold("gradient of the hidden states", kind, e * self.stream)
-        ledger.hold("sum of the head's gradient", kind, 4 * head)
-        ledger.hold("copy of the head", kind, e * head if self.mixed else 0)
+        ledger.hold("sum of the head's gradient", kind, 4 * self.head)
+        ledger.hold("copy of the head", kind, e * self.head if self.mixed else 0)
         ledger.pass_by("logits", kind, e * chunk * m.vocab_size)
-        if self.w < 4:  # else the sum is the gradient
-            ledger.pass_by("gradient of the head", kind, self.w * head)
-        ledger.drop("losses", "sum of the head's gradient", "copy of the head")
-        ledger.hold("gradient of the head", kind, self.w * head)
-        ledger.drop("final")
+        if self.weight_bytes < 4:  # else the sum is the gradient
+            ledger.pass_by("gradient of the head", kind, self.weight_bytes * self.head)
+        ledger.release("losses", "sum of the head's gradient", "copy of the head")
+        ledger.hold("gradient of the head", kind, self.weight_bytes * self.head)
+        ledger.release("final")
 
     def chunk_of_logits(self, phase: str) -> None:
         """PyTorch's way: a chunk's logits at a time, computed again in the backward."""
         size = min(CHUNK_TOKENS, self.step.tokens) * self.model.vocab_size
         copies = (2 if phase == "forward" else 3) * 4  # logits, log-softmax, its gradient: fp32
-        head = self.model.vocab_size * self.model.width if self.mixed and phase == "backward" else 0  # in 16 bits
-        self.ledger.pass_by("logits", "logits and loss", copies * size + self.e * head)
+        head = self.head if self.mixed and phase == "backward" else 0  # in 16 bits
+        self.ledger.pass_by("logits", "logits and loss", copies * size + self.activation_bytes * head)
 
     # -- backward
 
-    def backward(self) -> None:
-        ledger, m, e = self.ledger, self.model, self.e
-        head = m.vocab_size * m.width
+    def loss_backward(self) -> None:
+        """To `dx`, the gradient for the last block's output."""
+        ledger, e = self.ledger, self.activation_bytes
         if self.step.fused:
-            self.gradient("head", head, ready=True)
-            ledger.drop("gradient of the head")
+            self.weight_gradient("head", self.head, ready=True)
+            ledger.release("gradient of the head")
         else:
             ledger.hold("gradient of the hidden states", "logits and loss", e * self.stream)
             self.chunk_of_logits("backward")
-            self.gradient("head", head)
+            self.weight_gradient("head", self.head)
             ledger.pass_by("its pieces joined", "logits and loss", e * self.stream)
-        if m.tied_embeddings and self.step.accumulate > 1:  # the two are added up before they meet what is there
-            ledger.hold("gradient that waits for the embedding's", "gradients", self.w * head)
-        ledger.drop("final")
-        self.norm_backward("final", ["gradient of the hidden states"], f"x{m.n_layers}")
+        if self.adds_head_to_embedding:
+            ledger.hold("gradient that waits for the embedding's", "gradients", self.weight_bytes * self.head)
+        if not self.step.fused:
+            ledger.release("final")
+        self.norms.backward("final", ["gradient of the hidden states"], f"x{self.model.n_layers}")
         ledger.hold("dx", "norms" if self.step.fused else "residual stream", e * self.stream)
-        for layer in reversed(range(m.n_layers)):
-            self.block_backward(layer)
+
+    def block_backward(self, layer: int) -> None:
+        ledger, e, fused = self.ledger, self.activation_bytes, self.step.fused
+        if self.recomputes:
+            self.attention.restore(layer)
+            self.block(layer, saves=True)
+            ledger.release(f"x{layer + 1}")
+
+        self.residual.backward(layer, 2)
+        self.mlp.backward(layer)
+        by = ["up", "gate"] if fused else ["up"]
+        middle = None if self.widens else f"{layer}.middle"
+        self.norms.backward(f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in by], middle)
+
+        self.residual.backward(layer, 1)
+        ledger.hold(f"{layer}.d mixed", "attention", e * self.heads)
+        self.linears.backward(layer, "out", *(["joined"] if self.attention.joins else []))
+        self.attention.backward(layer)
+        for name in ("v", "k", "q"):
+            ledger.hold(f"{layer}.d norm1 by {name}", "norms", e * self.stream)
+            self.linears.backward(layer, name, f"d {name}", *(["norm1"] if name == "q" else []))
+            if name != "v" and not fused:  # added to the gradient by v; the fused norm takes all three
+                ledger.release(f"{layer}.d norm1 by {name}")
+        by = ["v", "k", "q"] if fused else ["v"]
+        x = None if self.widens and not self.recomputes else f"x{layer}"
+        self.norms.backward(f"{layer}.norm1", [f"{layer}.d norm1 by {name}" for name in by], x)
+        if self.model.residual_dropout:
+            ledger.release(f"{layer}.masked 2")
+
+    def embedding_backward(self) -> None:
+        ledger, m = self.ledger, self.model
+        last = "dx"
         if self.mixed:
-            ledger.hold("dx in fp32", "residual stream", self.w * self.stream)
-            ledger.drop("dx")
-        ledger.drop("tables")
+            last = "dx in fp32"
+            ledger.hold(last, "residual stream", self.weight_bytes * self.stream)
+            ledger.release("dx")
+        ledger.release("tables")
+        ends = [last]
         if self.step.fused and self.step.tokens > EMBEDDING_SORTS:
             rows = self.step.tokens // EMBEDDING_ADDS + min(self.step.tokens, m.vocab_size)
             ledger.hold("sums for the embedding", "gradients", 4 * rows * m.width)
+            ends.append("sums for the embedding")
         if m.tied_embeddings:
-            ledger.pass_by("embedding", "gradients", self.w * head)
+            ledger.pass_by("embedding", "gradients", self.weight_bytes * self.head)
         else:
-            self.gradient("embedding", head, ready=True)
-        ledger.drop("dx", "dx in fp32", "gradient that waits for the embedding's", "sums for the embedding")
+            self.weight_gradient("embedding", self.head, ready=True)
+        if self.adds_head_to_embedding:
+            ends.append("gradient that waits for the embedding's")
+        ledger.release(*ends)
 
-    def block_backward(self, layer: int) -> None:
-        ledger, e, fused = self.ledger, self.e, self.step.fused
-        if self.step.memory != "none":
-            self.attention.give_back(layer)
-            self.block(layer, saves=True)
-            ledger.drop(f"x{layer + 1}")
-
-        def held(name: str, kind: str, size: int) -> None:
-            ledger.hold(f"{layer}.{name}", kind, e * size)
-
-        def done(*names: str) -> None:
-            ledger.drop(*(f"{layer}.{name}" for name in names))
-
-        self.through_dropout(layer, "2")
-        held("d product", "mlp", self.hidden)
-        self.weight_gradient(layer, "down", "product", *(["d product"] if fused else []))  # fused, the one in the other
-        if not fused:
-            held("d silu", "mlp", self.hidden)
-            held("d up", "mlp", self.hidden)
-            done("silu", "up", "d product")
-            held("d gate", "mlp", self.hidden)
-            done("d silu", "gate")
-        done("d product")
-        for name in ("up", "gate"):  # their gradients lie where these were
-            held(f"d norm2 by {name}", "norms", self.stream)
-            self.weight_gradient(layer, name, name, f"d {name}", *(["norm2"] if name == "gate" else []))
-            if name == "gate" and not fused:  # added to that by up; the kernel of the norm takes both
-                done("d norm2 by gate")
-        self.norm_backward(
-            f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in ("up", "gate")], f"{layer}.middle"
-        )
-        self.through_dropout(layer, "1")
-        held("d mixed", "attention", self.attention.heads)
-        self.weight_gradient(layer, "out", "joined")
-        self.attention.backward(layer)
-        for name in ("v", "k", "q"):
-            held(f"d norm1 by {name}", "norms", self.stream)
-            self.weight_gradient(layer, name, f"d {name}", *(["norm1"] if name == "q" else []))
-            if name != "v" and not fused:
-                done(f"d norm1 by {name}")
-        by = [f"{layer}.d norm1 by {name}" for name in ("v", "k", "q")]
-        self.norm_backward(f"{layer}.norm1", by, f"x{layer}")
-        ledger.drop(*[name for name in ledger.held if name.startswith(f"{layer}.")])
-
-    def through_dropout(self, layer: int, which: str) -> None:
-        if self.model.residual_dropout:
-            for name in ("scaled", "masked"):
-                self.ledger.hold(f"{layer}.{name} {which}", "residual stream", self.e * self.stream)
-            self.ledger.drop(f"{layer}.scaled {which}", f"{layer}.mask{which}")
-
-    def norm_backward(self, name: str, gradients: Sequence[str], of: str) -> None:
-        """From the gradients of its result to that of its input."""
-        ledger, kind = self.ledger, "norms"
-        ledger.hold(f"d {name}", kind, self.e * self.stream)
-        if not self.step.fused:  # product by product: with the weight, with the scaled rows, and through the mean
-            wide = f"d {name} in fp32"
-            ledger.pass_by(f"d {name} of its weight", kind, self.e * self.stream)
-            ledger.drop(*gradients, f"{name} scaled")
-            ledger.hold(wide, kind, (4 if self.widens else 0) * self.stream)
-            ledger.pass_by(f"{wide} by rows", kind, 2 * 4 * self.stream)
-            ledger.drop(wide)
-        ledger.drop(of, *gradients, *(f"{name} {part}" for part in ("rstd", "scaled", "wide")), f"d {name}")
-
-    def weight_gradient(self, layer: int, name: str, *uses: str) -> None:
-        """Of a product, whose input and whose result's gradient, `uses`, end before the weight's is widened."""
-        ends = [f"copy {layer}.{name}", *(f"{layer}.{used}" for used in uses)]
-        self.gradient(f"{layer}.weights of {name}", self.linears[name], ends)
-
-    def gradient(self, name: str, size: int, ends: Sequence[str] = (), *, ready: bool = False) -> None:
-        """A weight's gradient; under autocast it comes in 16 bits first. `ready`: it is of the weight's dtype."""
-        comes_as = "gradient in 16 bits" if self.mixed and not ready else f"gradient {name}"
-        self.ledger.hold(comes_as, "gradients", (self.e if self.mixed and not ready else self.w) * size)
-        self.ledger.drop(*ends)
-        if comes_as != f"gradient {name}":
-            self.ledger.hold(f"gradient {name}", "gradients", self.w * size)
-            self.ledger.drop(comes_as)
-        if self.step.accumulate > 1:  # it is added to what is there
-            self.ledger.drop(f"gradient {name}")
+    @property
+    def adds_head_to_embedding(self) -> bool:
+        """Whether the two gradients of tied weights are added before the gradients of earlier micro-batches are."""
+        return self.model.tied_embeddings and self.step.accumulate > 1

@@ -1,4 +1,4 @@
-"""What was measured of a step's memory beside what was predicted: as JSON, as Markdown, and as one page."""
+"""The report on a step's memory, measured and predicted: as JSON, as Markdown, and as one HTML page."""
 
 import base64
 import html
@@ -9,10 +9,12 @@ from typing import Any
 
 from flash_train.attention.traffic import Traffic, flash_traffic, standard_traffic
 from flash_train.files import write_json, write_text
+from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.allocations import PHASES, MemoryProfile
 from flash_train.profiling.memory.ledger import PHASE_NAMES, Moment
 from flash_train.profiling.memory.prediction import KINDS, Prediction
-from flash_train.profiling.memory.step import WIDTHS, Step
+from flash_train.profiling.memory.step import Step
+from flash_train.records.markdown import markdown_table
 
 MIB = 2**20
 DENSITIES = (0.5, 0.25, 0.125)
@@ -32,9 +34,9 @@ def report(
     """Bytes throughout.
 
     Args:
-        step: what the prediction is of.
-        allocated: the device's own count of the peak, which stands for the profile's where there is one.
-        reserved: the most that the allocator held from the device; what is not allocated of it is fragmentation.
+        step: the predicted step.
+        allocated: the device's count of the peak; if given, it replaces the profile's.
+        reserved: the most that the allocator held of the device; the part that is not allocated is fragmentation.
     """
     peak = allocated or profile.peak_bytes
     found: Report = {
@@ -42,7 +44,7 @@ def report(
         "predicted_peak_bytes": prediction.peak_bytes,
         "reserved_peak_bytes": reserved,
         "fragmentation_bytes": None if reserved is None else reserved - peak,
-        "parts": _beside(profile.peak, prediction.peak),
+        "parts": _by_kind(profile.peak, prediction.peak),
         "phases": {},
         "blocks": profile.kept_by_block,
         "predicted_block_bytes": prediction.per_layer,
@@ -54,15 +56,15 @@ def report(
         found["phases"][phase] = {
             "measured_peak_bytes": measured.total,
             "predicted_peak_bytes": expected.total,
-            "parts": _beside(measured, expected),
+            "parts": _by_kind(measured, expected),
         }
     return found
 
 
 def attention_traffic(step: Step) -> dict[str, dict[str, int]]:
-    """Bytes that one block's attention moves, the standard way and the kernels', whichever ran; theirs with block maps,
-    too, by the part of the blocks that is attended."""
-    m, itemsize = step.model, WIDTHS[step.precision][1]
+    """Bytes that one block's attention moves, as standard attention and as our kernels, whichever ran; for the kernels
+    also with block maps of several densities."""
+    m, itemsize = step.model, PRECISIONS[step.precision].activation_bytes
     shape = (m.n_heads, m.n_kv_heads, m.head_dim, itemsize)
     found = {}
     counts: dict[str, Callable[..., Traffic]] = {"standard": standard_traffic, "flash": flash_traffic}
@@ -117,13 +119,12 @@ def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
 def markdown(found: Report, title: str) -> str:
     lines = [f"# {title}", "", summary(found), ""]
     for heading, columns, rows in tables(found):
-        lines += [f"## {heading}", "", f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
-        lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
+        lines += [f"## {heading}", "", markdown_table(columns, rows)]
     return "\n".join(lines)
 
 
 def summary(found: Report) -> str:
-    """One line: what was measured, what was predicted, and how far apart they are."""
+    """One line: the measured and the predicted peak, and their relative difference."""
     measured, predicted = found["measured_peak_bytes"], found["predicted_peak_bytes"]
     off = (predicted - measured) / measured
     return f"peak {_mib(measured)} MiB measured, {_mib(predicted)} MiB predicted ({off:+.1%})"
@@ -159,8 +160,8 @@ td {{ font-variant-numeric: tabular-nums }}
 """
 
 
-def _beside(measured: Moment, predicted: Moment) -> dict[str, dict[str, int]]:
-    """By kind, largest first."""
+def _by_kind(measured: Moment, predicted: Moment) -> dict[str, dict[str, int]]:
+    """Measured and predicted bytes by kind, largest first."""
     kinds = [kind for kind in KINDS if measured.parts.get(kind) or predicted.parts.get(kind)]
     kinds.sort(key=lambda kind: -max(measured.parts.get(kind, 0), predicted.parts.get(kind, 0)))
     return {

@@ -1,4 +1,4 @@
-"""The records of the memory benchmark as tables and as a picture: predicted beside measured, growth, traffic."""
+"""The records of the memory benchmark as tables and as a plot: predicted and measured peaks, growth, traffic."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from flash_train.records.memory_use import GIB
 from flash_train.records.plots import save_figure, short_length
 
 MIB = 2**20
-RELATIVE, ABSOLUTE = 0.05, 64 * MIB  #: a prediction may be off by the larger of these
+RELATIVE, ABSOLUTE = 0.05, 64 * MIB  #: allowed error of a prediction: the larger of these
 LINES = {"flash": "-", "standard": "--"}
 
 Record = dict[str, Any]
 
 
 def allowed_error(measured: int) -> float:
-    """Bytes."""
+    """Bytes by which a prediction may be off."""
     return max(RELATIVE * measured, ABSOLUTE)
 
 
 def compared(records: Iterable[Record]) -> list[Record]:
-    """The steps that were measured, each with `error_bytes`: predicted less measured."""
+    """The measured steps, each with `error_bytes`: predicted minus measured."""
     ran = [record for record in records if record["kind"] == "step" and record["status"] == "ok"]
     return [record | {"error_bytes": record["predicted_bytes"] - record["measured_bytes"]} for record in ran]
 
 
 def own_sizes(records: Iterable[Record]) -> dict[str, dict[int, int]]:
-    """Bytes that attention held by itself, by backend and length."""
+    """Bytes of attention by itself, by backend and length."""
     found: dict[str, dict[int, int]] = {}
     for record in records:
         if record["kind"] == "attention" and record["status"] == "ok":
@@ -48,7 +48,7 @@ def own_sizes(records: Iterable[Record]) -> dict[str, dict[int, int]]:
 
 
 def summary_table(records: Sequence[Record]) -> str:
-    """A row per attention and memory mode: how many steps, how long, and how far the prediction was off at worst."""
+    """A row per attention and memory mode: the number of steps, the longest row, and the worst prediction."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in compared(records):
         groups.setdefault((record["attention"], record["memory"]), []).append(record)
@@ -70,7 +70,7 @@ def _place(group: tuple[tuple[str, str], list[Record]]) -> tuple[bool, str, int]
 
 
 def cases_table(records: Sequence[Record]) -> str:
-    """A row per step; one that did not run says why."""
+    """A row per step; a step that did not run has the reason."""
     rows = []
     errors = {record["case"]: record for record in compared(records)}
     for record in records:
@@ -89,7 +89,7 @@ def cases_table(records: Sequence[Record]) -> str:
 
 
 def growth_table(records: Sequence[Record]) -> str:
-    """A column per backend, a row per length, and the exponents that fit."""
+    """A column per backend, a row per length, and fitted exponents."""
     sizes, asked = own_sizes(records), [record for record in records if record["kind"] == "attention"]
     names = list(dict.fromkeys(record["attention"] for record in asked))
     failed = {(record["attention"], record["seq_len"]): record["status"] for record in asked}
@@ -107,7 +107,7 @@ def growth_table(records: Sequence[Record]) -> str:
 
 
 def traffic_table(records: Sequence[Record]) -> str:
-    """A row per call: what its algorithm asks for, and what the card's counters saw."""
+    """A row per call: the bytes of its algorithm, and the bytes by the card's counters."""
     rows = []
     for record in records:
         if record["kind"] != "traffic":
@@ -128,7 +128,7 @@ def traffic_table(records: Sequence[Record]) -> str:
 def plot_memory_results(
     records: Sequence[Record], path: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
 ) -> Path:
-    """A panel per model of the grid, lines for what was predicted and marks for what was measured; then growth."""
+    """A panel per model of the grid, with lines for predictions and marks for measurements; then growth."""
     steps = [record for record in compared(records) if not record["case"].startswith("other")]
     models = list(dict.fromkeys(record["model"] for record in steps))
     sizes = own_sizes(records)
@@ -150,7 +150,7 @@ def plot_memory_results(
 
 
 def _draw_model(panel: Axes, steps: Sequence[Record]) -> dict[str, Line2D]:
-    """Returns what the legend shows of each series."""
+    """Returns the legend entry of each series."""
     series: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(steps, key=lambda record: record["seq_len"]):
         series.setdefault((record["attention"], record["memory"]), []).append(record)
@@ -159,7 +159,7 @@ def _draw_model(panel: Axes, steps: Sequence[Record]) -> dict[str, Line2D]:
         color, mark = MODES[memory]
         style: dict[str, Any] = {"color": color, "linestyle": LINES.get(attention, ":"), "linewidth": 1.3}
         marks: dict[str, Any] = {"marker": mark, "markersize": 6}
-        if attention != "flash":  # two modes of standard attention may take the same, and hide one another
+        if attention != "flash":  # two modes of standard attention may be equal and hide each other
             marks |= {"markerfacecolor": "none", "markersize": 6 if memory == "none" else 8}
         lengths = [record["seq_len"] for record in found]
         panel.plot(lengths, [record["predicted_bytes"] / GIB for record in found], **style)

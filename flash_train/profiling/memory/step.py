@@ -1,14 +1,13 @@
-"""What decides the memory of a training step."""
+"""The settings that decide the memory of a training step."""
 
 from dataclasses import dataclass
 
 from flash_train.attention.backends import backend_names
 from flash_train.attention.kernels.families import FAMILIES, PORTABLE
+from flash_train.checks import check_name
 from flash_train.model import ModelConfig
 from flash_train.model.recompute import MEMORY_MODES
-
-#: bytes of (weights, activations) in each precision
-WIDTHS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "fp16-mixed": (4, 2), "bf16-true": (2, 2)}
+from flash_train.precision import PRECISIONS
 
 
 def training_backends() -> tuple[str, ...]:
@@ -21,22 +20,22 @@ BACKENDS = training_backends()
 
 @dataclass(frozen=True)
 class Step:
-    """What decides the memory of a training step.
+    """The settings that decide the memory of a training step.
 
     Args:
-        model: its shape, with attention and residual dropout.
+        model: its shape, including attention and residual dropout.
         seq_len, batch_size: of a micro-batch; `accumulate` of them make an optimizer step.
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
         attention: the backend that runs, one of `BACKENDS`.
-        fused: CUDA's operations, else PyTorch's own, as on a CPU.
-        family: the family of kernels whose backward runs on the device where this project's attention is asked for.
+        fused: the kernels for CUDA, else PyTorch's own operations, as on a CPU.
+        family: the kernel family whose backward runs on the device, if attention is this project's.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
-        lengths: of the documents, where they are known; None: at most one document a row.
+        lengths: of the documents, if known; None: at most one document a row.
         whole_rows: every row is one document, as `data.packing=concat` makes them.
 
     Raises:
-        ValueError: a precision, memory mode or attention that is not known.
+        ValueError: an unknown precision, memory mode or attention.
     """
 
     model: ModelConfig
@@ -53,24 +52,25 @@ class Step:
     whole_rows: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("precision", WIDTHS),
+        for name, choices in (
+            ("precision", PRECISIONS),
             ("memory", MEMORY_MODES),
             ("attention", training_backends()),
             ("family", FAMILIES),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)} is not known: it must be one of {', '.join(allowed)}")
+            check_name(name, getattr(self, name), choices)
 
     @property
     def accumulates_dq(self) -> bool:
         """Whether the backward of this project's kernels accumulates dQ in memory, in fp32."""
-        runs = self.attention in ("flash", self.family)
-        return runs and FAMILIES[self.family].accumulates_dq(self.model.head_dim, WIDTHS[self.precision][1])
+        if self.attention not in ("flash", self.family):
+            return False
+        itemsize = PRECISIONS[self.precision].activation_bytes
+        return FAMILIES[self.family].accumulates_dq(self.model.head_dim, itemsize)
 
     @property
     def by_formula(self) -> bool:
-        """Whether PyTorch's attention holds the whole matrices: its kernel for CPUs has no dropout."""
+        """Whether PyTorch's attention holds whole score matrices: its CPU kernel has no dropout."""
         return self.attention == "sdpa" and not self.fused and self.model.attention_dropout > 0
 
     @property

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from flash_train.checks import at_least, check
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
 from flash_train.training.callbacks.base import StepCallback
@@ -101,9 +102,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int | None = None, keep: int | None = 2) -> None:
-        for name, value in (("every", every), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"checkpoint {name}={value}: must be 1 or greater, or null")
+        check("every", every, at_least(1), or_none="or null to save when training stops")
+        check("keep", keep, at_least(1), or_none="or null to keep all")
         self.folder = Path(folder)
         self.every = every
         self.keep = keep

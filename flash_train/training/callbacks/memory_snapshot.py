@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from flash_train.precision import lightning_compute_dtype
 from flash_train.profiling.memory.allocations import MemoryProfile, Recording, profile_of
 from flash_train.records.memory_use import begin_peak
 from flash_train.training.callbacks.base import StepCallback, find_callback, require
-from flash_train.training.callbacks.throughput import COMPUTE_DTYPE, Throughput
+from flash_train.training.callbacks.throughput import Throughput
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class MemorySnapshot(StepCallback):
             throughput.pause(trainer, pl_module)
         self._open.close()
         self.recording = None
-        element_bytes = COMPUTE_DTYPE[trainer.precision].itemsize
+        element_bytes = lightning_compute_dtype(trainer.precision).itemsize
         peaks: tuple[int | None, int | None] = (None, None)
         if recording.device.type == "cuda":
             stats = torch.cuda.memory_stats(recording.device)

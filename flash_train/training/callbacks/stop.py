@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from flash_train.checks import at_least, check
 from flash_train.output import say_in_handler
 from flash_train.training.callbacks.base import StepCallback
 
@@ -26,8 +27,7 @@ class StopAfter(StepCallback):
     """
 
     def __init__(self, steps: int | None = None) -> None:
-        if steps is not None and steps < 1:
-            raise ValueError(f"stop_after={steps}: must be 1 or greater, or null")
+        check("stop_after", steps, at_least(1), or_none="or null for no early stop")
         self.steps = steps
         self._first_step = 0
 

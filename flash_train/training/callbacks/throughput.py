@@ -9,23 +9,16 @@ from lightning.fabric.utilities.throughput import Throughput as RollingThroughpu
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
+from flash_train.precision import lightning_compute_dtype
 from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
 from flash_train.training.callbacks.base import StepCallback, find_callback, require
 from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.step_log import is_logged, log_at_step
 
-COMPUTE_DTYPE = {
-    "32-true": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "16-mixed": torch.float16,
-    "16-true": torch.float16,
-}
-
 
 def known_peak(device: torch.device, precision: str) -> float | None:
     """The device's dense peak in FLOP/s for a Lightning precision; None if it is not known."""
-    dtype = COMPUTE_DTYPE.get(precision)
+    dtype = lightning_compute_dtype(precision)
     if device.type != "cuda" or dtype is None:
         return None
     return peak_flops(device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")

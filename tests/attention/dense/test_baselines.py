@@ -344,7 +344,7 @@ def test_chunked_skips_what_the_band_excludes(packed):
 
 def test_chunk_sizes_must_be_positive():
     x = torch.randn(1, 4, 1, 8)
-    with pytest.raises(ValueError, match="query_chunk=0, key_chunk=4: must be at least 1"):
+    with pytest.raises(ValueError, match="query_chunk=0, key_chunk=4: must be 1 or more"):
         chunked_attention(x, x, x, AttentionSpec(), query_chunk=0, key_chunk=4)
 
 

@@ -110,7 +110,7 @@ BAD = [
     (lambda: local_global(4, 4, 1, 1.5), "n_global=1.5: must be an integer of at least 0"),
     (lambda: strided(4, 4, 0, 1), "stride=0: must be an integer of at least 1"),
     (lambda: butterfly(4, 0), "n_k=0: must be an integer of at least 1"),
-    (lambda: random(4, 4, 5), "per_row=5: must be at most n_k, 4"),
+    (lambda: random(4, 4, 5), r"per_row=5: must be in \[0, 4\]"),
     (lambda: random(4, 4, -1), "per_row=-1: must be an integer of at least 0"),
 ]
 

@@ -156,7 +156,7 @@ def test_yarn_of_a_model_without_its_original_length_is_read_as_transformers_doe
 
 
 def allowed(line):
-    return re.search(r"allowed(?: on a CPU)?: ([^ ,;]+)", line)[1]
+    return re.search(r"(?:allowed:|must be(?: one of)?) ([^ ,;]+)", line)[1]
 
 
 def missing(line):

@@ -24,9 +24,9 @@ from flash_train.cli.run.build import (
 from flash_train.cli.run.loggers import build_logger
 from flash_train.cli.run.resolve import build_model_config, choose_attention
 from flash_train.model import MEMORY_MODES, ModelConfig, RopeScaling, Transformer
-from flash_train.profiling.memory.step import BACKENDS, WIDTHS
+from flash_train.precision import PRECISIONS
+from flash_train.profiling.memory.step import BACKENDS
 from flash_train.training import CausalLMModule, OptimizerConfig
-from flash_train.training.trainer import PRECISIONS
 
 FILES = sorted(path.relative_to(conf_dir()) for path in conf_dir().rglob("*.yaml"))
 CHOICES = [path for path in FILES if path.parent != Path()]
@@ -191,7 +191,7 @@ def test_every_rule_is_of_a_key_that_exists():
 def test_choices_are_those_of_the_package():
     assert set(RULES["attention.backend"].choices) == {"auto", *BACKENDS}
     assert {path.stem for path in of_group("attention")} == {"auto", *BACKENDS}
-    assert set(RULES["precision"].choices) == set(WIDTHS) == set(PRECISIONS)
+    assert RULES["precision"].choices == tuple(PRECISIONS)
     assert RULES["memory.mode"].choices == MEMORY_MODES
 
 

@@ -42,7 +42,7 @@ def test_a_run_that_finishes(command, tmp_path):
 
 
 ENDS = [
-    ("sys.exit('flash-train: seq_len=1: allowed: 2 or more')", "failed", "seq_len=1: allowed: 2 or more"),
+    ("sys.exit('flash-train: seq_len=1: must be 2 or more')", "failed", "seq_len=1: must be 2 or more"),
     ("print('flash-train: no GPU', file=sys.stderr); sys.exit(3)", "unavailable", "no GPU"),
     ("print('flash-train: out of GPU memory'); sys.exit(4)", "oom", "out of GPU memory"),
     ("1 / 0", "failed", "ZeroDivisionError: division by zero"),

@@ -1,4 +1,4 @@
-"""An ablation's pictures: the fitted exponent, and that they are drawn from one cell as well as from many."""
+"""An ablation's plots: the fitted exponent, and that they can be drawn from one trial and from many."""
 
 import io
 import math
@@ -66,7 +66,7 @@ def figures(monkeypatch):
     return kept
 
 
-def test_one_length_is_a_bar_for_each_cell(figures):
+def test_one_length_is_a_bar_for_each_trial(figures):
     rows = [row(64), row(64, "standard", status="oom"), row(64, "flash", status="unavailable"), row(64, "auto")]
     rows[-1] = replace(rows[-1], ran="flash")
     plot_ablation(rows, "a.png", title="title")

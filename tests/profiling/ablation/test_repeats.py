@@ -1,4 +1,4 @@
-"""The spread of steps and of runs, and cells of several seeds as one."""
+"""The spread of steps and of runs, and trials of several seeds as one."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_runs_that_differ_more_than_their_steps_are_disturbed():
     assert found.measured["step_spread"] == pytest.approx(0.4) and found.disturbed
 
 
-def test_a_run_that_failed_does_not_end_its_cell():
+def test_a_run_that_failed_does_not_end_its_trial():
     (found,) = combine_seeds([run(0, status="failed"), run(1, 2.0, val_loss=3.0)])
     assert (found.status, found.reason, found.measured["runs"], found.measured["val_loss"]) == ("ok", None, 1, 3.0)
     (found,) = combine_seeds([run(0, status="oom"), run(1, status="oom")])

@@ -12,13 +12,13 @@ from flash_train.profiling.ablation.table import (
     Difference,
     Row,
     by_length,
+    format_versions,
     from_csv,
     loss_differences,
     losses_to_csv,
     title,
     to_csv,
     to_markdown,
-    versions_in_words,
     where_slower,
 )
 
@@ -63,7 +63,7 @@ def test_the_best_of_comparable_cells_is_bold_and_ratios_are_to_standard():
 
 def test_what_did_not_run_stands_apart_with_its_reason():
     text = to_markdown(ROWS, "title")
-    assert text.startswith("# title\n\nEvery cell has model=nano, dropout=0.0, memory=none.\n")
+    assert text.startswith("# title\n\nEvery trial has model=nano, dropout=0.0, memory=none.\n")
     assert lines_of(text)[-1] == r"| 256 | standard | oom | out of \| memory here |"
 
 
@@ -111,12 +111,12 @@ def test_what_auto_ran_is_shown():
     assert [read.ran for read in from_csv(to_csv(rows))] == ["sdpa", None]
 
 
-def test_a_table_says_what_its_times_are_and_what_its_cells_have():
+def test_a_table_says_what_its_times_are_and_what_its_trials_have():
     text = to_markdown(ROWS, "title", ["data=stdlib", "torch 2.0"])
-    assert "Every cell has model=nano, dropout=0.0, memory=none, data=stdlib, torch 2.0.\n" in text
-    for words in ("median of a cell's steps 2 to N", "within forward and backward", "logging and callbacks"):
+    assert "Every trial has model=nano, dropout=0.0, memory=none, data=stdlib, torch 2.0.\n" in text
+    for words in ("median of a trial's steps 2 to N", "within forward and backward", "logging and callbacks"):
         assert words in text
-    assert versions_in_words({"commit": "0123456789abcdef-dirty", "torch": "2.8.0", "triton": None}) == [
+    assert format_versions({"commit": "0123456789abcdef-dirty", "torch": "2.8.0", "triton": None}) == [
         *("commit 0123456789ab-dirty", "torch 2.8.0"),
     ]
     assert title("a card", 1) == "Ablation on a card, 1 step" and title("a card", 2).endswith("2 steps")
@@ -126,7 +126,7 @@ def test_of_few_steps_nothing_is_the_best():
     few = [row(step=step, losses=[3.0, 3.0], attention=name) for name, step in (("sdpa", 0.1), ("flash", 0.2))]
     text = to_markdown(few, "title")
     assert "**" not in text and "that takes 3 steps" in text
-    for slow, marked in ((0.5, ["**200.0**", "300.0"]), (0.1, ["200.0", "300.0"])):  # nor beside one that was faster
+    for slow, marked in ((0.5, ["**200.0**", "300.0"]), (0.1, ["200.0", "300.0"])):  # nor if another was faster
         rows = [few[0], row(step=0.2, attention="flash"), row(step=0.3, attention="standard")]
         rows[0].measured["step_seconds"] = slow
         steps = [line.split("|")[3].strip() for line in lines_of(to_markdown(rows, "title"))[2:]]
@@ -165,7 +165,7 @@ def test_several_seeds_are_a_line_each_cell_and_losses_are_compared_seed_by_seed
     ]
     rows.append(row("failed", "a | bug", seed=0, seq_len=128))
     text = to_markdown(rows, "title", ["seed=0", "data=stdlib"])
-    assert "Every cell has model=nano, dropout=0.0, memory=none, seed=[0,1,2], data=stdlib.\n" in text
+    assert "Every trial has model=nano, dropout=0.0, memory=none, seed=[0,1,2], data=stdlib.\n" in text
     assert [line.split(" | ")[2:] for line in lines_of(text)[2:4]] == [
         ["3", "**1,010**", "2% |"],
         ["3", "2,010", "1% |"],
@@ -200,7 +200,7 @@ def test_what_is_not_finite_is_never_the_best_nor_hides(lost):
         assert "**" not in lines["standard"] and "–" in lines["standard"]
         assert "**100.0** | –" in lines["flash"] and "**1.00**" in lines["sdpa"]
         (found,) = loss_differences(order)
-        assert math.isnan(found.largest) and found.finding == "a loss that is not finite, of attention=standard"
+        assert math.isnan(found.largest) and found.finding == "a loss that is not finite: attention=standard"
         assert where_slower(order, "sdpa") == ["seq_len=64 (200.0 ms, flash 100.0 ms)"]
 
 

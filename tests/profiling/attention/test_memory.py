@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("length", [128, 256])
 def test_standard_attention_holds_the_pairs_and_its_results(length):
-    """At its fullest, in the backward: P and dS, and beside them the output, its log-sum-exp and their like."""
+    """The peak is in the backward: P and dS, and with them the output, its log-sum-exp and tensors of their size."""
     own = own_bytes("standard", length, CPU, torch.float32)
     pairs, row = 4 * HEADS * length**2, 4 * HEADS * length * HEAD_DIM
     assert 2 * pairs + row < own < 3 * pairs + 8 * row

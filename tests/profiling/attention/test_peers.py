@@ -108,7 +108,7 @@ def test_a_peer_with_dropout_is_held_to_its_undropped_output():
 
 
 def test_our_dropout_is_held_to_its_own_mask(ours_in_pytorch):
-    """In a row and a head that are drawn anew each time."""
+    """In a row and a head that are drawn for each call."""
     case = replace(SMALL, dropout=0.3)
     for _ in range(4):
         tensors = case.inputs("cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""The predicted memory of a training step beside what PyTorch's profiler measures on a CPU."""
+"""The predicted memory of a training step, compared with the measurement of PyTorch's profiler on a CPU."""
 
 from dataclasses import replace
 
@@ -7,9 +7,10 @@ import torch
 
 from flash_train.attention import Packing
 from flash_train.model import ModelConfig, Transformer
-from flash_train.model.ops import MAX_LOGIT_TOKENS
+from flash_train.model.kernels.common import MAX_LOGIT_TOKENS
 from flash_train.profiling.memory.allocations import Recording, profile_of
-from flash_train.profiling.memory.prediction import KINDS, predict
+from flash_train.profiling.memory.ledger import Ledger
+from flash_train.profiling.memory.prediction import KINDS, _StepWalk, predict
 from flash_train.profiling.memory.step import Step
 from flash_train.training.optimizer import OptimizerConfig, build_adamw
 
@@ -170,5 +171,26 @@ def test_attention_grows_linearly_with_flash_and_with_the_square_of_the_length_w
 
 @pytest.mark.parametrize("field", ["precision", "memory", "attention"])
 def test_unknown_settings_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field}=nonsense is not known"):
+    with pytest.raises(ValueError, match=f"{field}='nonsense': must be one of"):
         predict(replace(STEPS[0], **{field: "nonsense"}))
+
+
+def test_the_ledger_refuses_names_that_it_does_not_know():
+    ledger = Ledger()
+    ledger.hold("x", "norms", 4)
+    with pytest.raises(ValueError, match="x is held already"):
+        ledger.hold("x", "norms", 4)
+    for mistake in (ledger.release, ledger.size_of, lambda name: ledger.rename(name, "z")):
+        with pytest.raises(ValueError, match="y is not held"):
+            mistake("y")
+    ledger.release("x")
+    assert not ledger.held and ledger.peak().total == 512
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+@pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "fused"])
+def test_a_step_releases_all_that_its_blocks_held(step, fused):
+    walk = _StepWalk(replace(step, fused=fused))
+    walk.run()
+    lasting = {"weights", "optimizer", "optimizer's blocks", "workspace", "batch", "gradients"}
+    assert {name for name in walk.ledger.held if not name.startswith("gradient ")} <= lasting

@@ -1,4 +1,4 @@
-"""The predicted memory of the path that CUDA takes, beside a measurement without a GPU.
+"""The predicted memory of the CUDA path, compared with a measurement without a GPU.
 
 What a step allocates does not depend on what its kernels compute. So here the fused operations and the
 attention run on a CPU with Triton kernels that do nothing, and PyTorch's profiler counts the tensors around them.

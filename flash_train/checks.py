@@ -1,0 +1,73 @@
+"""Which values an argument may have. Every range error has the same words: `name=value: must be …`.
+
+Standard library only: the command line checks values before it imports torch, and `attention` may import this file.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The values that an argument may have. `words` completes "must be …"; `choices` are the names of a choice."""
+
+    contains: Callable[[Any], bool]
+    words: str
+    choices: tuple[str, ...] = ()
+
+
+def one_of(*choices: str) -> Allowed:
+    """One of several names."""
+    return Allowed(lambda value: value in choices, f"one of {', '.join(choices)}", choices)
+
+
+def at_least(low: float) -> Allowed:
+    return Allowed(lambda value: value >= low, f"{low} or more")
+
+
+def above(low: float) -> Allowed:
+    return Allowed(lambda value: value > low, f"more than {low}")
+
+
+def within(low: float, high: float, ends: str = "[]") -> Allowed:
+    """An interval. `ends` are its brackets: "[)" includes `low` and excludes `high`."""
+
+    def contains(value: Any) -> bool:
+        above_low = value >= low if ends[0] == "[" else value > low
+        return above_low and (value <= high if ends[1] == "]" else value < high)
+
+    return Allowed(contains, f"in {ends[0]}{low}, {high}{ends[1]}")
+
+
+def integer_at_least(low: int) -> Allowed:
+    """An int of at least `low`; a bool is none."""
+    return Allowed(
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low,
+        f"an integer of at least {low}",
+    )
+
+
+POSITIVE = Allowed(lambda value: 0 < value < math.inf, "positive and finite")
+
+
+def check(name: str, value: Any, allowed: Allowed, *, or_none: str = "") -> None:
+    """Refuse a value that is not allowed.
+
+    Args:
+        name: as the caller knows it: an argument's name, or a key of the configuration.
+        or_none: allows None, too, and says what that means, such as "or None for no limit".
+
+    Raises:
+        ValueError: `name=value: must be …`.
+    """
+    if (value is None and or_none) or allowed.contains(value):
+        return
+    raise ValueError(f"{name}={value!r}: must be {allowed.words}{', ' if or_none else ''}{or_none}")
+
+
+def check_name(name: str, value: Any, choices: Collection[str]) -> None:
+    """Refuse a name that is not among `choices`. Raises ValueError as `check` does."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: must be {one_of(*choices).words}")

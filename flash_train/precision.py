@@ -1,0 +1,68 @@
+"""The precisions that training can have: one table of dtypes, bytes, and Lightning's names.
+
+Standard library only; torch is imported when a dtype is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a precision stands for. Dtypes are torch's, by name.
+
+    Attributes:
+        lightning: what `lightning.pytorch.Trainer(precision=…)` calls it.
+        weights: dtype of weights, gradients and optimizer state.
+        compute: dtype of activations and matrix products, which decides the card's peak rate.
+    """
+
+    lightning: str
+    weights: str
+    compute: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights."""
+        return _BYTES[self.weights]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of the activations."""
+        return _BYTES[self.compute]
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return _dtype(self.weights)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return _dtype(self.compute)
+
+
+PRECISIONS = {
+    "fp32": Precision("32-true", "float32", "float32"),
+    "bf16-mixed": Precision("bf16-mixed", "float32", "bfloat16"),
+    "bf16-true": Precision("bf16-true", "bfloat16", "bfloat16"),
+    "fp16-mixed": Precision("16-mixed", "float32", "float16"),
+}
+
+
+def lightning_compute_dtype(name: str) -> torch.dtype | None:
+    """The dtype that a Trainer of Lightning computes in, by its own name of the precision; None for another name."""
+    if name == "16-true":  # not among ours: gradients in fp16 need a loss scale, and Lightning has none for it
+        return _dtype("float16")
+    return next((p.compute_dtype for p in PRECISIONS.values() if p.lightning == name), None)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, name)

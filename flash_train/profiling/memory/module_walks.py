@@ -1,0 +1,172 @@
+"""The memory of each kind of module in a training step: what its forward makes and keeps, what its backward takes.
+
+A walk enters tensors into the step's ledger when PyTorch makes them and releases them when PyTorch frees them. Names in
+the ledger begin with the layer's number. Sizes are in elements unless they are called bytes.
+"""
+
+from collections.abc import Sequence
+
+from flash_train.precision import PRECISIONS
+from flash_train.profiling.memory.ledger import Ledger
+from flash_train.profiling.memory.step import Step
+
+
+class ModuleWalk:
+    """What all walks know: the step, its ledger, and the sizes of its tensors."""
+
+    def __init__(self, step: Step, ledger: Ledger) -> None:
+        m, precision = step.model, PRECISIONS[step.precision]
+        self.step, self.model, self.ledger = step, m, ledger
+        self.weight_bytes, self.activation_bytes = precision.weight_bytes, precision.activation_bytes
+        self.mixed = self.weight_bytes != self.activation_bytes  # autocast
+        self.widens = self.activation_bytes < 4 and not step.fused  # PyTorch's norm saves a copy in fp32
+        self.stream = step.tokens * m.width
+        self.hidden = step.tokens * m.mlp_width
+        self.heads = step.tokens * m.n_heads * m.head_dim
+        self.kv_heads = step.tokens * m.n_kv_heads * m.head_dim
+
+    def weight_gradient(self, name: str, size: int, ends: Sequence[str] = (), *, ready: bool = False) -> None:
+        """Under autocast a weight's gradient comes in 16 bits first. `ready`: it comes in the weight's dtype.
+
+        `ends` are released before the gradient is widened.
+        """
+        ledger, narrow = self.ledger, self.mixed and not ready
+        comes_as = "gradient in 16 bits" if narrow else f"gradient {name}"
+        ledger.hold(comes_as, "gradients", (self.activation_bytes if narrow else self.weight_bytes) * size)
+        ledger.release(*ends)
+        if narrow:
+            ledger.hold(f"gradient {name}", "gradients", self.weight_bytes * size)
+            ledger.release(comes_as)
+        if self.step.accumulate > 1:  # it is added to the gradient of the micro-batches before
+            ledger.release(f"gradient {name}")
+
+
+class LinearWalk(ModuleWalk):
+    """The linear layers of a block, by their names in `Attention` and `SwiGLU`."""
+
+    def __init__(self, step: Step, ledger: Ledger) -> None:
+        super().__init__(step, ledger)
+        m = step.model
+        attention, kv = m.width * m.n_heads * m.head_dim, m.width * m.n_kv_heads * m.head_dim
+        mlp = m.width * m.mlp_width
+        self.weights = {"q": attention, "k": kv, "v": kv, "out": attention, "gate": mlp, "up": mlp, "down": mlp}
+
+    def forward(self, layer: int, weight: str, result: str, kind: str, size: int, *, saves: bool) -> None:
+        """Under autocast each product makes a copy of its weight in 16 bits, which Lightning does not cache."""
+        copy = f"copy {layer}.{weight}"
+        self.ledger.hold(copy, "autocast copies", self.activation_bytes * self.weights[weight] if self.mixed else 0)
+        self.ledger.hold(f"{layer}.{result}", kind, self.activation_bytes * size)
+        if not saves:
+            self.ledger.release(copy)
+
+    def backward(self, layer: int, weight: str, *uses: str) -> None:
+        """The weight's gradient; then `uses`, the layer's input and its result's gradient, are released."""
+        ends = [f"copy {layer}.{weight}", *(f"{layer}.{name}" for name in uses)]
+        self.weight_gradient(f"{layer}.weights of {weight}", self.weights[weight], ends)
+
+
+class NormWalk(ModuleWalk):
+    """The RMS norms over the residual stream."""
+
+    def forward(self, name: str) -> None:
+        """Its result, and what it saves next to its input: a number per row; PyTorch's own also the scaled rows."""
+        hold = self.ledger.hold
+        hold(name, "norms", self.activation_bytes * self.stream)
+        hold(f"{name} rstd", "norms", 4 * self.step.tokens)
+        if not self.step.fused:
+            hold(f"{name} scaled", "norms", self.activation_bytes * self.stream)
+            if self.widens:
+                hold(f"{name} wide", "norms", 4 * self.stream)
+            self.ledger.pass_by(f"{name} squared", "norms", 4 * self.stream)
+
+    def forget(self, name: str) -> None:
+        """Release the result and what was saved: the forward will run again."""
+        scaled = [] if self.step.fused else [f"{name} scaled"]
+        self.ledger.release(name, f"{name} rstd", *scaled, *([f"{name} wide"] if self.widens else []))
+
+    def backward(self, name: str, gradients: Sequence[str], source: str | None) -> None:
+        """From the gradients of its result to that for its input `source`; None if its copy in fp32 replaced it."""
+        ledger, kind = self.ledger, "norms"
+        ledger.hold(f"d {name}", kind, self.activation_bytes * self.stream)
+        if not self.step.fused:  # product by product: with the weight, with the scaled rows, and through the mean
+            wide = f"d {name} in fp32"
+            ledger.pass_by(f"d {name} of its weight", kind, self.activation_bytes * self.stream)
+            ledger.release(*gradients, f"{name} scaled")
+            ledger.hold(wide, kind, (4 if self.widens else 0) * self.stream)
+            ledger.pass_by(f"{wide} by rows", kind, 2 * 4 * self.stream)
+            ledger.release(wide)
+        ledger.release(*(gradients if self.step.fused else ()), *([source] if source else []))
+        ledger.release(f"{name} rstd", *([f"{name} wide"] if self.widens else []), f"d {name}")
+
+
+class ResidualWalk(ModuleWalk):
+    """The residual stream: dropout on an update, and its addition."""
+
+    def masks(self, layer: int) -> list[str]:
+        return [f"{layer}.mask{i}" for i in (1, 2)] if self.model.residual_dropout else []
+
+    def draw_masks(self, layer: int) -> None:
+        for mask in self.masks(layer):
+            self.ledger.hold(mask, "residual stream", self.stream)
+
+    def add(self, name: str, update: str, norms: NormWalk, *, normed: str | None = None) -> None:
+        """Add `update` to the stream, then norm the sum if `normed` is given; with dropout, mask and scale it first."""
+        dropped = [f"{update} {i}" for i in (1, 2)] if self.model.residual_dropout else []
+        for copy in dropped:
+            self.ledger.hold(copy, "residual stream", self.activation_bytes * self.stream)
+        in_norm = normed is not None and self.step.fused  # one kernel adds and norms
+        self.ledger.hold(name, "norms" if in_norm else "residual stream", self.activation_bytes * self.stream)
+        if normed and in_norm:
+            norms.forward(normed)
+        self.ledger.release(update, *dropped)
+        if normed and not in_norm:
+            norms.forward(normed)
+
+    def backward(self, layer: int, which: int) -> None:
+        """An update's gradient through its dropout: leaves `masked`."""
+        if self.model.residual_dropout:
+            for name in ("scaled", "masked"):
+                self.ledger.hold(f"{layer}.{name} {which}", "residual stream", self.activation_bytes * self.stream)
+            self.ledger.release(f"{layer}.scaled {which}", f"{layer}.mask{which}")
+
+
+class MLPWalk(ModuleWalk):
+    """SwiGLU, from the rows of its norm, `norm2`, to `added`."""
+
+    def __init__(self, step: Step, ledger: Ledger, linears: LinearWalk) -> None:
+        super().__init__(step, ledger)
+        self.linears = linears
+
+    def forward(self, layer: int, *, saves: bool) -> None:
+        ledger, fused = self.ledger, self.step.fused
+        for name in ("gate", "up"):
+            self.linears.forward(layer, name, name, "mlp", self.hidden, saves=saves)
+        if not fused:
+            ledger.hold(f"{layer}.silu", "mlp", self.activation_bytes * self.hidden)
+        ledger.hold(f"{layer}.product", "mlp", self.activation_bytes * self.hidden)
+        if not (fused or saves):
+            ledger.release(f"{layer}.silu")
+        self.linears.forward(layer, "down", "added", "mlp", self.stream, saves=saves)
+        if fused:  # the backward computes it again
+            ledger.release(f"{layer}.product")
+        if not saves:
+            ledger.release(f"{layer}.gate", f"{layer}.up", *([] if fused else [f"{layer}.product"]))
+
+    def backward(self, layer: int) -> None:
+        """Leaves `d norm2 by up`, and with the fused norm, which takes both, `d norm2 by gate`."""
+        ledger, fused, kind = self.ledger, self.step.fused, "mlp"
+        size = self.activation_bytes * self.hidden
+        ledger.hold(f"{layer}.d product", kind, size)
+        self.linears.backward(layer, "down", "d product" if fused else "product")
+        if not fused:
+            ledger.hold(f"{layer}.d silu", kind, size)
+            ledger.hold(f"{layer}.d up", kind, size)
+            ledger.release(f"{layer}.silu", f"{layer}.up", f"{layer}.d product")
+            ledger.hold(f"{layer}.d gate", kind, size)
+            ledger.release(f"{layer}.d silu", f"{layer}.gate")
+        for name in ("up", "gate"):
+            ledger.hold(f"{layer}.d norm2 by {name}", "norms", self.activation_bytes * self.stream)
+            gradient = name if fused else f"d {name}"  # the kernel writes the gradients over gate and up
+            self.linears.backward(layer, name, gradient, *(["norm2"] if name == "gate" else []))
+        if not fused:  # added to the gradient by up
+            ledger.release(f"{layer}.d norm2 by gate")

@@ -1,0 +1,112 @@
+"""Counts words and phrases that make the text hard to read, and fails where there are more than before.
+
+Read are comments and strings of Python files, and all text of Markdown, YAML, TOML and shell files. Code identifiers,
+`inline code` and "quotations" do not count. The numbers in MOST only go down; lower one when its count has fallen.
+"""
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+#: how often each may occur
+MOST = {
+    "told": 37,
+    "whom": 1,
+    "of which": 34,
+    "beside": 84,
+    "that of": 30,
+    "those of": 45,
+    "in words": 21,
+    "goes on": 25,
+    "anew": 20,
+    "save for": 0,
+}
+
+#: uses in their ordinary sense: they do not count
+ALLOWED: tuple[str, ...] = ()
+
+SKIPPED = ("scripts/check_words.py", "tests/test_words.py")  # they list the words
+SUFFIXES = (".py", ".md", ".yaml", ".toml", ".sh")
+NAMES = ("Makefile", ".ci/run")
+NOT_PROSE = re.compile(r'```\w*|`[^`\n]*`|"[^"\n]{0,80}"|“[^”]*”|\{[^{}]*\}')
+
+
+def files() -> Iterator[Path]:
+    """The tracked and new files that are read."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for name in sorted(set(listed)):
+        path = ROOT / name
+        if name not in SKIPPED and (path.suffix in SUFFIXES or name in NAMES) and path.is_file():
+            yield path
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The pieces of a file that are read, each with the number of its first line."""
+    text = path.read_text(encoding="utf-8")
+    return _of_python(text) if path.suffix == ".py" else iter([(1, text)])
+
+
+def _of_python(text: str) -> Iterator[tuple[int, str]]:
+    """Comments and strings; those that follow one another are one piece, so that a phrase may span lines."""
+    kind, first, parts = None, 0, []
+    skipped = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    in_f_string = {getattr(tokenize, name, None) for name in ("FSTRING_START", "FSTRING_END")}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in skipped | in_f_string:
+            continue
+        now = "comment" if token.type == tokenize.COMMENT else None
+        if token.type in (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)):
+            now = "string"
+        if now != kind or now is None:
+            if parts:
+                yield first, ("\n" if kind == "comment" else "").join(parts)
+            kind, first, parts = now, token.start[0], []
+        if now == "comment":
+            parts.append(token.string.lstrip("#: "))
+        elif now == "string":
+            parts.append(re.sub(r"""^[a-zA-Z]{0,2}("{3}|'{3}|"|')|("{3}|'{3}|"|')$""", "", token.string))
+
+
+def found_in(text: str) -> Iterator[tuple[int, str]]:
+    """The words that a text has, each with how many lines precede it in the text."""
+    for quoted in (NOT_PROSE, *(re.compile(rf"\b{re.escape(phrase)}\b", re.IGNORECASE) for phrase in ALLOWED)):
+        text = quoted.sub(lambda match: "\0" + "\n" * match[0].count("\n"), text)
+    for word in MOST:
+        spaced = word.replace(" ", r"\s+")
+        pattern = rf"(?<![\w.-]){spaced}(?![\w-])"
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            yield text.count("\n", 0, match.start()), word
+
+
+def main() -> int:
+    """Exit status 1 where a word occurs more often than it may; `--list` prints every place."""
+    places = [
+        (word, f"{path.relative_to(ROOT)}:{line + before}")
+        for path in files()
+        for line, piece in prose(path)
+        for before, word in found_in(piece)
+    ]
+    if "--list" in sys.argv[1:]:
+        print(*(f"{place}: {word}" for word, place in places), sep="\n")
+    failed = False
+    for word, most in MOST.items():
+        at = [place for found, place in places if found == word]
+        if len(at) > most:
+            failed = True
+            print(f"'{word}' occurs {len(at)} times: must be {most} or fewer (python scripts/check_words.py --list)")
+        elif len(at) < most:
+            print(f"'{word}' occurs {len(at)} times: lower its number in scripts/check_words.py from {most}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Range errors: every one has the same words."""
+
+import math
+
+import pytest
+
+from flash_train.checks import POSITIVE, above, at_least, check, check_name, integer_at_least, one_of, within
+
+
+@pytest.mark.parametrize(
+    ("allowed", "good", "bad", "words"),
+    [
+        (at_least(2), [2, 2.5], [1, math.nan], "2 or more"),
+        (above(0), [1e-9], [0, -1, math.nan], "more than 0"),
+        (within(0, 1), [0, 1], [-0.1, 1.1, math.nan], "in [0, 1]"),
+        (within(0, 1, "[)"), [0, 0.9], [-0.1, 1, math.nan], "in [0, 1)"),
+        (within(0, 1, "()"), [0.1, 0.9], [0, 1, math.nan], "in (0, 1)"),
+        (integer_at_least(1), [1, 8], [0, 1.0, True, "1"], "an integer of at least 1"),
+        (POSITIVE, [1e-9, 5], [0, math.inf, math.nan], "positive and finite"),
+        (one_of("a", "b"), ["a", "b"], ["c", None], "one of a, b"),
+    ],
+    ids=lambda x: getattr(x, "words", None),
+)
+def test_what_is_allowed(allowed, good, bad, words):
+    for value in good:
+        check("x", value, allowed)
+    for value in bad:
+        with pytest.raises(ValueError) as caught:
+            check("x", value, allowed)
+        assert str(caught.value) == f"x={value!r}: must be {words}"
+
+
+def test_none_is_allowed_where_it_has_a_meaning():
+    check("keep", None, at_least(1), or_none="or null to keep all")
+    with pytest.raises(ValueError, match="^keep=0: must be 1 or more, or null to keep all$"):
+        check("keep", 0, at_least(1), or_none="or null to keep all")
+
+
+def test_a_name_of_a_table():
+    check_name("memory", "none", {"none": 0})
+    with pytest.raises(ValueError, match="^memory='some': must be one of none, full$"):
+        check_name("memory", "some", {"none": 0, "full": 1})
