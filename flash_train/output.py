@@ -1,5 +1,10 @@
-"""Output that a run survives: a terminal that is gone, a pipe that is closed, a full disk, an encoding too small."""
+"""Messages, and output that cannot fail a run: a closed terminal or pipe, a full disk, a limited encoding.
 
+Messages go to `logging.getLogger("flash_train")`. A program that configures logging decides what becomes of them. In
+any other program they appear on stderr, one per line, after the prefix `flash-train: `.
+"""
+
+import logging
 import os
 import select
 import sys
@@ -7,21 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+PREFIX = "flash-train: "
+LOGGER = logging.getLogger("flash_train")
+
 
 class LastingStream:
-    """A text stream whose `write` and `flush` never raise: what cannot be written is dropped.
+    """A text stream whose `write` and `flush` never raise: output that cannot be written is dropped.
 
-    Characters that the encoding lacks are written as `\\xe9` or `\\u2026`. Everything else is asked of the stream.
+    Characters that the encoding lacks are written as escapes, such as `\\xe9` or `\\u2026`. All other attributes
+    come from the underlying stream.
 
     Args:
-        stream: returns the stream to write to, or None where the process has none; called at every use.
+        stream: returns the stream to write to, or None if the process has none. It is called at every use.
     """
 
     def __init__(self, stream: Callable[[], TextIO | None]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # gone, full, or closed
+        with suppress(OSError, ValueError):  # the terminal is gone, the disk is full, or the stream is closed
             if (stream := self._stream()) is not None:
                 try:
                     stream.write(text)
@@ -55,9 +64,55 @@ STDOUT = cast("TextIO", LastingStream(lambda: _current("stdout")))
 STDERR = cast("TextIO", LastingStream(lambda: _current("stderr")))
 
 
+class MessageHandler(logging.StreamHandler):
+    """Writes messages to stderr, each on one line after `PREFIX`.
+
+    It stays silent if the program has set up logging itself, on this package's logger or on the root logger, unless
+    `show_messages` has been called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(STDERR)
+        self.always = False
+
+    def filter(self, record: logging.LogRecord) -> Any:
+        others = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else [])]
+        return super().filter(record) if self.always or others == [self] else False
+
+    def format(self, record: logging.LogRecord) -> str:
+        return PREFIX + super().format(record)
+
+
+_HANDLER = MessageHandler()
+LOGGER.addHandler(_HANDLER)
+if LOGGER.level == logging.NOTSET:  # the root logger's level would hide what is not a warning
+    LOGGER.setLevel(logging.INFO)
+
+
+def show_messages() -> None:
+    """Show messages on stderr even if a library has set up logging for itself: for commands, which own the process."""
+    _HANDLER.always = True
+
+
+def say(text: str) -> None:
+    """Log a message that is no error."""
+    LOGGER.info("%s", text)
+
+
+def say_in_handler(text: str) -> None:
+    """Write a message from a signal handler, if that does not block.
+
+    It bypasses the logger and `print`: the signal may have interrupted either of them in the middle of a write.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # stderr is missing, closed, or has no file descriptor
+        number = sys.stderr.fileno()
+        if LOGGER.isEnabledFor(logging.INFO) and select.select([], [number], [], 0)[1]:
+            os.write(number, f"\n{PREFIX}{text}\n".encode())
+
+
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within it nothing that anybody prints to `sys.stdout` or `sys.stderr` can raise; for the length of a command."""
+    """Within the block, printing to `sys.stdout` or `sys.stderr` never raises. A command wraps all its work in it."""
     before = sys.stdout, sys.stderr
     out, err = before
     sys.stdout = cast("TextIO", LastingStream(lambda: out))
@@ -71,25 +126,12 @@ def lasting_output() -> Iterator[None]:
 
 
 def _empty(stream: TextIO | None) -> None:
-    """Write out what `stream` has buffered, or drop it: at the interpreter's exit it would make exit status 120."""
+    """Flush `stream`, or drop its buffer: if Python fails to flush it at exit, the exit status becomes 120."""
     try:
         if stream is not None:
             stream.flush()
     except (OSError, ValueError):
-        with suppress(OSError, ValueError):  # closed, or without a descriptor: nothing is left to be written then
+        with suppress(OSError, ValueError):  # the stream is closed or has no file descriptor: nothing is buffered
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
-
-
-def say(text: str) -> None:
-    """One line on stderr."""
-    print(text, file=STDERR, flush=True)
-
-
-def say_in_handler(text: str) -> None:
-    """A line on stderr from a signal handler: past `print`, which may be under way, and only if nothing blocks."""
-    with suppress(AttributeError, OSError, ValueError):  # no stderr, one that is gone, or one without a descriptor
-        number = sys.stderr.fileno()
-        if select.select([], [number], [], 0)[1]:
-            os.write(number, f"\n{text}\n".encode())

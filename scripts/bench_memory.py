@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Memory, predicted beside measured; see flash_train/cli/bench_memory.py."""
+"""Measured and predicted memory; see flash_train/cli/bench_memory.py."""
 
 import sys
 

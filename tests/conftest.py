@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flash_train.output import show_messages
+
 if hasattr(signal, "SIGHUP"):  # under nohup it is ignored, here and in every run that a test starts
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+show_messages()  # pytest has handlers on the root logger, which would silence them
 
 RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK", "GROUP_RANK")
 

@@ -1,15 +1,20 @@
-"""What the packages import: none of them loads a library that takes seconds and that it does not need yet."""
+"""Imports: no package loads a slow library before it needs it, and no modules import each other in a circle."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 import torch
 
+import flash_train
 import flash_train.data
 from flash_train.attention.tracing import assume_constant_result
 
+PACKAGE = Path(flash_train.__file__).parent
 COMPILER = ("torch._dynamo", "torch._inductor")
 LOADED = """
 import importlib, sys
@@ -51,6 +56,55 @@ print(*(name for name in sys.modules if name.startswith("flash_train.") and name
 def test_the_package_itself_exports_its_version_and_says_that_it_is_typed():
     assert flash_train.__all__ == ["__version__"]
     assert Path(flash_train.__file__).with_name("py.typed").is_file()
+
+
+def test_help_does_not_import_pytorch():
+    code = "import sys; from flash_train.cli.train import main; main(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Precedence: command line, experiment, hardware, defaults." in done.stdout
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node of a tree, except below `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from statements(node)
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {full[name] if full[name] in known else node.module for name in full}
+    return names & known.keys()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions count too."""
+    known = modules()
+    graph = {name: imported(path, known) - {name} for name, path in known.items()}
+    assert graph["flash_train.cli.run.command"] >= {"flash_train.cli.run.build", "flash_train.cli.config.errors"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"imported by each other: {' <- '.join(error.args[1])}")
 
 
 def test_the_mark_for_the_compiler_is_the_one_that_pytorch_sets():

@@ -1,13 +1,14 @@
 """Output that fails must not fail the process."""
 
 import io
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
 
-from flash_train.output import STDERR, LastingStream, lasting_output, say, say_in_handler
+from flash_train.output import PREFIX, STDERR, LastingStream, lasting_output, say, say_in_handler
 
 
 @pytest.fixture
@@ -61,7 +62,41 @@ def test_a_stream_that_works_is_written_to_as_it_is(capsys):
         print("out")
         print("err", file=sys.stderr)
     say("said")
-    assert capsys.readouterr() == ("out\n", "err\nsaid\n")
+    assert capsys.readouterr() == ("out\n", "err\nflash-train: said\n")
+
+
+LOGS = """
+import logging, sys
+from flash_train.output import LOGGER, say, show_messages
+exec(sys.argv[1])
+say("a note")
+LOGGER.warning("a warning")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "lines"),
+    [
+        ("", [f"{PREFIX}a note", f"{PREFIX}a warning"]),
+        ("logging.basicConfig(format='mine: %(message)s')", ["mine: a note", "mine: a warning"]),
+        ("LOGGER.setLevel(logging.WARNING)", ["flash-train: a warning"]),
+        ("LOGGER.addHandler(logging.NullHandler())", []),
+        (
+            "logging.basicConfig(filename='/dev/null'); show_messages()",
+            [f"{PREFIX}a note", f"{PREFIX}a warning"],
+        ),
+    ],
+    ids=["nothing set up", "the root logger", "a level", "a handler", "a command"],
+)
+def test_a_program_that_sets_up_logging_decides_where_messages_go(setup, lines):
+    done = subprocess.run([sys.executable, "-c", LOGS, setup], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr.splitlines()) == ("", lines)
+
+
+def test_messages_are_records_of_the_packages_logger(caplog):
+    with caplog.at_level(logging.INFO, logger="flash_train"):
+        say("100 % of it")
+    assert caplog.record_tuples == [("flash_train", logging.INFO, "100 % of it")]
 
 
 PRINTS = """

@@ -1,1 +1,4 @@
-"""The command line: compose → build → run, a file per command. The only place that knows Hydra."""
+"""The command line, with one file per command. Only this package imports Hydra.
+
+A command composes its configuration (`config`), then builds and runs one run (`run`) or many (`sweep`, `bench`).
+"""

@@ -1,28 +1,28 @@
 """Ablations: `python scripts/ablate.py 'sweep.seq_len=[1024,4096]' 'sweep.attention=[standard,flash]'`.
 
-Trains every combination of the axes' values, each in a process of its own, on the same data, and lays the runs side by
-side: the step's time, its parts and its spread, attention's share, tokens/s, MFU, peak memory, losses. Cells of several
-seeds are one in the tables: the median of their runs. A cell whose steps or runs lie far apart is marked as disturbed.
+Trains every combination of the axes' values. Each one is a trial: a run in its own process, on the same data. The
+tables compare step time, its parts and its spread, attention's share, tokens/s, MFU, peak memory and losses. Trials
+that differ in their seed alone share a row, with the median of their runs. A trial is marked as disturbed if its step
+times, or its runs, are far apart.
 
   sweep.AXIS=[a,b,…]  axes: seq_len  attention  dropout  packing  memory  precision  model  seed
-                      what is swept where none is given stands in conf/ablate.yaml, but for keys that the command
-                      line or its experiment gives
-  sweep.jobs=N        cells that run at once; on GPUs, each has its own
-  run_dir=FOLDER      where everything goes; runs/ablation_TIMESTAMP by default. Started again with the same arguments
-                      and the same run_dir, finished cells are not run again; those of other arguments, versions or
-                      another device are left alone, and the sweep does not begin. Its tables have the cells of the axes
-                      given, no others that are there.
-  KEY=VALUE           any override of flash-train, for every cell: model=125m max_steps=50 data=text data.path=… seed=1
+                      The default axes are in conf/ablate.yaml; the command line or its experiment can replace each
+                      of them by a fixed value.
+  sweep.jobs=N        run N trials at the same time; each has GPUs of its own
+  run_dir=FOLDER      where all files go; runs/ablation_TIMESTAMP by default. A second start with the same arguments
+                      and run_dir repeats no finished trial. If other arguments, versions or another device made a
+                      trial there, it is kept, and the sweep does not begin. The tables contain the given axes only.
+  KEY=VALUE           any override of flash-train, for every trial: model=125m max_steps=50 data=text data.path=… seed=1
 
-A cell that runs out of memory, fails, or can't run here is recorded with its reason, and the sweep goes on. One that is
-predicted to take over 5 % more than there is, on one GPU or on a CPU, is not run: oom, too, and its reason says so. The
-exit status is 1 where no cell ended ok and some failed, 3 where none could run here, 4 where all ran out of memory.
+If a trial runs out of memory, fails, or can't run here, its reason is recorded and the sweep continues. A trial on one
+GPU or on a CPU is not run if it is predicted to take over 5 % more memory than there is: it counts as oom. The exit
+status is 1 if no trial ended ok and some failed, 3 if none could run here, 4 if all ran out of memory.
 
 Examples
   python scripts/ablate.py                              nano, short rows: minutes on two cores
   python scripts/ablate.py 'sweep.seq_len=[1024,2048,4096,8192,16384]' model=125m max_steps=50
   python scripts/ablate.py 'sweep.memory=[none,selective,checkpoint]' attention=flash seq_len=16384
-  python scripts/ablate.py 'sweep.seed=[0,1,2]'         three runs of each cell
+  python scripts/ablate.py 'sweep.seed=[0,1,2]'         three trials for each combination
   python scripts/ablate.py 'sweep.seq_len=[4096,16384]' sweep.jobs=8 model=1b3 precision=bf16-true
 """
 
@@ -33,9 +33,10 @@ from datetime import timedelta
 
 from flash_train.cli.config.errors import UnavailableError, one_line_errors
 from flash_train.cli.config.overrides import read
-from flash_train.cli.run.interrupt import going_on_later
-from flash_train.cli.sweep.plan import Planned, Sweep, plan
-from flash_train.cli.sweep.trial import Cell, Result, known_result, require_one, run_cells
+from flash_train.cli.run.interrupt import resumable
+from flash_train.cli.run.outcome import require_success
+from flash_train.cli.sweep.plan import PlannedTrial, Sweep, plan
+from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trials
 
 
 def main() -> None:
@@ -46,47 +47,47 @@ def main() -> None:
         return
     with one_line_errors():
         sweep = plan(read(arguments))
-        with going_on_later(sweep.run_dir):
+        with resumable(sweep.run_dir):
             results = run(sweep)
 
-        from flash_train.cli.sweep.tables import report  # and with it PyTorch, for which mistakes need not wait
+        from flash_train.cli.sweep.tables import report  # imports PyTorch, which takes seconds
 
         report(sweep, results)
-        require_one([result.status for result in results.values()], "cell", str(sweep.run_dir / "ablation.md"))
+        require_success([result.status for result in results.values()], "trial", str(sweep.run_dir / "ablation.md"))
 
 
-def run(sweep: Sweep) -> dict[Cell, Result]:
-    """Run every cell that has no result yet, a line for each as it ends."""
+def run(sweep: Sweep) -> dict[Trial, Result]:
+    """Run every trial that has no result yet, and print a line as each one ends."""
     from flash_train.cli.sweep.tables import write_tables
 
-    known = {planned.cell: result for planned in sweep.cells if (result := known_result(planned.cell))}
+    known = {planned.trial: result for planned in sweep.trials if (result := known_result(planned.trial))}
     if known:
-        print(f"{len(known)} of {len(sweep.cells)} cells are finished already", flush=True)
+        print(f"{len(known)} of {len(sweep.trials)} trials are finished already", flush=True)
     results = dict(known)
-    left = [planned for planned in sweep.cells if planned.cell not in known]
+    left = [planned for planned in sweep.trials if planned.trial not in known]
     for planned in list(left):
-        if (result := known_before(planned)) is not None:
+        if (result := predicted_result(planned)) is not None:
             left.remove(planned)
-            results[planned.cell] = result
-            _tell(planned.cell, results, len(sweep.cells), None)
+            results[planned.trial] = result
+            _print_result(planned.trial, results, len(sweep.trials), None)
     start = time.monotonic()
-    tokens = {planned.cell: planned.tokens for planned in left}
+    tokens = {planned.trial: planned.tokens for planned in left}
     to_do, done = sum(tokens.values()), 0
-    with closing(run_cells([planned.cell for planned in left], sweep.environs)) as running:
-        for cell, result in running:
-            results[cell] = result
-            done += tokens[cell]
-            _tell(cell, results, len(sweep.cells), (time.monotonic() - start) / done * (to_do - done))
+    with closing(run_trials([planned.trial for planned in left], sweep.environs)) as running:
+        for trial, result in running:
+            results[trial] = result
+            done += tokens[trial]
+            _print_result(trial, results, len(sweep.trials), (time.monotonic() - start) / done * (to_do - done))
             write_tables(sweep, results)
     return results
 
 
-def known_before(planned: Planned) -> Result | None:
-    """What comes of a cell that can't run here, or surely won't fit on one GPU or CPU: it takes no process to tell."""
+def predicted_result(planned: PlannedTrial) -> Result | None:
+    """The result of a trial that can't run here, or cannot fit on one GPU or CPU; None if it must run."""
     config = planned.config
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
-    from flash_train.cli.run.memory_check import capacity, documents_decide, step_before_run  # and with it Lightning
+    from flash_train.cli.run.memory_check import capacity, documents_decide, step_before_run  # imports Lightning
     from flash_train.profiling.memory.prediction import predict
     from flash_train.profiling.memory.results import RELATIVE
     from flash_train.records.memory_use import bytes_in_words
@@ -103,15 +104,15 @@ def known_before(planned: Planned) -> Result | None:
     predicted, limit = predict(step).peak_bytes, capacity(device)
     if predicted <= (1 + RELATIVE) * limit:
         return None
-    words = f"a step would take {bytes_in_words(predicted)} and there are {bytes_in_words(limit)}"
-    return Result("oom", f"predicted, not run: {words}")
+    reason = f"a step would take {bytes_in_words(predicted)} and there are {bytes_in_words(limit)}"
+    return Result("oom", f"predicted, not run: {reason}")
 
 
-def _tell(cell: Cell, results: dict[Cell, Result], total: int, seconds_left: float | None) -> None:
-    result = results[cell]
+def _print_result(trial: Trial, results: dict[Trial, Result], total: int, seconds_left: float | None) -> None:
+    result = results[trial]
     place = f"{len(results):>{len(str(total))}}/{total}"
     measured = result.summary if result.status == "ok" else {}
-    parts = [f"{place}  {cell.name}  {result.status}" + (f" ({result.reason})" if result.reason else "")]
+    parts = [f"{place}  {trial.name}  {result.status}" + (f" ({result.reason})" if result.reason else "")]
     if (seconds := measured.get("step_seconds")) is not None:
         parts.append(f"{seconds:.3g} s/step")
     if (peak := measured.get("peak_memory_gib")) is not None:

@@ -1,9 +1,9 @@
-"""Speed of the attention operator beside its peers on one GPU: ``python scripts/bench_attention.py --out FILE``.
+"""Speed of the attention operator and its peers on one GPU: ``python scripts/bench_attention.py --out FILE``.
 
-Every implementation is checked against fp32 before it is timed, on the inputs that are timed; a wrong one gets no
-figure. Those of a case take turns, so that each meets the same clocks. Rates are model FLOPs (causal: half; backward:
-2.5 times the forward) over the median time. FILE is written after every case; started again with the same commit, GPU
-and versions, the command goes on behind the last one.
+Every implementation is checked against fp32 on the inputs of the timing; a wrong one gets no rate. The implementations
+of a case take turns, so that all of them run at the same clocks. Rates are model FLOPs (causal: half; backward: 2.5
+times the forward) over the median time. FILE is written after every case. A second start with the same commit, GPU and
+versions continues after the last case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from flash_train.cli.bench.records import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.bench.records import (
+    COMPARED_VERSIONS,
+    Records,
+    add_options,
+    environment_of,
+    measure_cases,
+    selected_cases,
+)
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.profiling.attention.cases import Case, cases
 from flash_train.profiling.attention.peers import OWN, SDPA, add_ratios, implementations, measure
@@ -29,11 +36,11 @@ def measure_all(
     timer: Callable[[Callable[[], Any]], float],
     names: Sequence[str] = (),
 ) -> Records:
-    """Records of a case's implementations, or of those of them that are named, with ratios and the surroundings."""
+    """The records of a case's implementations, or of the named ones, with ratios and versions."""
     wanted = [name for name in implementations(case) if not names or name in names]
     rows = measure(wanted, case, timer)
     add_ratios(rows)
-    return [row | {key: environment[key] for key in SAME} for row in rows]
+    return [row | {key: environment[key] for key in COMPARED_VERSIONS} for row in rows]
 
 
 def _shown(rows: Records) -> str:
@@ -49,17 +56,17 @@ def _shown(rows: Records) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--rep", type=int, default=40, help="milliseconds of repetitions per figure and turn")
+    parser.add_argument("--rep", type=int, default=40, help="milliseconds of repetitions per measurement and turn")
     parser.add_argument(
         "--implementations",
         nargs="+",
         default=(),
         choices=IMPLEMENTATIONS,
-        help="of those that a case has, only these",
+        help="measure only these",
     )
     options = parser.parse_args(arguments)
     every = list(cases())
-    wanted = chosen(parser, options, every)
+    wanted = selected_cases(parser, options, every)
     if not torch.cuda.is_available():
         raise UnavailableError("bench_attention: needs an NVIDIA GPU, and there is none")
     from triton.testing import do_bench

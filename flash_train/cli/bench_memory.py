@@ -1,13 +1,13 @@
-"""Memory, predicted beside measured, on one device: ``python scripts/bench_memory.py --out FILE [KEY=VALUE …]``.
+"""Measured and predicted memory on one device: ``python scripts/bench_memory.py --out FILE [KEY=VALUE …]``.
 
-Three kinds of cases, all in this process, for a process per case would take longer than most cases:
-  step       a training run of two steps, as flash-train makes it of the same overrides: its peak beside the predicted
-  attention  one call, forward and backward: what it holds beside its inputs, at growing lengths
-  traffic    one call: the bytes that the GPU's memory moved, by ncu, beside those of the algorithm
+There are three kinds of cases. All run in this process, as starting one takes longer than most cases:
+  step       a training run of two steps, as flash-train builds it: its measured and its predicted peak
+  attention  one call, forward and backward: the memory that it holds besides its inputs, at growing lengths
+  traffic    one call: the bytes that the GPU's memory moved, by ncu, and the bytes that the algorithm needs
 
-A step that is predicted not to fit is recorded and not run. FILE is written after every case; started again with the
-same commit, GPU and versions, the command goes on behind the last one. The exit status is 0 only if every measured
-step is within 5 % or 64 MiB of its prediction, whichever is more. KEY=VALUE are overrides of every step.
+A step that is predicted not to fit is recorded but not run. FILE is written after every case. A second start with the
+same commit, GPU and versions continues after the last case. The exit status is 0 only if every measured step is within
+5 % or 64 MiB of its prediction, whichever is more. KEY=VALUE are overrides for every step.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ from flash_train.cli.bench.memory_cases import (
     step_cases,
     traffic_cases,
 )
-from flash_train.cli.bench.records import SAME, Records, add_options, environment_of, measure_cases
+from flash_train.cli.bench.records import COMPARED_VERSIONS, Records, add_options, environment_of, measure_cases
 from flash_train.cli.config import hardware
 from flash_train.cli.config.choices import choices_of
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.config.environment import grow_segments
+from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, is_out_of_memory, one_line_errors
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.validate import validate
-from flash_train.cli.profile_memory import only_measure
 from flash_train.cli.run.build import build
 from flash_train.cli.run.memory_check import available, step_before_run
-from flash_train.cli.run.memory_files import settings
-from flash_train.cli.train import quieten
+from flash_train.cli.run.memory_files import only_measure, settings
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.profiling.attention import dram_traffic
 from flash_train.profiling.attention.memory import HEAD_DIM, HEADS, exponents, own_bytes
@@ -57,13 +55,13 @@ from flash_train.profiling.memory.results import allowed_error, compared, own_si
 from flash_train.records.memory_use import bytes_in_words
 from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
-# Two steps: the first makes the optimizer's state, the second has it.
+# The first step creates the optimizer's state, the second has it.
 FIXED = ("max_steps=2", "logger=none", "trainer.checkpoints=false", "trainer.progress_bar=false", "force=true")
 TRAFFIC = {"flash": flash_traffic, "standard": standard_traffic}
 
 
 class Peak(Callback):
-    """The most that the device held. Frees the model at the end, which Lightning would copy to the host."""
+    """Records the peak of the device's memory. Frees the model at the end: Lightning would copy it to the host."""
 
     def __init__(self) -> None:
         self.measured: dict[str, int] = {}
@@ -88,7 +86,7 @@ class Peak(Callback):
 
 
 def measure_step(case: StepCase, given: Sequence[str]) -> dict[str, Any]:
-    """The record of a training run: `status` is ok, oom, failed or unavailable, the last two with a `reason`."""
+    """The record of a training run: its `status` is ok, oom, failed or unavailable, with a `reason` unless it is ok."""
     config = compose_config((*FIXED, *given, *case.overrides))
     validate(config)
     record: dict[str, Any] = {"case": case.name, "kind": "step", "overrides": list(case.overrides)}
@@ -99,11 +97,11 @@ def measure_step(case: StepCase, given: Sequence[str]) -> dict[str, Any]:
     predicted, limit = predict(step).peak_bytes, available(device)
     record |= {"predicted_bytes": predicted, "available_bytes": limit}
     if limit is not None and predicted > limit:
-        reason = f"{bytes_in_words(predicted)} predicted, of {bytes_in_words(limit)}"
+        reason = f"{bytes_in_words(predicted)} predicted, {bytes_in_words(limit)} available"
         return record | {"status": "unavailable", "reason": reason}
-    before, start = held(device), time.monotonic()
+    before, start = allocated_bytes(device), time.monotonic()
     found = _outcome(config, device)
-    return record | found | {"seconds": time.monotonic() - start, "left_bytes": held(device) - before}
+    return record | found | {"seconds": time.monotonic() - start, "left_bytes": allocated_bytes(device) - before}
 
 
 def _outcome(config: DictConfig, device: torch.device) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _outcome(config: DictConfig, device: torch.device) -> dict[str, Any]:
 
     try:
         found = _run(config, device)
-    except torch.AcceleratorError:  # the device is lost to this process: nothing after it would run
+    except torch.AcceleratorError:  # this process can no longer use the device
         raise
     except (RuntimeError, ValueError, TritonError) as error:
         if is_out_of_memory(error):
@@ -121,21 +119,21 @@ def _outcome(config: DictConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _run(config: DictConfig, device: torch.device) -> dict[str, Any]:
-    """Train, and say what was measured: by the allocator on CUDA, elsewhere by PyTorch's profiler in the last step."""
+    """Train, and return the measured peak: by the allocator on CUDA, else by PyTorch's profiler in the last step."""
     peak = Peak()
     recorded: list[RecordedStep] = []
     with tempfile.TemporaryDirectory() as folder:
-        parts = build(config, Path(folder))
+        run = build(config, Path(folder))
         on_cuda = device.type == "cuda"
-        only_measure(parts.trainer, peak if on_cuda else MemorySnapshot(recorded.append, steps=(config.max_steps,)))
-        parts.trainer.fit(parts.module, datamodule=parts.data)
+        only_measure(run.trainer, peak if on_cuda else MemorySnapshot(recorded.append, steps=(config.max_steps,)))
+        run.trainer.fit(run.module, datamodule=run.data)
     measured = peak.measured if on_cuda else {"measured_bytes": recorded[-1].profile.peak_bytes}
     dropout = {"dropout": config.attention.dropout, "packing": config.data.packing}
-    return settings(config, parts) | dropout | measured
+    return settings(config, run) | dropout | measured
 
 
-def held(device: torch.device) -> int:
-    """Bytes that tensors still hold of a CUDA device when all that can be freed is; 0 elsewhere."""
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors hold on a CUDA device once all garbage is freed; 0 on other devices."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -145,7 +143,7 @@ def held(device: torch.device) -> int:
 
 def measure_attention(case: AttentionCase, device: torch.device) -> dict[str, Any]:
     record = {"case": case.name, "kind": "attention", "attention": case.attention, "seq_len": case.seq_len}
-    held(device)
+    allocated_bytes(device)
     try:
         return record | {"status": "ok", "own_bytes": own_bytes(case.attention, case.seq_len, device)}
     except torch.OutOfMemoryError as error:
@@ -173,67 +171,71 @@ def shown(records: Records) -> str:
     if record["status"] != "ok":
         return f"{record['status']} ({record['reason']})"
     if record["kind"] == "attention":
-        return f"{bytes_in_words(record['own_bytes'])} beside its inputs"
+        return f"{bytes_in_words(record['own_bytes'])} besides its inputs"
     if record["kind"] == "traffic":
         moved = record["read_bytes"] + record["written_bytes"]
         return f"{bytes_in_words(moved)} moved, {bytes_in_words(record['algorithm_bytes'])} by its algorithm"
     measured, predicted = record["measured_bytes"], record["predicted_bytes"]
     reserved = f", {bytes_in_words(record['reserved_bytes'])} reserved" if "reserved_bytes" in record else ""
     left = f", {bytes_in_words(record['left_bytes'])} NOT FREED" if record["left_bytes"] > 0 else ""
-    told = f"{bytes_in_words(measured)} measured, {bytes_in_words(predicted)} predicted"
-    return f"{told} ({predicted / measured - 1:+.2%}){reserved}{left}, {record['seconds']:.0f} s"
+    both = f"{bytes_in_words(measured)} measured, {bytes_in_words(predicted)} predicted"
+    return f"{both} ({predicted / measured - 1:+.2%}){reserved}{left}, {record['seconds']:.0f} s"
 
 
 def verdict(records: Records) -> tuple[str, bool]:
-    """In words how good the predictions are, and whether all that were tried are within the bound."""
+    """Lines on the quality of the predictions, and whether all steps that ran are within the bound."""
     steps = [record for record in records if record["kind"] == "step"]
-    found, beside = compared(steps), [record for record in steps if record["status"] in ("oom", "failed")]
+    found, broken = compared(steps), [record for record in steps if record["status"] in ("oom", "failed")]
     outside = [record for record in found if abs(record["error_bytes"]) > allowed_error(record["measured_bytes"])]
     lines = [f"{len(found) - len(outside)} of {len(found)} steps within 5 % or 64 MiB of the predicted peak"]
     if found:
         worst = max(found, key=lambda record: abs(record["error_bytes"]) / allowed_error(record["measured_bytes"]))
         error = worst["error_bytes"] / worst["measured_bytes"]
         lines.append(f"worst: {worst['case']}, {error:+.2%} ({worst['error_bytes'] / 2**20:+,.0f} MiB)")
-    for title, some in (("outside", outside), ("predicted to fit, but", beside)):
+    for title, some in (("outside", outside), ("predicted to fit, but", broken)):
         lines += [f"{title}: {record['case']}: {shown([record])}" for record in some]
     fitted = exponents(own_sizes(records))
     lines += [f"attention={name}: n^{power:.2f}" for name, power in fitted.items() if power is not None]
-    return "\n".join(lines), not outside and not beside
+    return "\n".join(lines), not outside and not broken
 
 
-def listed(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def listed_of(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """A list of these alone."""
+def choices_in(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """A parser of lists of these choices."""
 
     def checked(text: str) -> list[str]:
-        for part in listed(text):
+        for part in split_commas(text):
             if part not in choices:
                 raise argparse.ArgumentTypeError(f"{part!r}: must be one of {', '.join(choices)}")
-        return listed(text)
+        return split_commas(text)
 
     return checked
 
 
-def listed_lengths(text: str) -> list[int]:
-    return [int(part) for part in listed(text)]
+def lengths_in(text: str) -> list[int]:
+    return [int(part) for part in split_commas(text)]
 
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--kinds", type=listed_of(KINDS), default=list(KINDS), help=",".join(KINDS))
-    models, attentions = listed_of((*choices_of("model"), "other")), listed_of(choices_of("attention"))
-    parser.add_argument("--models", type=models, default=listed("125m,350m,1b3,other"), help="other: further shapes")
-    parser.add_argument("--lengths", type=listed_lengths, default=list(LENGTHS), help="tokens in a row")
+    parser.add_argument("--kinds", type=choices_in(KINDS), default=list(KINDS), help=",".join(KINDS))
+    models, attentions = choices_in((*choices_of("model"), "other")), choices_in(choices_of("attention"))
     parser.add_argument(
-        "--memory", type=listed_of(MEMORY_MODES), default=list(MEMORY_MODES), help=",".join(MEMORY_MODES)
+        "--models", type=models, default=split_commas("125m,350m,1b3,other"), help="other: further shapes and settings"
     )
-    parser.add_argument("--attention", type=attentions, default=listed("flash,standard"), help="backends of steps")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of flash-train, for every step")
+    parser.add_argument("--lengths", type=lengths_in, default=list(LENGTHS), help="tokens in a row")
+    parser.add_argument(
+        "--memory", type=choices_in(MEMORY_MODES), default=list(MEMORY_MODES), help=",".join(MEMORY_MODES)
+    )
+    parser.add_argument(
+        "--attention", type=attentions, default=split_commas("flash,standard"), help="backends of the steps"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of flash-train for every step")
     options = parser.parse_intermixed_args(arguments)
     every = cases_of(options)
     wanted = [case for case in every if options.only in case.name]
@@ -243,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cases_of(options: argparse.Namespace) -> list[MemoryCase]:
-    """What the options ask for, in the order of running: steps take longest, and matter most."""
+    """The cases that the options select, in the order in which they run: steps first, as they matter most."""
     models = [name for name in options.models if name != "other"]
     steps = step_cases(models, options.lengths, options.memory, options.attention, "other" in options.models)
     found: dict[str, Iterable[MemoryCase]] = {"step": steps, "attention": attention_cases(), "traffic": traffic_cases()}
@@ -252,34 +254,34 @@ def cases_of(options: argparse.Namespace) -> list[MemoryCase]:
 
 def _main(options: argparse.Namespace, every: Sequence[MemoryCase], wanted: Sequence[MemoryCase]) -> int:
     grow_segments()
-    quieten()
+    quieten_lightning()
     torch.manual_seed(0)
     choice, _ = hardware.choose(hardware.detect())
     given = (f"hardware={choice}", *read(options.overrides).overrides)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     environment = environment_of(options.commit)
     if device.type == "cuda":
-        print(f"matrix products keep {bytes_in_words(warm_up(device))}", flush=True)
+        print(f"matrix products keep {bytes_in_words(allocate_workspaces(device))}", flush=True)
 
     def measure_case(case: MemoryCase) -> Records:
         if isinstance(case, StepCase):
             record = measure_step(case, given)
         else:
             record = measure_traffic(case) if case.direction else measure_attention(case, device)
-        return [record | {key: environment[key] for key in SAME}]
+        return [record | {key: environment[key] for key in COMPARED_VERSIONS}]
 
     records = measure_cases(options, every, wanted, environment, measure_case, shown)
-    words, good = verdict(records)
-    print(words)
+    text, good = verdict(records)
+    print(text)
     return 0 if good else 1
 
 
-def warm_up(device: torch.device) -> int:
-    """Have the matrix products of both threads take what they keep, so that no case is charged with it; how much."""
+def allocate_workspaces(device: torch.device) -> int:
+    """Allocate the workspaces of matrix products in both threads, so that no case is charged for them; their size."""
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()
     del x
-    return held(device)
+    return allocated_bytes(device)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """From a command to its first optimizer step: ``python scripts/bench_start.py --out FILE``.
 
-Each start is a process of its own. One is cold: neither kernels nor tokens were made before; the next is warm, and
-finds what the cold one made. Python's own files have been read by a start that does not count. Told is the median of
+Each start is a new process. A cold start finds neither compiled kernels nor tokens; the warm start after it finds both.
+A first start, which does not count, brings Python's files into the system's cache. The record has the median of
 ``--rounds``.
 
-FILE is written after every case; started again with the same commit, GPU and versions, the command goes on behind the
-last one.
+FILE is written after every case. A second start with the same commit, GPU and versions continues after the last case.
 """
 
 from __future__ import annotations
@@ -21,7 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_train.cli.bench.records import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.bench.records import (
+    COMPARED_VERSIONS,
+    Records,
+    add_options,
+    environment_of,
+    measure_cases,
+    selected_cases,
+)
 from flash_train.cli.config.errors import ArgumentParser, UsageError, one_line_errors
 
 COMMAND = (sys.executable, "-c", "from flash_train.cli.train import main; main()")
@@ -41,10 +47,10 @@ CASES = (StartCase("1b3-n16384", ("model=1b3", "precision=bf16-true", "seq_len=1
 
 
 def first_step(overrides: Sequence[str], run_dir: Path, caches: Path) -> float:
-    """Seconds until the first optimizer step of a new process is on record; the process ends with it.
+    """Seconds until a new process has recorded its first optimizer step; then the process is killed.
 
     Raises:
-        UsageError: it ended before, and its last words, or there was none within `PATIENCE_SECONDS`.
+        UsageError: the process ended before that (with its last line), or took more than `PATIENCE_SECONDS`.
     """
     log = run_dir.with_suffix(".log")
     arguments = (*overrides, *SETTINGS, f"run_dir={run_dir}", f"data.cache_dir={caches / 'tokens'}")
@@ -67,12 +73,12 @@ def first_step(overrides: Sequence[str], run_dir: Path, caches: Path) -> float:
 
 
 def _steps(metrics: Path) -> int:
-    """Rows that are on record, below the names of their columns."""
+    """The number of recorded rows, without the header."""
     return max(metrics.read_text(encoding="utf-8").count("\n") - 1, 0) if metrics.is_file() else 0
 
 
 def measure(case: StartCase, rounds: int, environment: dict[str, str | None]) -> Records:
-    """A record for cold and one for warm starts."""
+    """One record for cold starts, and one for warm starts."""
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -80,7 +86,7 @@ def measure(case: StartCase, rounds: int, environment: dict[str, str | None]) ->
         for number in range(rounds):
             for cache, found in seconds.items():
                 found.append(first_step(case.overrides, folder / f"{cache}{number}", folder / f"caches{number}"))
-    same = {key: environment[key] for key in SAME}
+    same = {key: environment[key] for key in COMPARED_VERSIONS}
     return [
         {"case": case.name, "cache": cache, "seconds": statistics.median(found), "rounds": found, **same}
         for cache, found in seconds.items()
@@ -97,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts (default: 3)")
     options = parser.parse_args(arguments)
-    wanted = chosen(parser, options, CASES)
+    wanted = selected_cases(parser, options, CASES)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: must be 1 or more")
     environment = environment_of(options.commit)

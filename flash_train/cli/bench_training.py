@@ -1,12 +1,12 @@
-"""Training beside its peer, on one GPU: ``python scripts/bench_training.py --out FILE``.
+"""Training speed, compared with a peer, on one GPU: ``python scripts/bench_training.py --out FILE``.
 
-The peer is what one would write today: a Llama of transformers with liger-kernel's operations, PyTorch's scaled dot
-product attention and fused AdamW, its layers checkpointed where ours keep less. Both begin with the same weights, in
-bf16, see the same tokens (one random row of the case's length) and take the same steps; ours through Lightning's
-Trainer, as flash-train does. A rate is kept only where the losses of all steps agree.
+The peer is a Llama of transformers with liger-kernel's operations, PyTorch's scaled dot product attention and fused
+AdamW. Its layers are checkpointed if our memory mode recomputes anything. Both start with the same weights in bf16, see
+the same tokens (one random row of the case's length) and take the same steps; ours run in Lightning's Trainer, as in
+flash-train. A rate is recorded only if the losses of all steps agree.
 
-FILE is written after every case; started again with the same commit, GPU and versions, the command goes on behind the
-last one. The exit status is 0 only if all cases have their rates.
+FILE is written after every case. A second start with the same commit, GPU and versions continues after the last case.
+The exit status is 0 only if all cases have their rates.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flash_train.attention import attended_pairs
-from flash_train.cli.bench.records import SAME, Records, add_options, chosen, environment_of, measure_cases
+from flash_train.cli.bench.records import (
+    COMPARED_VERSIONS,
+    Records,
+    add_options,
+    environment_of,
+    measure_cases,
+    selected_cases,
+)
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.config.environment import grow_segments
+from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
-from flash_train.cli.run.resolve import build_model_config
-from flash_train.cli.train import quieten
+from flash_train.cli.run.model_config import build_model_config
 from flash_train.model import ModelConfig, Transformer
 from flash_train.model.ops import IGNORE_INDEX
 from flash_train.model.pretrained import load_pretrained, save_pretrained
@@ -46,9 +52,9 @@ from flash_train.training.callbacks.step_times import PARTS
 
 VOCAB_SIZE = 32768
 ATTENTION = "flash"
-LOSS_TOLERANCE = 5e-3  # relative, of every step; two runs of one implementation differ by a tenth of it
-WARM_UP = 2  # steps: the first compiles, the second finds the allocator's blocks
-# What PyTorch's AdamW does where nothing but the learning rate is said, without its decay: ours spares norms.
+LOSS_TOLERANCE = 5e-3  # relative, at every step; two runs of one implementation differ by a tenth of this
+WARM_UP = 2  # steps: the first compiles, the second is the first with the allocator's blocks in place
+# The defaults of PyTorch's AdamW, but no weight decay: ours would not decay the norms.
 OPTIMIZER = OptimizerConfig(
     lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None
 )
@@ -77,7 +83,7 @@ def shape() -> ModelConfig:
 
 
 def first_weights(folder: Path) -> Path:
-    """Those that every run begins with, in bf16, as a folder of transformers' Llama."""
+    """Write the weights that every run starts with, in bf16, as a folder of transformers' Llama."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Transformer(shape()).to(torch.bfloat16)
@@ -90,7 +96,7 @@ def tokens_of(case: TrainingCase) -> Tensor:
 
 
 class Watch(Callback):
-    """Each step's row of `Throughput`, which stands before it."""
+    """Collects the row of `Throughput`, which must be before it, at each step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -164,7 +170,7 @@ IMPLEMENTATIONS: dict[str, Callable[[TrainingCase, Path], dict[str, Any]]] = {
 
 
 def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None]) -> Records:
-    """A record for each implementation; rates only where both trained and their losses agree, else a `reason`."""
+    """A record for each implementation: with rates if both trained and their losses agree, else with a `reason`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         flops = Transformer(shape()).model_flops(case.seq_len, attended_pairs((case.seq_len,)))
@@ -176,10 +182,10 @@ def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None
             torch.cuda.empty_cache()
         reset_peak_memory(device)
         record: dict[str, Any] = {"case": case.name, "implementation": name, "seq_len": case.seq_len}
-        record |= {"memory": case.memory, "steps": case.steps, **{key: environment[key] for key in SAME}}
+        record |= {"memory": case.memory, "steps": case.steps, **{key: environment[key] for key in COMPARED_VERSIONS}}
         try:
             found = train(case, weights)
-        except torch.AcceleratorError:  # the device is lost to this process
+        except torch.AcceleratorError:  # this process can no longer use the device
             raise
         except RuntimeError as failure:  # out of memory, mostly
             records.append(record | {"reason": str(failure).strip().splitlines()[0]})
@@ -206,7 +212,7 @@ def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None
 
 
 def shown(records: Records) -> str:
-    told = (
+    figures = (
         f"{record['implementation']} "
         + (
             f"{record['tokens_per_second']:,.0f} tok/s {record['peak_memory_gib']:.1f} GiB"
@@ -216,7 +222,7 @@ def shown(records: Records) -> str:
         for record in records
     )
     ratio = records[0].get("ratio_to_transformers")
-    return ", ".join(told) + (f"; ratio {ratio:.3f}" if ratio else "")
+    return ", ".join(figures) + (f"; ratio {ratio:.3f}" if ratio else "")
 
 
 def unavailable() -> str | None:
@@ -232,11 +238,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     options = parser.parse_args(arguments)
-    wanted = chosen(parser, options, CASES)
+    wanted = selected_cases(parser, options, CASES)
     if reason := unavailable():
         raise UnavailableError(reason)
     grow_segments()
-    quieten()
+    quieten_lightning()
     environment = environment_of(options.commit)
     with tempfile.TemporaryDirectory() as folder:
         weights: list[Path] = []

@@ -1,8 +1,8 @@
-"""Gather run directories into one record for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
+"""Collect run directories into one file for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
 
-Of a training run the record is its summary.json, with the mean of its last ten training losses from metrics.csv beside
-it; of an ablation, one per cell; of a search for the longest row, one per attention and memory mode. The directories
-are all of one sort.
+The directories must be of one kind. A training run gives one record: its summary.json, with the mean of its last ten
+training losses from metrics.csv. An ablation gives a record per trial, a search for the longest row gives one per
+attention and memory mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flash_train.profiling.ablation.table import from_csv
 from flash_train.records import read_column
 
 LAST = 10
-RUN = ("model", "precision", "attention", "seq_len")  # what tells one training run from another
+RUN_KEYS = ("model", "precision", "attention", "seq_len")  # they identify a training run
 ABLATION, LOSSES, FIND_MAX = "ablation.csv", "ablation_losses.csv", "find_max.json"
 
 Records = list[dict[str, Any]]
@@ -33,7 +33,7 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
     """The record of one run.
 
     Raises:
-        UsageError: it has not finished, or did not train.
+        UsageError: the run has not finished, or did not train.
     """
     summary = _summary(run_dir)
     if summary["status"] != "finished":
@@ -41,7 +41,7 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
     losses = read_column(run_dir / "metrics.csv", "train/loss")[1][-LAST:]
     if not losses:
         raise UsageError(f"{run_dir}: metrics.csv has no training losses; allowed: a run that has trained")
-    for path in ("run_dir", "wandb_dir"):  # of the machine that ran it, not of the result
+    for path in ("run_dir", "wandb_dir"):  # paths on the machine that ran it
         summary.pop(path)
     if commit:
         summary["versions"]["commit"] = commit
@@ -49,21 +49,21 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:
-    """A record per cell: axes, status, measurements, losses; the rest is that of one that finished.
+    """A record per trial: axes, status, measurements and losses; the other values come from a finished trial.
 
     Raises:
-        UsageError: none has.
+        UsageError: no trial has finished.
     """
     losses = run_dir / LOSSES
     curves = losses.read_text(encoding="utf-8") if losses.is_file() else ""
     rows = from_csv((run_dir / ABLATION).read_text(encoding="utf-8"), curves)
-    cells = [(path.parent, _summary(path.parent)) for path in sorted(run_dir.glob("cells/*/summary.json"))]
-    finished = next(((cell, summary) for cell, summary in cells if summary["status"] == "finished"), None)
+    trials = [(path.parent, _summary(path.parent)) for path in sorted(run_dir.glob("cells/*/summary.json"))]
+    finished = next(((trial, summary) for trial, summary in trials if summary["status"] == "finished"), None)
     if finished is None:
-        raise UsageError(f"{run_dir}: no cell has finished; allowed: an ablation of which one has")
-    cell, summary = finished
+        raise UsageError(f"{run_dir}: no trial has finished; allowed: an ablation with a finished trial")
+    trial, summary = finished
     common = {key: summary[key] for key in ("device", "steps", "peak_memory_of", "versions")}
-    common["settings"] = shared_settings(cast(DictConfig, OmegaConf.load(cell / "config.yaml")))
+    common["settings"] = shared_settings(cast(DictConfig, OmegaConf.load(trial / "config.yaml")))
     if commit:
         common["versions"]["commit"] = commit
     return [
@@ -75,23 +75,23 @@ def collect_ablation(run_dir: Path, commit: str | None) -> Records:
     ]  # fmt: skip
 
 
-def join_cells(records: Records) -> Records:
-    """Several ablations as one, in the order of their axes' values, lengths ascending; of a cell in two, the last."""
+def join_trials(records: Records) -> Records:
+    """Join several ablations, ordered by axis values, lengths ascending. If a trial occurs twice, the last counts."""
     if any(SEED in record["axes"] for record in records):
         records = list(map(_with_seed, records))
-    cells = {tuple(record["axes"].items()): record for record in records}
+    trials = {tuple(record["axes"].items()): record for record in records}
     values: dict[str, list[Any]] = {}
-    for record in cells.values():
+    for record in trials.values():
         for axis, value in record["axes"].items():
             values.setdefault(axis, [])
             if value not in values[axis]:
                 values[axis].append(value)
     values["seq_len"].sort()
-    return sorted(cells.values(), key=lambda r: [values[axis].index(value) for axis, value in r["axes"].items()])
+    return sorted(trials.values(), key=lambda r: [values[axis].index(value) for axis, value in r["axes"].items()])
 
 
 def _with_seed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose axes name its seed; records of earlier versions have the seed among their settings alone."""
+    """The record with its seed among its axes; records of earlier versions have it in their settings only."""
     if SEED in record["axes"]:
         return record
     seed = next(text.partition("=")[2] for text in record["settings"] if text.startswith(f"{SEED}="))
@@ -113,15 +113,15 @@ def collect_find_max(run_dir: Path, commit: str | None) -> Records:
 
 
 def collect_all(run_dirs: list[Path], commit: str | None, known: Records) -> Records:
-    """The records of directories of one sort, and those known that they do not measure again."""
+    """The records of directories of one kind, and the known records that they do not measure again."""
     if all((run / ABLATION).is_file() for run in run_dirs):
-        return join_cells(known + [record for run in run_dirs for record in collect_ablation(run, commit)])
+        return join_trials(known + [record for run in run_dirs for record in collect_ablation(run, commit)])
     if all((run / FIND_MAX).is_file() for run in run_dirs):
         found = known + [record for run in run_dirs for record in collect_find_max(run, commit)]
         return list({(record["attention"], record["memory"]): record for record in found}.values())
     found = [collect(run, commit) for run in run_dirs]
-    places = {tuple(map(record.get, RUN)) for record in found}
-    records = found + [record for record in known if tuple(map(record.get, RUN)) not in places]
+    places = {tuple(map(record.get, RUN_KEYS)) for record in found}
+    records = found + [record for record in known if tuple(map(record.get, RUN_KEYS)) not in places]
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
 
 
@@ -130,8 +130,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--add", action="store_true", help="keep what FILE has and these runs do not measure again")
-    parser.add_argument("--commit", help="commit that ran, where the runs did not see a git checkout")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the records in FILE that these runs do not measure again"
+    )
+    parser.add_argument("--commit", help="the commit that ran, if the runs were outside a git checkout")
     options = parser.parse_args(arguments)
     with blame(f"--out {options.out}"):
         known = json.loads(options.out.read_text(encoding="utf-8")) if options.add and options.out.is_file() else {}

@@ -1,7 +1,6 @@
-"""Checkpoint → a folder that `transformers` loads: config.json, model.safetensors and tokenizer.json, as of a Llama."""
+"""Export a checkpoint to a folder that `transformers` loads: config.json, model.safetensors and tokenizer.json."""
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,19 @@ from typing import Any
 from flash_train.cli.config.errors import ArgumentParser, UsageError, blame, one_line_errors
 from flash_train.cli.config.paths import require_usable
 from flash_train.cli.run.slurm import last_checkpoint
+from flash_train.output import LOGGER
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as PyTorch calls them
-CONFIG, WEIGHTS = "config.json", ".safetensors"  # by which a folder is known to hold a model
-PREFIX = "model."  # of the weights' names in a checkpoint
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # PyTorch's names
+CONFIG, WEIGHTS = "config.json", ".safetensors"  # a folder with either holds a model
+PREFIX = "model."  # begins the names of the weights in a checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python scripts/export.py runs/… folder`."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory for its newest")
-    parser.add_argument("folder", type=Path, help="where to write; made if it doesn't exist")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are in the checkpoint")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory, for its newest checkpoint")
+    parser.add_argument("folder", type=Path, help="where to write; created if it doesn't exist")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: the checkpoint's")
     parser.add_argument("--force", action="store_true", help="replace the model that the folder holds")
     with one_line_errors():
         args = parser.parse_args(arguments)
@@ -35,16 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def check_target(folder: Path, force: bool) -> None:
-    """Refuse a folder that can't be written in, or, unless `force`, whose model would be replaced."""
+    """Raise if the folder is not writable, or holds a model and `force` is False."""
     require_usable("folder", folder)
     if not force and any(path.name == CONFIG or path.suffix == WEIGHTS for path in folder.glob("*")):
         raise UsageError(f"folder={folder}: holds a model; allowed: another folder, or --force to replace it")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint, or the newest of a run's directory.
+    """The content of a checkpoint, or of the newest one in a run's directory.
 
-    Raises FileNotFoundError where there is none, ValueError for a file that is something else.
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is no checkpoint.
     """
     from flash_train.training.callbacks.checkpoint import read_checkpoint
 
@@ -52,10 +54,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None) -> Path:
-    """Write the model of a checkpoint in the Llama layout, with its tokenizer's files and, of a model that began from
-    another one, all that this one says beyond its weights; returns the folder.
+    """Write the model of a checkpoint in the Llama layout, and return the folder.
 
-    Raises ValueError for a model that the layout can't hold, UsageError where writing fails.
+    The folder also gets the tokenizer's files. If training began from another model, it gets that model's other files.
+
+    Raises:
+        ValueError: the layout can't represent the model.
+        UsageError: writing fails.
     """
     import torch
 
@@ -76,7 +81,7 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     except OSError as error:
         raise UsageError(f"folder={folder}: {error}") from error
     if files.left_out:
-        print(f"{folder}: {files.left_out}; copy it there by hand", file=sys.stderr)
+        LOGGER.warning("%s: %s; copy it there by hand", folder, files.left_out)
     return folder
 
 

@@ -1,8 +1,8 @@
 """Tile shapes for this GPU: ``python scripts/tune_attention.py 64 128 --variant causal full --write``.
 
-Times candidates for each kernel alone, after checking what they compute against fp32, and prints the table's tile
-beside the best. With --write, the rows of this GPU's amount of shared memory go into the kernels' ``tiles.json``, a row
-at a time. Nothing is tuned at run time: what this command writes is what everybody gets.
+Times candidates for each kernel alone, after checking their results against fp32, and prints the tile of the table and
+the best one. With --write, the rows for this GPU's amount of shared memory go into the kernels' ``tiles.json``, one at
+a time. Nothing is tuned at run time: every user gets the tiles that this command has written.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from flash_train.profiling.attention.tuning import (
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHOICES = ("forward", "dq", "dkdv")
-WIDTH = 2048  #: heads times head_dim of the call that is timed
+WIDTH = 2048  #: heads times head_dim of the timed call
 SHARE = 4  #: candidates that a process compiles at a time
-GAIN = 0.01  #: part of the time that a tile must save to replace the table's: less is noise
+GAIN = 0.01  #: a tile replaces the table's only if it saves this fraction of the time; less is noise
 
 
 class Timed(NamedTuple):
@@ -60,7 +60,7 @@ class Timed(NamedTuple):
 
 
 def sweep(kernel: str, tiles: Iterable[Tile], trial: Callable[[str, Tile], float]) -> list[Timed]:
-    """Every tile's time, in order; those that do not do are left out with a note."""
+    """The time of every tile, in order; unfit tiles are left out with a note."""
     found = []
     for tile in tiles:
         try:
@@ -71,12 +71,12 @@ def sweep(kernel: str, tiles: Iterable[Tile], trial: Callable[[str, Tile], float
 
 
 def best(timed: list[Timed], current: Tile | None) -> Timed | None:
-    """The fastest, unless the present one is about as fast; None where nothing ran."""
+    """The fastest tile, or the current one if it is about as fast; None if nothing ran."""
     if not timed:
         return None
     fastest = min(timed, key=lambda one: one.ms)
-    present = next((one for one in timed if one.tile == current), None)
-    return present if present is not None and fastest.ms > (1 - GAIN) * present.ms else fastest
+    known = next((one for one in timed if one.tile == current), None)
+    return known if known is not None and fastest.ms > (1 - GAIN) * known.ms else fastest
 
 
 def tune_row(
@@ -86,13 +86,13 @@ def tune_row(
     trial: Callable[[str, Tile], float],
     apart: bool,
 ) -> Tiles:
-    """The best tiles of the chosen kernels, and the others as they were.
+    """The best tiles for the chosen kernels; the other tiles stay.
 
     Args:
-        kernels: of ``CHOICES``.
-        candidates_of: what to try for a kernel, beside the present tile.
+        kernels: some of ``CHOICES``.
+        candidates_of: the tiles to try for a kernel, in addition to the current one.
         trial: milliseconds of a kernel with a tile.
-        apart: whether to try dK and dV in launches of their own.
+        apart: whether to also try dK and dV in separate launches.
     """
 
     def search(kernel: str, current: Tile | None) -> Timed | None:
@@ -130,7 +130,7 @@ def _line(kernel: str, current: Tile | None, before: float | None, found: Timed 
 
 
 def merge_row(table: list[dict[str, Any]], row: dict[str, Any], variants: Iterable[str]) -> list[dict[str, Any]]:
-    """The table with a row in place of the one for the same calls, or put in where it belongs."""
+    """The table with a row that replaces the one for the same calls, or is inserted in order."""
     order = list(variants)
 
     def place(one: dict[str, Any]) -> tuple[int, ...]:
@@ -140,12 +140,12 @@ def merge_row(table: list[dict[str, Any]], row: dict[str, Any], variants: Iterab
 
 
 def format_table(table: list[dict[str, Any]]) -> str:
-    """JSON with a line per row."""
+    """JSON with one line per row."""
     return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in table) + "\n]\n"
 
 
 def tune(setting: Setting, kernels: list[str], apart: bool, rep: int, pool: Pool) -> dict[str, Any]:
-    """The new row of the table for a setting on this GPU; ``pool`` compiles."""
+    """The new row of the table for a setting on this GPU; the processes of ``pool`` compile."""
     from triton.testing import do_bench
 
     device = torch.device("cuda")
@@ -155,7 +155,7 @@ def tune(setting: Setting, kernels: list[str], apart: bool, rep: int, pool: Pool
     def candidates_of(kernel: str) -> list[Tile]:
         return candidates(kernel, setting, shared)
 
-    # Compiling takes most of the time, and many processes at once; timing takes this one.
+    # Compiling takes most of the time, so many processes do it at once; this process alone does the timing.
     names = [*kernels, *(("dk", "dv") if apart and "dkdv" in kernels else ())]
     tries = [(name, tile) for name in names for tile in candidates_of(name)]
     shares = [tries[i : i + SHARE] for i in range(0, len(tries), SHARE)]
@@ -171,7 +171,7 @@ def tune(setting: Setting, kernels: list[str], apart: bool, rep: int, pool: Pool
 
 
 def row_of(setting: Setting, shared: int, major: int, tiles: Tiles) -> dict[str, Any]:
-    """As the table holds it; it names the chip only where that has rows of its own."""
+    """A row in the table's format; it names the chip only if the table has separate rows for it."""
     row: dict[str, Any] = {"shared": shared // 1024} | ({"major": major} if major in OWN_ROWS else {})
     row |= {"bits": 8 * setting.dtype.itemsize, "head_dim": setting.head_dim}
     chosen = {name: list(tile.values()) for name, tile in asdict(tiles).items() if tile is not None}
@@ -184,9 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("head_dims", nargs="+", type=int, choices=HEAD_DIMS, help="rows to tune")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="rows to tune")
     parser.add_argument("--kernel", nargs="+", choices=CHOICES, default=list(CHOICES), help="kernels to tune")
-    parser.add_argument("--apart", action="store_true", help="try dK and dV in two launches (256: always)")
+    parser.add_argument("--apart", action="store_true", help="also try dK and dV in two launches (256: always)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="bf16 also stands for fp16")
-    parser.add_argument("--seq-len", type=int, default=16384, help="of the call that is timed")
+    parser.add_argument("--seq-len", type=int, default=16384, help="tokens of the timed call")
     parser.add_argument("--rep", type=int, default=60, help="milliseconds of repetitions per candidate")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--write", action="store_true", help="write the rows into the table")

@@ -56,7 +56,7 @@ MISTAKES = [
     (["sweep.memory=[all]"], ["memory=all", "checkpoint, none, selective"]),
     (["sweep.model=[nano,huge]"], ["model=huge", "125m"]),
     (["sweep.jobs=0"], ["sweep.jobs=0", "from 1 to 1024"]),
-    (["sweep.seq_len=[64]", "seq_len=128"], ["seq_len=128", "sweep.seq_len", "one of the two"]),
+    (["sweep.seq_len=[64]", "seq_len=128"], ["seq_len=128", "sweep.seq_len", "one of them"]),
     (["sweep.seq_len=[64]", "max_step=5"], ["max_step", "did you mean max_steps?"]),
     (["seq_len=64,128"], ["seq_len=64,128: several values", "'sweep.seq_len=[64,128]'"]),
     (["data.packing=best_fit,concat"], ["'sweep.packing=[best_fit,concat]'"]),
@@ -100,33 +100,35 @@ def test_wandb_fails_after_everything_is_told(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(loggers, "log_table", fail)
     sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa,standard]")
-    for cell in (each.cell for each in sweep.cells):
-        write_text(cell.folder / "metrics.csv", "step,train/loss\n1,2.0\n")
+    for trial in (each.trial for each in sweep.trials):
+        write_text(trial.folder / "metrics.csv", "step,train/loss\n1,2.0\n")
     ok = Result("ok", summary={"peak_memory_of": "process", "device": "CPU", "steps": 1, "versions": {}})
     with pytest.raises(UsageError, match="no server"):
-        tables.report(sweep, {each.cell: ok for each in sweep.cells})
+        tables.report(sweep, {each.trial: ok for each in sweep.trials})
     out = capsys.readouterr().out
     assert "largest relative difference 0.0e+00" in out and "ablation.csv" in out and "2 ok" in out
     assert "wandb/" not in out
 
     monkeypatch.setattr(loggers, "log_table", lambda *arguments: None)
-    tables.report(sweep, {each.cell: ok for each in sweep.cells})
+    tables.report(sweep, {each.trial: ok for each in sweep.trials})
     assert f"{tmp_path}: ablation.csv" in (out := capsys.readouterr().out) and ", cells/, wandb/\n" in out
 
 
-def test_a_disturbed_cell_is_named_and_marked(tmp_path, capsys):
+def test_a_disturbed_trial_is_named_and_marked(tmp_path, capsys):
     sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa,standard]", "logger=none")
     times = {"sdpa": [9.0, 1.0, 1.0, 1.0, 1.01, 1.02], "standard": [9.0, 1.0, 1.1, 1.3, 1.2, 1.5]}
     results = {}
-    for each in sweep.cells:
+    for each in sweep.trials:
         seconds = times[each.axes["attention"]]
         lines = [f"{step},3.0,{x}" for step, x in enumerate(seconds, 1)]
-        write_text(each.cell.folder / "metrics.csv", "\n".join(["step,train/loss,time/step_seconds", *lines, ""]))
+        write_text(each.trial.folder / "metrics.csv", "\n".join(["step,train/loss,time/step_seconds", *lines, ""]))
         summary = {"peak_memory_of": "process", "device": "CPU", "steps": 6, "versions": {}, "step_seconds": seconds[3]}
-        results[each.cell] = Result("ok", summary={**summary, "val_loss": 2.0, "val_tokens": 32768})
+        results[each.trial] = Result("ok", summary={**summary, "val_loss": 2.0, "val_tokens": 32768})
     tables.report(sweep, results)
     out, text = capsys.readouterr().out, (tmp_path / "ablation.md").read_text(encoding="utf-8")
-    assert out.startswith("disturbed: seq_len=64,attention=standard: steps spread over more than 10% of their median.")
+    assert out.startswith(
+        "disturbed: seq_len=64,attention=standard: the step times spread over more than 10% of their median."
+    )
     assert "| 64 | sdpa | **1,000** | 0.77 | 1% |" in text and "| 64 | standard | 1,300 † | 1.00 | 17% |" in text
     assert "val_tokens=32,768." in text
     with open(tmp_path / "ablation.csv", encoding="utf-8", newline="") as file:
@@ -134,29 +136,29 @@ def test_a_disturbed_cell_is_named_and_marked(tmp_path, capsys):
     assert spreads == pytest.approx([0.01, 0.2 / 1.2])
 
 
-def test_cells_that_a_table_leaves_out_are_counted(tmp_path, capsys):
+def test_trials_that_a_table_leaves_out_are_counted(tmp_path, capsys):
     sweep = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[sdpa,standard]", "logger=none")
-    for each in sweep.cells:
-        keep(each.cell, Result("ok"))
-    fewer = replace(sweep, cells=sweep.cells[:1])
+    for each in sweep.trials:
+        keep(each.trial, Result("ok"))
+    fewer = replace(sweep, trials=sweep.trials[:1])
     (tmp_path / "ablation.png").write_bytes(b"of another sweep")
-    tables.report(fewer, {fewer.cells[0].cell: Result("failed", "a bug")})
-    assert f"left out: 1 finished cell in {tmp_path / 'cells'}" in (out := capsys.readouterr().out)
+    tables.report(fewer, {fewer.trials[0].trial: Result("failed", "a bug")})
+    assert f"left out: 1 finished trial in {tmp_path / 'cells'}" in (out := capsys.readouterr().out)
     assert "ablation.png" not in out and not (tmp_path / "ablation.png").exists()
-    tables.report(sweep, {each.cell: Result("failed", "a bug") for each in sweep.cells})
+    tables.report(sweep, {each.trial: Result("failed", "a bug") for each in sweep.trials})
     assert "left out" not in capsys.readouterr().out
 
 
 def test_time_that_remains_goes_by_tokens(tmp_path, monkeypatch, capsys):
-    """A cell of 64 tokens took 10 s: those of 64 and of 1,024 that are left take 170."""
+    """A trial of 64 tokens took 10 s, so the remaining ones of 64 and 1,024 tokens take 170 s."""
     now = iter([0.0, 10.0, 20.0, 180.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(ablate, "known_before", lambda planned: None)
-    ends = ((cell, Result("failed", "a bug")) for cell in iter(lambda: waiting.pop(0), None))
-    monkeypatch.setattr(ablate, "run_cells", lambda cells, environs: ends)
+    monkeypatch.setattr(ablate, "predicted_result", lambda planned: None)
+    ends = ((trial, Result("failed", "a bug")) for trial in iter(lambda: waiting.pop(0), None))
+    monkeypatch.setattr(ablate, "run_trials", lambda trials, environs: ends)
     sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64,1024]", "sweep.attention=[sdpa,standard]", "batch_size=2")
-    sweep = replace(sweep, cells=sweep.cells[:3])
-    waiting = [each.cell for each in sweep.cells] + [None]
+    sweep = replace(sweep, trials=sweep.trials[:3])
+    waiting = [each.trial for each in sweep.trials] + [None]
     ablate.run(sweep)
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("about 0:02:50 left") and second.endswith("about 0:02:40 left") and "left" not in third
@@ -175,7 +177,7 @@ def test_time_that_remains_goes_by_tokens(tmp_path, monkeypatch, capsys):
 )
 def test_the_exit_status_says_that_nothing_came_of_it(command, monkeypatch, tmp_path, statuses, code):
     def run(sweep):
-        return {each.cell: Result(status, "why") for each, status in zip(sweep.cells, statuses, strict=True)}
+        return {each.trial: Result(status, "why") for each, status in zip(sweep.trials, statuses, strict=True)}
 
     monkeypatch.setattr(ablate, "run", run)
     monkeypatch.setattr(tables, "report", lambda sweep, results: None)
@@ -204,17 +206,17 @@ def small_gpu(monkeypatch):
 def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch, small_gpu):
     arguments = ["hardware=cuda", f"run_dir={tmp_path}", "sweep.seq_len=[1024,65536]", "sweep.attention=[standard]"]
     arguments += ["data.packing=concat"]
-    short, long = plan(read(arguments)).cells
-    assert ablate.known_before(short) is None
-    found = ablate.known_before(long)
+    short, long = plan(read(arguments)).trials
+    assert ablate.predicted_result(short) is None
+    found = ablate.predicted_result(long)
     assert found.status == "oom" and found.reason.startswith("predicted, not run: a step would take")
     assert found.reason.endswith("GiB and there are 16.0 GiB")
-    (_, forced) = plan(read([*arguments, "force=true"])).cells
-    assert ablate.known_before(forced) is None
-    assert known_result(long.cell) is None and "force=true" in short.cell.overrides
+    (_, forced) = plan(read([*arguments, "force=true"])).trials
+    assert ablate.predicted_result(forced) is None
+    assert known_result(long.trial) is None and "force=true" in short.trial.overrides
     monkeypatch.undo()
     if not torch.cuda.is_available():
-        assert ablate.known_before(short).status == "unavailable"
+        assert ablate.predicted_result(short).status == "unavailable"
 
 
 def test_what_cannot_fit_on_a_cpu_is_known_beforehand(tmp_path, monkeypatch):
@@ -222,13 +224,13 @@ def test_what_cannot_fit_on_a_cpu_is_known_beforehand(tmp_path, monkeypatch):
     write_text(tmp_path / "memory.max", f"{2 * GIB}\n")
     monkeypatch.setattr(predict_command, "CONTAINER", tmp_path / "memory.max")
     arguments = [f"run_dir={tmp_path}", "sweep.seq_len=[64,65536]", "sweep.attention=[standard]", "data.packing=concat"]
-    short, long = planned(*arguments).cells
-    assert ablate.known_before(short) is None
-    found = ablate.known_before(long)
+    short, long = planned(*arguments).trials
+    assert ablate.predicted_result(short) is None
+    found = ablate.predicted_result(long)
     assert found.status == "oom" and found.reason.endswith("GiB and there are 2.0 GiB")
     for exception in ("force=true", "compile=true", "trainer.devices=2", "data.packing=best_fit"):
-        (_, begun) = planned(*arguments, exception).cells
-        assert ablate.known_before(begun) is None, exception
+        (_, begun) = planned(*arguments, exception).trials
+        assert ablate.predicted_result(begun) is None, exception
 
 
 @pytest.mark.parametrize(
@@ -241,32 +243,32 @@ def test_what_cannot_fit_on_a_cpu_is_known_beforehand(tmp_path, monkeypatch):
 def test_documents_decide_whether_pairs_fit(tmp_path, small_gpu, hardware, attention, dropout, known):
     arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1048576", f"sweep.attention=[{attention}]"]
     arguments += [f"attention.dropout={dropout}"]
-    (packed,) = plan(read(arguments)).cells
-    assert (ablate.known_before(packed) is not None) == known
-    (whole,) = plan(read([*arguments, "data.packing=concat"])).cells
-    assert ablate.known_before(whole).status == "oom"
+    (packed,) = plan(read(arguments)).trials
+    assert (ablate.predicted_result(packed) is not None) == known
+    (whole,) = plan(read([*arguments, "data.packing=concat"])).trials
+    assert ablate.predicted_result(whole).status == "oom"
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "cuda"])
 @pytest.mark.parametrize(("part", "known"), [(0.94, True), (0.96, False)])
 def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, small_gpu, hardware, part, known):
     arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1024", "sweep.attention=[sdpa]"]
-    (cell,) = plan(read(arguments)).cells
-    step, _ = predict_command.step_before_run(cell.config)
+    (trial,) = plan(read(arguments)).trials
+    step, _ = predict_command.step_before_run(trial.config)
     monkeypatch.setattr(predict_command, "capacity", lambda device: part * predict(step).peak_bytes)
-    assert (ablate.known_before(cell) is not None) == known
+    assert (ablate.predicted_result(trial) is not None) == known
 
 
 def test_a_backend_that_is_not_there_takes_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
-    flash, sdpa = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[flash,sdpa]").cells
-    found = ablate.known_before(flash)
+    flash, sdpa = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[flash,sdpa]").trials
+    found = ablate.predicted_result(flash)
     assert found.status == "unavailable" and "no NVIDIA GPU" in found.reason
-    assert ablate.known_before(sdpa) is None
+    assert ablate.predicted_result(sdpa) is None
 
 
 def test_table_at_wandb(tmp_path):
-    settings = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]").cells[0].config.logger
+    settings = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]").trials[0].config.logger
     log_table(settings, tmp_path, "ablation", ["attention", "mfu"], [["sdpa", None], ["flash", 0.5]])
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/ablation*.json")
     assert '"flash"' in table.read_text()
@@ -318,7 +320,7 @@ def test_stopped_and_gone_on_with(tiny, tmp_path):
     process = start(*arguments, cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "1 of 3 cells are finished already" in out and "3/3" in out
+    assert "1 of 3 trials are finished already" in out and "3/3" in out
     assert (first / "cell.json").stat().st_mtime_ns == written
 
     rows = rows_of(run_dir)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_train.cli.collect_runs import join_cells
+from flash_train.cli.collect_runs import join_trials
 from flash_train.cli.collect_runs import main as collect_runs
 from flash_train.files import write_json, write_text
 from flash_train.profiling.ablation.table import Row, losses_to_csv, to_csv
@@ -259,14 +259,14 @@ def test_ablations_are_joined_in_the_order_of_their_axes():
     ]
     given += [cell(2048, "flash"), cell(1024, "standard")]
     expected = [cell(n, name) for n in (1024, 2048) for name in ("standard", "flash")]
-    assert join_cells(given) == [*expected, cell(1024, "flash", dropout=0.1)]
+    assert join_trials(given) == [*expected, cell(1024, "flash", dropout=0.1)]
 
 
 def test_an_ablation_without_a_seed_axis_is_joined_with_one_that_has_it():
     def cell(attention, **seed):
         return {"axes": {**seed, "seq_len": 64, "attention": attention}, "status": "ok", "settings": ["seed=3"]}
 
-    joined = join_cells([cell("sdpa"), cell("flash"), cell("flash", seed=3), cell("flash", seed=4)])
+    joined = join_trials([cell("sdpa"), cell("flash"), cell("flash", seed=3), cell("flash", seed=4)])
     assert [record["axes"] for record in joined] == [
         {"seed": seed, "seq_len": 64, "attention": name} for seed, name in ((3, "sdpa"), (3, "flash"), (4, "flash"))
     ]

@@ -90,7 +90,7 @@ def test_key_covers_content_and_tokenizer(tmp_path):
 def test_skipped_and_empty_documents_are_not_documents(tmp_path, capsys):
     tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["</s>"]), "skip")
     cache = tokenize(ListCorpus([b"a", b"\xff", b"", b"b"]), tokenizer, tmp_path)
-    assert capsys.readouterr().err == "data: data.errors=skip: documents that are not UTF-8, left out: 1\n"
+    assert capsys.readouterr().err == "flash-train: data: data.errors=skip: documents that are not UTF-8, left out: 1\n"
     assert [tokenizer.decode(cache.tokens[b:e]) for b, e in zip(cache.offsets, cache.offsets[1:], strict=False)] == [
         "a",
         "b",
@@ -151,8 +151,8 @@ def test_one_process_builds_while_another_waits_and_says_so_once(tmp_path, monke
     assert built[0] == built[1]
     folder = built[0][0]
     said += capfd.readouterr().err
-    assert said.count(f"data: waiting for another process that tokenises into {folder}\n") == 1
-    assert said.count(f"data: tokenising into {folder}\n") == 1
+    assert said.count(f"flash-train: data: waiting for another process that tokenises into {folder}\n") == 1
+    assert said.count(f"flash-train: data: tokenising into {folder}\n") == 1
     assert [str(entry) for entry in tmp_path.iterdir()] == [folder]
 
 

@@ -12,7 +12,7 @@ def said(capsys, monkeypatch, *, patience: float, seconds: float) -> str:
 
 
 def test_only_what_takes_long_is_said_and_once(capsys, monkeypatch):
-    assert said(capsys, monkeypatch, patience=0.0, seconds=0.3) == "data: tokenising\n"
+    assert said(capsys, monkeypatch, patience=0.0, seconds=0.3) == "flash-train: data: tokenising\n"
     assert said(capsys, monkeypatch, patience=0.5, seconds=0.0) == ""
     time.sleep(0.7)
     assert capsys.readouterr().err == ""

@@ -33,7 +33,8 @@ def texts(path: Path, **options) -> list[bytes]:
 
 
 def said(capsys) -> list[str]:
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    lines = [line.removeprefix("flash-train: ") for line in capsys.readouterr().err.splitlines()]
+    return [line for line in lines if line.startswith("data: ")]
 
 
 def as_lines() -> bytes:

@@ -20,7 +20,8 @@ def keys(path: Path | str) -> list[str]:
 
 
 def said(capsys) -> list[str]:
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    lines = [line.removeprefix("flash-train: ") for line in capsys.readouterr().err.splitlines()]
+    return [line for line in lines if line.startswith("data: ")]
 
 
 @pytest.fixture

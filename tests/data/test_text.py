@@ -52,9 +52,9 @@ def test_a_folder_is_searched_through(folder):
 
 def test_rows_without_text_are_counted(folder, capsys):
     assert len(texts(TextCorpus(folder))) == 7
-    first, second = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
-    assert first == f"data: data.path={folder}: not read: e.rst (another kind of file); .git (hidden)"
-    assert second == f"data: data.text_field=text: rows of {folder / 'c.jsonl'} without text, left out: 1"
+    first, second = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flash-train: data: ")]
+    assert first == f"flash-train: data: data.path={folder}: not read: e.rst (another kind of file); .git (hidden)"
+    assert second == f"flash-train: data: data.text_field=text: rows of {folder / 'c.jsonl'} without text, left out: 1"
 
 
 def test_files_globs_and_lists(folder):
@@ -87,7 +87,10 @@ def test_rows_that_are_not_utf8(tmp_path, capsys):
         texts(TextCorpus(path))
     assert texts(TextCorpus(path, errors="replace")) == [b"good", "bad \ufffd".encode()]
     assert texts(TextCorpus(path, errors="skip")) == [b"good"]
-    assert capsys.readouterr().err == f"data: data.errors=skip: rows of {path} that are not UTF-8, left out: 1\n"
+    assert (
+        capsys.readouterr().err
+        == f"flash-train: data: data.errors=skip: rows of {path} that are not UTF-8, left out: 1\n"
+    )
 
 
 def test_malformed_rows_name_the_file(tmp_path):
@@ -165,10 +168,10 @@ def test_hub_says_what_it_does_not_read(tmp_path, monkeypatch, capsys):
     write_jsonl(tmp_path / "far" / "d.jsonl", [{"text": "four"}])
     (tmp_path / "set" / "link").symlink_to(tmp_path / "far")
     corpus.fingerprint()
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flash-train: data: ")]
     reason = "`datasets` reads files of one kind, and follows no links to folders"
     assert line == (
-        f"data: data.name={tmp_path / 'set'}: not read: c.parquet, link/d.jsonl ({reason}); "
+        f"flash-train: data: data.name={tmp_path / 'set'}: not read: c.parquet, link/d.jsonl ({reason}); "
         f"data=text data.path={tmp_path / 'set'} reads every kind"
     )
     assert texts(corpus) == [b"one", b"two"]

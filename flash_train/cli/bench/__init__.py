@@ -1,1 +1,1 @@
-"""What the benchmark commands share."""
+"""Shared by the benchmark commands: their cases and their records."""

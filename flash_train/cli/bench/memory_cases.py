@@ -1,4 +1,4 @@
-"""The cases of the memory benchmark: training steps, attention by itself, and the bytes it moves."""
+"""The cases of the memory benchmark: training steps, attention alone, and the memory traffic of attention."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 
 KINDS = ("step", "attention", "traffic")
-LENGTHS = tuple(2**i for i in range(11, 18))  #: of steps
-OWN_LENGTHS = tuple(2**i for i in range(10, 17))  #: of attention by itself
+LENGTHS = tuple(2**i for i in range(11, 18))  #: of training steps
+OWN_LENGTHS = tuple(2**i for i in range(10, 17))  #: of attention alone
 COMPARED = ("flash", "sdpa", "chunked", "standard")
 TRAFFIC_LENGTHS = (4096, 16384)
 
-#: shapes and settings of every sort, which the grid does not have
+#: further shapes and settings, which the grid lacks
 OTHERS = {
     "odd-widths": "model=125m model.width=904 model.n_heads=8 model.n_kv_heads=8 model.head_dim=112 "
     "model.mlp_width=2416 seq_len=11111",
@@ -42,7 +42,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class StepCase:
-    """A training command: its overrides of `flash-train`."""
+    """A training command, by its overrides of `flash-train`."""
 
     name: str
     overrides: tuple[str, ...]
@@ -50,7 +50,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call of attention; with a `direction`, whose traffic is asked for, else what it holds."""
+    """One call of attention: with a `direction`, its memory traffic is measured, otherwise the memory that it holds."""
 
     attention: str
     seq_len: int
@@ -68,10 +68,10 @@ MemoryCase = StepCase | AttentionCase
 def step_cases(
     models: Sequence[str], lengths: Sequence[int], modes: Sequence[str], backends: Sequence[str], others: bool
 ) -> Iterator[StepCase]:
-    """The grid, short rows first, then what it does not have."""
+    """The grid of settings, short rows first, then the other ones."""
     for length, model, mode, attention in product(lengths, models, modes, backends):
         overrides = [f"model={model}", f"seq_len={length}", f"memory={mode}", f"attention={attention}"]
-        if attention == "standard":  # whose memory the documents decide: one a row is what is predicted
+        if attention == "standard":  # the prediction assumes one document per row
             overrides.append("data.packing=concat")
         yield StepCase(f"{model}-n{length}-{mode}-{attention}", tuple(overrides))
     for name, text in OTHERS.items() if others else ():

@@ -1,4 +1,4 @@
-"""What the benchmarks share: records that are kept case by case, so that a cut run goes on where it stopped."""
+"""Records of benchmarks. They are saved after every case, so that an interrupted benchmark can continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash_train.files import write_json
 from flash_train.records import versions
 
 Records = list[dict[str, Any]]
-SAME = ("commit", "gpu", "torch", "triton")  #: what must be equal for records to stand beside each other
+COMPARED_VERSIONS = ("commit", "gpu", "torch", "triton")  #: records can be compared only if these are equal
 
 
 class Named(Protocol):
@@ -26,14 +26,14 @@ C = TypeVar("C", bound=Named)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every benchmark."""
-    parser.add_argument("--out", type=Path, help="write the records to this JSON file, or go on with it")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--commit", help="recorded commit, where this is no git checkout")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
+    parser.add_argument("--out", type=Path, help="JSON file to write, or to continue")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser.add_argument("--commit", help="commit to record, if this is no git checkout")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="start no case after so many seconds")
 
 
-def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace, every: Sequence[C]) -> list[C]:
-    """The cases that ``--only`` leaves; none is a mistake."""
+def selected_cases(parser: argparse.ArgumentParser, options: argparse.Namespace, every: Sequence[C]) -> list[C]:
+    """The cases that match ``--only``; it is an error if there is none."""
     wanted = [case for case in every if options.only in case.name]
     if not wanted:
         parser.error(f"--only {options.only!r} is part of no case's name; names are like {every[0].name}")
@@ -41,22 +41,22 @@ def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace, every: 
 
 
 def environment_of(commit: str | None) -> dict[str, str | None]:
-    """Versions, with the commit that is given where this is no checkout."""
+    """Versions, with the given commit if there is one."""
     return versions() | ({"commit": commit} if commit else {})
 
 
 def known_records(path: Path | None, environment: dict[str, str | None]) -> Records:
-    """The records of an earlier run in the same surroundings; none where the code may have changed since."""
+    """The records of an earlier run with the same versions; empty if the code may have changed since."""
     if path is None or not path.is_file():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
     commit = environment["commit"]
     if commit is None or commit.endswith("-dirty"):
-        print(f"{path}: begun anew, since commit {commit} does not say which code runs")
+        print(f"{path}: starts over, as commit {commit} does not identify the code")
         return []
-    differing = [key for key in SAME if found["versions"].get(key) != environment[key]]
+    differing = [key for key in COMPARED_VERSIONS if found["versions"].get(key) != environment[key]]
     if differing:
-        print(f"{path}: begun anew, since it differs in {', '.join(differing)}")
+        print(f"{path}: starts over, as it differs in {', '.join(differing)}")
         return []
     return found["records"]
 
@@ -69,9 +69,9 @@ def run_cases(
     save: Callable[[Records], None],
     time_limit: float,
 ) -> list[C]:
-    """Measure what has no record yet and save after each case; return what the time limit left out.
+    """Measure the cases without a record, and save after each one. Return the cases that the time limit left out.
 
-    A case is not begun where the longest so far would no longer fit.
+    A case does not start if one as long as the longest so far would exceed the limit.
     """
     done = {record["case"] for record in records}
     left = [case for case in wanted if case.name not in done]
@@ -90,7 +90,7 @@ def run_cases(
 
 
 def saving(path: Path | None, environment: dict[str, str | None], order: Sequence[str]) -> Callable[[Records], None]:
-    """A function that writes the records to `path`, if there is one, in the order of their cases."""
+    """A function that writes records to `path`, if given, in the order of their cases."""
     place = {name: i for i, name in enumerate(order)}
 
     def save(records: Records) -> None:
@@ -109,13 +109,13 @@ def measure_cases(
     measure_case: Callable[[C], Records],
     shown: Callable[[Records], str],
 ) -> Records:
-    """``run_cases`` with what ``add_options`` added, and how far it came in words. Returns all records, earlier ones
-    too, which are kept in the order of ``every``."""
+    """Call ``run_cases`` with the options of ``add_options``, and print how far it came. Returns all records, earlier
+    ones too, in the order of ``every``."""
     records = known_records(options.out, environment)
     save = saving(options.out, environment, [case.name for case in every])
     left = run_cases(wanted, records, measure_case, shown, save, options.time_limit)
     if left:
-        print(f"the time limit left {len(left)} of {len(wanted)} cases out; start again to go on")
+        print(f"the time limit left {len(left)} of {len(wanted)} cases out; start again to continue")
     elif options.out:
         print(f"{options.out} holds all {len(wanted)} cases")
     return records

@@ -1,4 +1,4 @@
-"""What an override may do, beyond Hydra's grammar: choose one file of a group, set one value, or sweep over a few."""
+"""Checks on overrides beyond Hydra's grammar: the choices of a group, sizes of values, and sweeps."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,10 +14,10 @@ from flash_train.cli.config.errors import UsageError, did_you_mean
 from flash_train.cli.config.overrides import CommandLine, parse
 from flash_train.cli.config.paths import conf_dir
 
-OPTIONAL = ("experiment",)  #: groups that need no choice; Hydra has no value for "none of them"
+OPTIONAL = ("experiment",)  #: groups that need no choice; Hydra has no value for "none"
 GLOBAL_PACKAGE = "# @package _global_"
-MOST_BITS = 1000  #: a float64 holds integers of 1023
-MOST_RUNS = 1000  #: of a sweep: more is a slip of the keyboard, and takes minutes to compose
+MOST_BITS = 1000  #: a float64 holds integers of up to 1023 bits
+MOST_RUNS = 1000  #: in one sweep; more is likely a typing mistake, and composing them takes minutes
 
 
 def groups() -> list[str]:
@@ -33,9 +33,9 @@ def choices_of(group: str, config_dir: str | None = None) -> list[str]:
 
 
 def keys_of(group: str, choice: str, config_dir: str | None = None) -> set[str]:
-    """Dotted keys of the values that a choice's file gives, and the groups whose choice it changes.
+    """The dotted keys that a choice's file sets, and the groups whose choice it changes.
 
-    Empty where there is no such file.
+    Empty if there is no such file.
     """
     folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]
     file = next(filter(Path.is_file, (folder / group / f"{choice}.yaml" for folder in folders)), None)
@@ -49,7 +49,7 @@ def keys_of(group: str, choice: str, config_dir: str | None = None) -> set[str]:
 
 
 def dotted_names(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Every key of a tree, and of the trees in it."""
+    """The dotted name of every key in a tree."""
     for name, child in tree.items():
         yield f"{prefix}{name}"
         if isinstance(child, dict):
@@ -62,10 +62,10 @@ def is_choice(text: str) -> bool:
 
 
 def check_overrides(overrides: Sequence[str], config_dir: str | None = None) -> None:
-    """Refuse what Hydra's grammar allows, and the configuration does not.
+    """Raise for what Hydra's grammar allows but the configuration does not.
 
     Raises:
-        UsageError: one line that names the key: a key that would be removed or moved, or no choice of its group.
+        UsageError: an override removes or moves a key, is too large, or is no choice of its group.
     """
     known = groups()
     for text in overrides:
@@ -74,17 +74,17 @@ def check_overrides(overrides: Sequence[str], config_dir: str | None = None) -> 
         if override.is_delete():
             raise UsageError(f"~{key}: no key can be removed; allowed: {key}=VALUE")
         if override.package is not None:
-            raise UsageError(f"{key}@{override.package}: has no other place; allowed: {key}=VALUE")
+            raise UsageError(f"{key}@{override.package}: cannot be moved; allowed: {key}=VALUE")
         _check_size(key, text, override.value())
         if key in known and not override.is_sweep_override():
             _check_choice(key, text, override.value(), choices_of(key, config_dir))
 
 
 def jobs(command_line: CommandLine) -> Iterator[tuple[str, ...]]:
-    """The overrides of each run: one, or with `-m` every combination of the swept values.
+    """The overrides of each run: one run, or with `-m` one for every combination of the swept values.
 
     Raises:
-        UsageError: a sweep that has no values, or more runs than `MOST_RUNS`.
+        UsageError: a sweep without values, or with more than `MOST_RUNS` runs.
     """
     parsed = [parse(text) for text in command_line.overrides]
     if not command_line.multirun:
@@ -99,7 +99,7 @@ def jobs(command_line: CommandLine) -> Iterator[tuple[str, ...]]:
 
 
 def _check_size(key: str, text: str, value: Any) -> None:
-    """Refuse an integer that no floating-point number can hold: OmegaConf cannot convert it."""
+    """Raise for an integer too large for a floating-point number: OmegaConf cannot convert it."""
     if isinstance(value, list):
         for one in value:
             _check_size(key, text, one)
@@ -119,7 +119,7 @@ def _check_choice(group: str, text: str, choice: Any, options: Sequence[str]) ->
 
 
 def _count(override: Override) -> int:
-    """How many values a swept key has."""
+    """How many values a swept key has; raises for sweeps whose values are not listed."""
     text, key, sweep = override.input_line, override.key_or_group, override.value()
     if isinstance(sweep, IntervalSweep | Glob):
         raise UsageError(f"{text}: its values are not listed; allowed: {key}=A,B or {key}=range(START,STOP,STEP)")

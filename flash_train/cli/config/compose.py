@@ -1,5 +1,6 @@
-"""Overrides → the composed, typed configuration. What Hydra has to say about a mistake becomes one line."""
+"""Composes the typed configuration from overrides, and turns Hydra's errors into one line."""
 
+import copy
 import difflib
 import re
 from collections.abc import Sequence
@@ -19,15 +20,18 @@ CONFIG_NAME = "train"
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "String": "text"}
 
 
-def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None, name: str = CONFIG_NAME) -> DictConfig:
-    """The configuration that `flash-train *overrides` would run with; every interpolation resolved.
+def compose_config(
+    overrides: Sequence[str] = (), config_dir: str | None = None, name: str = CONFIG_NAME, *, resolve: bool = True
+) -> DictConfig:
+    """The configuration that `flash-train *overrides` would run with.
 
     Args:
         config_dir: a folder of further choices.
-        name: of the file under `conf` that is composed.
+        name: the file under `conf` to compose.
+        resolve: False keeps interpolations as text, but checks them all the same.
 
     Raises:
-        UsageError: a key, a value or a choice that doesn't exist, or a value that is missing.
+        UsageError: an unknown key or choice, a wrong value, or a missing one.
     """
     register_schema()
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -38,7 +42,7 @@ def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None,
         try:
             config = compose(name, overrides=[*overrides, *extra])
             missing = OmegaConf.missing_keys(config)
-            OmegaConf.resolve(config)
+            OmegaConf.resolve(config if resolve else copy.deepcopy(config))
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(_explain(error, [*overrides, *extra])) from error
     if missing:
@@ -47,7 +51,7 @@ def compose_config(overrides: Sequence[str] = (), config_dir: str | None = None,
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """One line: the key, what was given, what is allowed."""
+    """Hydra's error as one line: the key, what was given, what is allowed."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         guess, allowed = did_you_mean(choice, error.options), ", ".join(error.options)
@@ -62,7 +66,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     if override and "is not Optional" in str(cause):
         return f"{override[2]}: needs a value; for the default leave {override[2].partition('=')[0]}= out"
     key = override[2] if override else getattr(cause, "full_key", None)
-    if not key:  # an interpolation of another type: OmegaConf names neither side
+    if not key:  # an interpolation of the wrong type: OmegaConf names neither key
         key = ", ".join(text.replace("\\", "") for text in overrides if "$" in text)
     return (f"{key}: " if key else "") + str(cause).splitlines()[0]
 
@@ -81,12 +85,12 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
 
 
 def _similar_key(key: str, known: Sequence[str]) -> str:
-    """` (did you mean …?)`: the keys that end in the given name, such as optimizer.lr for lr; else one spelt alike."""
+    """` (did you mean …?)`: keys that end in the given name, as optimizer.lr for lr, or a key with similar spelling."""
     ends = [name for name in dict.fromkeys(known) if name.rpartition(".")[2] == key and name != key]
     if ends:
         return f" (did you mean {' or '.join(ends)}?)"
     if guess := did_you_mean(key, known):
         return guess
-    by_end = {name.rpartition(".")[2]: name for name in reversed(known)}  # of several, the first
+    by_end = {name.rpartition(".")[2]: name for name in reversed(known)}  # of several keys, the first
     close = difflib.get_close_matches(key, by_end, n=1, cutoff=0.75)
     return f" (did you mean {by_end[close[0]]}?)" if close else ""

@@ -1,4 +1,4 @@
-"""A user's mistake ends in one line: the key, what was given, what is allowed. A bug keeps its traceback."""
+"""A user's mistake ends in one line that names the key, what was given and what is allowed. A bug has a traceback."""
 
 import argparse
 import difflib
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import flash_train
-from flash_train.output import lasting_output
+from flash_train.output import LOGGER, lasting_output, show_messages
 
-#: in the words of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
+#: the messages of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
 OUT_OF_MEMORY = re.compile(
     r"out of (\w+ )?memory|can(no|')t allocate memory|ALLOC_FAILED|bad_alloc|MemoryError",
     re.IGNORECASE,
@@ -22,39 +22,39 @@ NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must
 
 
 class UsageError(Exception):
-    """A mistake in the command line or in what it points at; its text is the one line that the user sees."""
+    """A mistake in the command line or in a file that it names; its text is the one line that the user sees."""
 
-    status = 1  #: with which the process exits
+    status = 1  #: the exit status of the process
 
 
 class UnavailableError(UsageError):
-    """Nothing is wrong with the command, but this machine can't run it."""
+    """The command is right, but this machine can't run it."""
 
     status = 3
 
 
 class OutOfMemoryError(UsageError):
-    """A run needs more memory than there is."""
+    """A run needs more memory than the machine has."""
 
     status = 4
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, whoever raised it, says that memory is exhausted."""
+    """Whether an error says that memory is exhausted, whichever library raised it."""
     return isinstance(error, RuntimeError | MemoryError) and bool(
         OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}")
     )
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """` (did you mean …?)`, or nothing when no allowed name is close."""
+    """` (did you mean …?)`, or nothing if no allowed name is close."""
     close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 @contextmanager
 def blame(key: str, kind: type[UsageError] = UsageError) -> Iterator[None]:
-    """Errors that the library raises on bad input become a `UsageError` that names a configuration key."""
+    """Turn errors that the library raises on bad input into a `UsageError` that names a configuration key."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -64,21 +64,22 @@ def blame(key: str, kind: type[UsageError] = UsageError) -> Iterator[None]:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A command: output that fails stops nothing (`lasting_output`), and a mistake is one line (`_in_one_line`)."""
+    """Wrap a command: failing output stops nothing (`lasting_output`), and a mistake is one line (`_in_one_line`)."""
+    show_messages()
     with lasting_output(), _in_one_line():
         yield
 
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Print a `UsageError` as one line on stderr and exit with its status; HYDRA_FULL_ERROR=1 lets it through.
+    """Log a `UsageError` as one line and exit with its status. With HYDRA_FULL_ERROR=1 it is raised.
 
-    Ctrl-C before anything runs that knows how to stop is a line, too, and 128 + SIGINT.
+    Ctrl-C, before anything runs that handles it, logs a line too and exits with 128 + SIGINT.
     """
     try:
         yield
     except KeyboardInterrupt:
-        print("flash-train: stopped", file=sys.stderr)
+        LOGGER.error("stopped")
         sys.exit(128 + signal.SIGINT)
     except UsageError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -87,17 +88,13 @@ def _in_one_line() -> Iterator[None]:
 
 
 def fail(error: UsageError) -> NoReturn:
-    tell(str(error))
+    """Log an error as one line and exit with its status."""
+    LOGGER.error("%s", " ".join(str(error).split()))
     sys.exit(error.status)
 
 
-def tell(text: str) -> None:
-    """One line on stderr, by the name of the program."""
-    print(f"flash-train: {' '.join(text.split())}", file=sys.stderr, flush=True)
-
-
 class ArgumentParser(argparse.ArgumentParser):
-    """One whose mistakes are a `UsageError`, in place of its usage and an exit status of their own; has `--version`."""
+    """A parser that raises `UsageError` for a mistake, and knows `--version`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -110,4 +107,4 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help says what there is")
+        raise UsageError(f"{message}; --help lists what is allowed")

@@ -1,31 +1,31 @@
-"""Hydra's flags: those that the commands take, with what; a wrong one ends in one line here, before Hydra sees it."""
+"""Hydra's flags: which of them the commands take. A wrong flag is reported here, in one line, before Hydra sees it."""
 
 import argparse
 from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
 
+from flash_train.cli.config.environment import is_first_process
 from flash_train.cli.config.errors import ArgumentParser, UsageError, did_you_mean
-from flash_train.cli.run.claim import is_first_process
 
-#: Hydra's own way to say which configuration runs; there is one
+#: Hydra's flags that choose the configuration; this program has one configuration
 REPLACED = {
     "config_name": ("--config-name (-cn)", "experiment=NAME, or --config-dir FOLDER for choices of your own"),
     "config_path": ("--config-path (-cp)", "--config-dir FOLDER, for choices of your own"),
     "experimental_rerun": ("--experimental-rerun", "run_dir=FOLDER resume=last"),
 }
-#: Lightning adds these to the commands of the other ranks; nobody else needs them
-OF_LIGHTNING = ("hydra.run.dir", "hydra.job.name", "hydra.output_subdir")
+#: Lightning adds these keys to the commands of the other ranks; nobody else needs them
+KEYS_OF_LIGHTNING = ("hydra.run.dir", "hydra.job.name", "hydra.output_subdir")
 SHELLS = ("bash", "fish", "zsh")
 
 
 def flag_parser() -> ArgumentParser:
-    """Hydra's parser, with the package's own `--version`; its mistakes are a `UsageError`."""
+    """Hydra's parser with the package's own `--version`; it raises `UsageError`."""
     return ArgumentParser(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse a flag that the program does not have, a wrong value, and flags that exclude one another.
+    """Check the values of flags, and which flags are given together.
 
     Raises:
         UsageError: one line that names the flag.
@@ -37,7 +37,7 @@ def check_flags(args: argparse.Namespace) -> None:
     modes |= {"--info (-i)": args.info is not None, "--shell-completion (-sc)": args.shell_completion}
     modes |= {"--help (-h)": args.help, "--hydra-help": args.hydra_help}
     if len(given := [flag for flag, is_given in modes.items() if is_given]) > 1:
-        raise UsageError(f"{' and '.join(given)}: exclude one another; allowed: one of them")
+        raise UsageError(f"{' and '.join(given)}: cannot be combined; allowed: one of them")
     if args.resolve and args.cfg is None and not args.help:
         raise UsageError("--resolve: needs --cfg, whose values it resolves; allowed: --cfg job --resolve")
     if args.package is not None and args.cfg != "job":
@@ -47,13 +47,13 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_hydra_key(key: str) -> None:
-    """Refuse Hydra's own settings: the program's keys and flags replace them.
+    """Raise for one of Hydra's own settings: the program's keys and flags replace them.
 
     Raises:
-        UsageError: names the key, and what to give in its place.
+        UsageError: names the key and what to give instead.
     """
     name = key.lstrip("+~")
-    if name in OF_LIGHTNING and not is_first_process():
+    if name in KEYS_OF_LIGHTNING and not is_first_process():
         return
     if name.replace("/", ".").split(".")[0] == "hydra":
         raise UsageError(

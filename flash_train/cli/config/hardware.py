@@ -1,4 +1,4 @@
-"""`hardware=auto`: what this machine has, and the choice under `conf/hardware` that suits it."""
+"""`hardware=auto`: detects the device, and picks a file under `conf/hardware`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ FLASH_CAPABILITY = (8, 0)  # bf16 and the Triton kernels need Ampere or newer
 
 @dataclass(frozen=True)
 class Device:
-    """The little that the choice depends on. `memory_gib` and `capability` are known for CUDA only."""
+    """What the choice depends on. `memory_gib` and `capability` are known for CUDA only."""
 
     kind: Literal["cpu", "cuda", "mps"]
     name: str
@@ -30,7 +30,7 @@ def detect() -> Device:
 
 
 def choose(device: Device) -> tuple[str, str]:
-    """The file under `conf/hardware` for a device, and why in words."""
+    """The name of the file under `conf/hardware` for a device, and the reason."""
     if device.kind == "mps":
         return "mps", device.name
     if device.kind == "cpu":

@@ -1,4 +1,4 @@
-"""The arguments as Hydra will read them: paths quoted, a mistake in the grammar told in one line."""
+"""The arguments in Hydra's grammar: paths are quoted, and a mistake in the grammar is reported in one line."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from flash_train.cli.config.flags import check_flags, check_hydra_key, flag_pars
 
 PATH_KEYS = ("resume", "init_from", "run_dir", "data.path", "data.name", "data.tokenizer", "data.cache_dir")
 
-TOKEN_KEYS = ("data.bos", "data.eos")  # their values are taken as they are: [SEP] is a token, no list
+TOKEN_KEYS = ("data.bos", "data.eos")  # their values are plain text: [SEP] is a token, not a list
 
 LIST_KEY = "data.path"  # may also be a list of paths, [a,b]
 
@@ -29,20 +29,21 @@ class CommandLine:
     multirun: bool = False
     shows: bool = False  # --cfg or --info: the configuration is composed and shown, nothing runs
     package: str | None = None  # --package: the part of the configuration that --cfg shows
-    helps: bool = False  # --help, which shows the configuration, too
+    helps: bool = False  # --help, which shows the configuration too
+    resolves: bool = False  # --resolve: interpolations are replaced by their values
     composes: bool = True  # False for --help, --hydra-help and --shell-completion
 
     def given(self, key: str) -> str | None:
-        """The last value given for a key, as text without quotes; None where it isn't given."""
+        """The last value given for a key, as text without quotes; None if it isn't given."""
         values = [override.value() for override in map(parse, self.overrides) if override.key_or_group == key]
         return str(values[-1]) if values and values[-1] is not None else None
 
     def several(self) -> str | None:
-        """The first override with several values, such as seed=0,1; None where each has one."""
+        """The first override with several values, such as seed=0,1; None if each has one."""
         return next((text for text in self.overrides if parse(text).is_sweep_override()), None)
 
     def with_override(self, key: str, value: str) -> "CommandLine":
-        """The same with one more `key=value`, quoted where it has to be; it wins over an earlier one."""
+        """The same with one more `key=value`, quoted if needed; it wins over an earlier one."""
         return replace(self, overrides=(*self.overrides, quote(key, value)))
 
     def arguments(self) -> list[str]:
@@ -50,8 +51,8 @@ class CommandLine:
 
 
 def read(arguments: list[str]) -> CommandLine:
-    """Split the arguments into Hydra's flags and overrides, and quote the paths and tokens among the overrides."""
-    args, unknown = flag_parser().parse_known_intermixed_args(arguments)  # flags may stand anywhere
+    """Split the arguments into Hydra's flags and overrides; quote paths and tokens among the overrides."""
+    args, unknown = flag_parser().parse_known_intermixed_args(arguments)  # flags may come anywhere
     if unknown:
         raise UsageError(
             f"{unknown[0]}: no such flag; arguments are written key=value, for example seq_len=16384; "
@@ -63,7 +64,7 @@ def read(arguments: list[str]) -> CommandLine:
     given = [] if args.hydra_help else args.overrides  # no override changes Hydra's own help
     waiting = list(args.overrides)
     flags = []
-    for argument in arguments:  # the overrides appear in order, between flags
+    for argument in arguments:  # the overrides keep their order between the flags
         if waiting and argument == waiting[0]:
             waiting.pop(0)
         else:
@@ -76,12 +77,13 @@ def read(arguments: list[str]) -> CommandLine:
         shows=args.cfg is not None or args.info is not None,
         package=args.package,
         helps=args.help,
+        resolves=args.resolve,
         composes=not (args.help or args.hydra_help or args.shell_completion),
     )
 
 
 def parse(text: str) -> Override:
-    """One override in Hydra's grammar; a mistake names the argument and the way out."""
+    """Parse one override. A mistake raises `UsageError`, which names the argument and says how to write it."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -99,7 +101,7 @@ def parse(text: str) -> Override:
 
 
 def quote(key: str, value: str) -> str:
-    """`key=value` that Hydra reads as exactly this text, quoted only where it has to be."""
+    """`key=value` that Hydra reads as exactly this text; quoted only if needed."""
     if _value_of(f"{key}={value}") == value:
         return f"{key}={value}"
     return f"{key}={_quoted(value)}"
@@ -125,7 +127,7 @@ def _grammar(value: Any) -> str:
 
 
 def _with_quoted_path(text: str, sweeps: bool) -> str:
-    """Paths and tokens may be written plainly: what Hydra would take apart is quoted, and `~` of a path expanded."""
+    """Quote a path or token that Hydra would split, and expand the `~` of a path."""
     key, equals, value = text.partition("=")
     if key in TOKEN_KEYS and equals and value not in ("", "null") and value[0] not in "'\"":
         return text if sweeps and "," in value else quote(key, value)
@@ -138,13 +140,13 @@ def _with_quoted_path(text: str, sweeps: bool) -> str:
 
 
 def require_home(key: str, path: str) -> None:
-    """Refuse a path in a home folder that nobody knows: HOME is not set, or there is no such user."""
+    """Raise for a `~` whose home folder is unknown: HOME is not set, or there is no such user."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         raise UsageError(f"{key}={path}: no home folder is known for ~; allowed: the whole path, or ./~… for the name")
 
 
 def _value_of(text: str) -> Any:
-    """The value that Hydra reads in `key=value`; None where its grammar refuses it."""
+    """The value that Hydra reads in `key=value`; None if its grammar refuses it or the value is a sweep."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:

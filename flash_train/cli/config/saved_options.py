@@ -1,4 +1,4 @@
-"""`resume` takes its options from the config.yaml of the run that it continues; the command line wins over them."""
+"""The options of a resumed run: those in its config.yaml, unless the command line gives others."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,8 +16,8 @@ from flash_train.cli.config.paths import run_dir_of
 from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
 
 CONFIG = "config.yaml"
-OF_ONE_START = ("run_dir", "resume", "stop_after", "validate_only", "force")  # not of the run as a whole
-#: where the configuration has the name of a group's choice
+NOT_SAVED = ("run_dir", "resume", "stop_after", "validate_only", "force")  # they apply to one start, not to the run
+#: the key that names the choice of a group
 NAMES = {
     "model": "model.name",
     "data": "data.corpus",
@@ -25,7 +25,7 @@ NAMES = {
     "attention": "attention.backend",
     "memory": "memory.mode",
 }
-#: what a choice of these groups replaces, whatever else its file says: the run's dropout stays with another attention
+#: a new choice of these groups replaces this key alone: with another attention, the run keeps its dropout
 CHOICE_ALONE = {
     "hardware": "trainer.accelerator",
     "attention": "attention.backend",
@@ -38,14 +38,14 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
-    """The command line with the options of the run that it resumes, and the file that they come from.
+    """Add the options of the run that the command line resumes; also return the file that they come from.
 
-    A value on the command line wins, and so do the values of a group's file that is chosen there, unless the run has
-    the same choice; of an attention, a memory mode or a hardware only the choice itself. The file is None where nothing
-    is taken from one: nothing is resumed, there is no such file, or the command line gives all.
+    A value on the command line wins. So do all values of a group's file that is chosen there, unless the run has the
+    same choice; from an attention, a memory mode or a hardware, only the choice itself wins. The file is None if no
+    option comes from it: nothing is resumed, there is no such file, or the command line gives all.
 
     Raises:
-        UsageError: the file is damaged, or no configuration of a run.
+        UsageError: the file is damaged, or is no configuration of a run.
     """
     file = _file_of(line)
     if file is None or not file.is_file():
@@ -53,7 +53,7 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
     saved = read_config(file)
     given = {override.key_or_group for override in map(parse, line.overrides)}
     chosen = {group: choice for group in given.intersection(groups()) if (choice := line.given(group))}
-    won = given - chosen.keys() | {*OF_ONE_START}
+    won = given - chosen.keys() | {*NOT_SAVED}
     for group, choice in chosen.items():
         won |= _keys_that_win(group, choice, saved, line.config_dir)
     taken: dict[str, Any] = {}
@@ -73,23 +73,23 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
 
 
 def describe_options(line: CommandLine, file: Path | None) -> str | None:
-    """Where the options of a resumed run come from, in a line; `file` is what `with_saved_options` has returned.
+    """One line on where the options of a resumed run come from; `file` is the result of `with_saved_options`.
 
-    None where nothing is resumed, or the command line gives all.
+    None if nothing is resumed, or the command line gives all options.
     """
     if file is not None:
-        return f"options: from {file}, where the command line gives no other"
+        return f"options: from {file}, except those on the command line"
     wanted = _file_of(line)
     if wanted is None or wanted.is_file():
         return None
-    return f"options: the defaults, where the command line gives no other, as there is no {wanted}"
+    return f"options: the defaults, except those on the command line, as there is no {wanted}"
 
 
 def read_config(file: Path) -> DictConfig:
     """The configuration that a run has written, checked against the schema.
 
     Raises:
-        UsageError: one line that names the file, and what is wrong with it.
+        UsageError: one line that names the file and its fault.
     """
     try:
         saved = OmegaConf.load(file)
@@ -112,7 +112,7 @@ def read_config(file: Path) -> DictConfig:
 
 
 def _file_of(line: CommandLine) -> Path | None:
-    """The config.yaml of the run whose checkpoint `resume` names; None where nothing, or more than one, is resumed."""
+    """The config.yaml of the resumed run; None if no run is resumed, or with `-m`."""
     resume, run_dir = line.given("resume"), line.given("run_dir")
     if resume is None or line.multirun:
         return None

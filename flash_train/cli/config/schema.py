@@ -1,7 +1,7 @@
 """The typed schema of the configuration: names, types and defaults. Ranges and choices are in `validate.py`.
 
-`conf/` merges its files into these; a key that is not here is an error with a suggestion. `null` means: decided when
-the run is built, as the key's comment says.
+`conf/` merges its files into these. A key that is missing here is an error with a suggestion. `null` stands for a value
+that is decided when the run is built; the key's comment says how.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class AttentionSchema:
 
 @dataclass
 class RopeScalingSchema:
-    """`flash_train.model.RopeScaling`; no scaling where `kind` is null."""
+    """`flash_train.model.RopeScaling`; null `kind`: no scaling, or the rule of the model in `init_from`."""
 
     kind: str | None = None
     factor: float | None = None
@@ -34,9 +34,9 @@ class RopeScalingSchema:
 
 @dataclass
 class ModelSchema:
-    """`flash_train.model.ModelConfig`, less its attention dropout, which is `attention.dropout`.
+    """`flash_train.model.ModelConfig` without its attention dropout, which is `attention.dropout`.
 
-    A field that is null has `ModelConfig`'s default, or the value of the model in `init_from`.
+    A field that is null takes `ModelConfig`'s default, or the value of the model in `init_from`.
     """
 
     name: str = MISSING
@@ -57,17 +57,17 @@ class ModelSchema:
 
 @dataclass
 class DataSchema:
-    """`flash_train.data.PackedDataModule`: what every corpus has in common."""
+    """`flash_train.data.PackedDataModule`: the keys of every corpus."""
 
     corpus: str = MISSING
-    tokenizer: str | None = None  # bytes, or a tokenizers JSON file; null: that of init_from, else bytes
-    bos: str | None = None  # token that begins a document, empty for none; null: as the tokenizer's files say
-    eos: str | None = None  # token that ends a document; null: as the tokenizer's files say
+    tokenizer: str | None = None  # bytes, or a tokenizers JSON file; null: the one in init_from, else bytes
+    bos: str | None = None  # token that begins a document, "" for none; null: the one in the tokenizer's files
+    eos: str | None = None  # token that ends a document; null: the one in the tokenizer's files
     errors: str = "strict"
     packing: str = "best_fit"
     val_fraction: float = 0.05
-    val_tokens: int | None = 131072  # of the same documents at every seq_len; null: all
-    val_batches: int | None = None  # so many batches instead of val_tokens
+    val_tokens: int | None = 131072  # the same documents at every seq_len; null: all
+    val_batches: int | None = None  # a number of batches instead of val_tokens
     num_workers: int = 0
     cache_dir: str | None = None  # null: ~/.cache/flash_train
 
@@ -83,7 +83,7 @@ class TextSchema(DataSchema):
 
     corpus: str = "text"
     path: Any = None  # a file, folder, glob, or a list of these
-    text_field: str = "text"  # the column, or key, of a row that holds its text
+    text_field: str = "text"  # the column or key that holds a row's text
 
 
 @dataclass
@@ -94,8 +94,8 @@ class HubSchema(DataSchema):
     name: str | None = None
     config: str | None = None
     split: str = "train"
-    text_field: str = "text"  # the column of a row that holds its text
-    streaming: bool = False  # true: tokenised as it is read, in chunks, while the run trains
+    text_field: str = "text"  # the column that holds a row's text
+    streaming: bool = False  # true: read and tokenised in chunks while the run trains
 
 
 @dataclass
@@ -130,7 +130,7 @@ class TrainerSchema:
     strategy: str = "auto"
     checkpoint_every: int | None = None  # null: only at the end, at a stop and on SIGTERM
     keep_checkpoints: int | None = 2  # null: all
-    checkpoints: bool = True  # false: none is saved, nor anything to resume from
+    checkpoints: bool = True  # false: saves none, so the run cannot resume
     deterministic: bool = False
     progress_bar: bool = True
 
@@ -150,8 +150,8 @@ class WandbSchema(LoggerSchema):
     name: str = "wandb"
     project: str | None = None  # null: WANDB_PROJECT, or flash-train
     run_name: str | None = None  # null: WANDB_NAME, or the run directory's name
-    group: str | None = None  # under which W&B shows several runs together
-    mode: str = "auto"  # auto: offline where there is no login
+    group: str | None = None  # W&B shows the runs of a group together
+    mode: str = "auto"  # auto: offline if there is no login
 
 
 @dataclass
@@ -163,15 +163,15 @@ class MemorySnapshotSchema:
 
 @dataclass
 class SampleSchema:
-    """`flash_train.training.ClosingSample`: the text that the trained model makes up at the run's end."""
+    """`flash_train.training.ClosingSample`: a text that the trained model generates at the end of the run."""
 
     tokens: int = 160  # 0: no text
-    seconds: float | None = 1.0  # a text that takes longer ends there; null: no limit
+    seconds: float | None = 1.0  # the text ends after this time; null: no limit
 
 
 @dataclass
 class CallbacksSchema:
-    """What is measured or shown on request, as it costs something."""
+    """Optional measurements; each of them takes time."""
 
     sample: SampleSchema = field(default_factory=SampleSchema)
     step_times: bool = False  # flash_train.training.StepTimes
@@ -224,7 +224,7 @@ class SweepSchema:
 
 @dataclass
 class AblateSchema:
-    """The configuration of `scripts/ablate.py`, less that of the training runs: `train` holds overrides of these."""
+    """The configuration of `scripts/ablate.py`; `train` holds overrides of `flash-train` for every trial."""
 
     sweep: SweepSchema = field(default_factory=SweepSchema)
     run_dir: str = "runs/ablation_${now:%Y-%m-%d_%H-%M-%S}"
@@ -236,7 +236,7 @@ DATA_SCHEMAS = (StdlibSchema, TextSchema, HubSchema, RecallSchema)
 
 @cache
 def register_schema() -> None:
-    """Make the schema known to Hydra; `conf/*.yaml` and `conf/data/*.yaml` name it in their defaults."""
+    """Register the schema with Hydra; the files under `conf` name it in their defaults."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainSchema)
     store.store(name="ablate_schema", node=AblateSchema)

@@ -1,4 +1,4 @@
-"""Ranges and choices that types can't express: one table, and the few rules that tie two keys together."""
+"""Checks that types can't express: one table of ranges and choices, and a few rules about two keys together."""
 
 import glob
 import math
@@ -17,13 +17,13 @@ from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
 from flash_train.precision import PRECISIONS
 
-LARGEST = 2**31 - 1  #: no count is larger; what is, overflows in PyTorch or takes memory that no machine has
+LARGEST = 2**31 - 1  #: the largest count; a larger one overflows in PyTorch or takes more memory than any machine has
 
 
 #: The registry of backends imports PyTorch, which takes seconds. Each backend has a file here, and a test compares.
 BACKENDS = tuple(sorted(file.stem for file in (conf_dir() / "attention").glob("*.yaml")))
 
-# Choices are repeated here: mistakes are reported at once, and importing the modules that define them takes seconds.
+# The library has these choices too, but importing it takes seconds, and a mistake should be reported at once.
 RULES = {
     "seq_len": at_least(2),
     "max_steps": at_least(1),
@@ -36,7 +36,7 @@ RULES = {
     "val_every": at_least(1),
     "attention.backend": one_of(*BACKENDS),
     "attention.dropout": within(0, 1, "[)"),
-    "model.n_layers": within(1, 1000),  # each is walked through in Python before anything is refused for memory
+    "model.n_layers": within(1, 1000),  # Python loops over the layers before the memory is checked
     "model.width": at_least(1),
     "model.n_heads": at_least(1),
     "model.n_kv_heads": at_least(1),
@@ -60,7 +60,7 @@ RULES = {
     "optimizer.warmup_steps": at_least(0),
     "optimizer.gradient_clip": at_least(0),
     "trainer.accelerator": one_of("auto", "cpu", "cuda", "mps"),
-    "trainer.devices": within(1, 1024),  # processes of this machine
+    "trainer.devices": within(1, 1024),  # processes on this machine
     "trainer.num_nodes": at_least(1),
     "trainer.strategy": one_of("auto", "ddp"),
     "trainer.checkpoint_every": at_least(1),
@@ -75,10 +75,10 @@ RULES = {
 
 
 def validate(config: DictConfig) -> None:
-    """Check every value of a composed configuration; `null` is for the schema to allow.
+    """Check every value of a composed configuration; the schema decides where `null` is allowed.
 
     Raises:
-        UsageError: one line with the key, what was given and what is allowed.
+        UsageError: one line with the key, the given value and the allowed ones.
     """
     _check_keys(config)
     for key, rule in RULES.items():
@@ -94,7 +94,7 @@ def validate(config: DictConfig) -> None:
 
 
 def _check_keys(node: DictConfig, prefix: str = "") -> None:
-    """Refuse a key that + or ++ has added to what the schema has."""
+    """Raise for a key that + or ++ has added to the schema's."""
     schema = OmegaConf.get_type(node)
     known = getattr(schema if prefix else TrainSchema, "__dataclass_fields__", node)
     for key, value in ((str(key), value) for key, value in node.items()):
@@ -117,10 +117,10 @@ def _numbers(tree: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
 
 
 def require_files(config: DictConfig) -> None:
-    """Look for the files and folders that a run reads: those who read them would say the same, seconds later.
+    """Check that the files and folders that a run reads exist, so that a mistake is reported seconds earlier.
 
     Raises:
-        UsageError: one line with the key that names what is not there.
+        UsageError: one line with the key whose file is missing.
     """
     paths = OmegaConf.select(config, "data.path") or []
     for key in PATH_KEYS:
@@ -128,7 +128,7 @@ def require_files(config: DictConfig) -> None:
         for path in [given] if isinstance(given, str) else given or []:
             require_home(key, path)
     for path in [paths] if isinstance(paths, str) else paths:
-        # What ** matches is for the corpus to find: `glob` may follow links in circles.
+        # Stop at **: `glob` could follow circular links. The corpus searches the rest.
         parts = takewhile(lambda part: part != "**", Path(path).expanduser().parts)
         place = str(Path(*parts)) if path else ""
         if not os.path.exists(place) and next(glob.iglob(place), None) is None:
@@ -143,7 +143,7 @@ def require_files(config: DictConfig) -> None:
 
 
 def _of_choice(node: DictConfig, group: str, field: str, schemas: Mapping[str, type]) -> None:
-    """Refuse a name that another choice of the group has: the keys of that choice are missing."""
+    """Raise if a field names another choice of its group: the keys of that choice would be missing."""
     name, schema = node[field], OmegaConf.get_type(node)
     if name not in schemas:
         raise UsageError(f"{group}.{field}={name}: must be one of {', '.join(schemas)}{did_you_mean(name, schemas)}")

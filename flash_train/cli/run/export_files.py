@@ -1,4 +1,7 @@
-"""What an export writes next to the weights: config.json, and the files of the tokenizer and of the first model."""
+"""The files of an export besides its weights: config.json, and the files of the tokenizer and the source model.
+
+The source model is the one that training began from (`init_from`).
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +20,7 @@ from flash_train.training.module import PRETRAINED
 
 NAMES = ("bos", "eos", "pad")
 GENERATION = "generation_config.json"
-#: glob patterns of the files of an earlier model, which an export into its folder removes
+#: glob patterns of a model's files; an export into its folder removes them
 EARLIER = (
     *TOKENIZER_FILES, GENERATION, f"{TEMPLATES}/*.jinja", "*.safetensors", "*.safetensors.index.json",
 )  # fmt: skip
@@ -25,12 +28,12 @@ EARLIER = (
 
 @dataclass
 class Files:
-    """The files of one export, from the values that a checkpoint keeps.
+    """The files of one export, from the values in a checkpoint.
 
     Args:
-        data: what `PackedDataModule` saved.
-        source: the model that training began from; None for one that began from nothing.
-        left_out: in one line, what could not be written and why; empty where there is nothing.
+        data: the state of `PackedDataModule`.
+        source: the source model; None if training began with random weights.
+        left_out: which files could not be written and why, in one line; empty if all were written.
     """
 
     data: Mapping[str, Any]
@@ -43,14 +46,14 @@ class Files:
         return cls(checkpoint.get("PackedDataModule", {}), PretrainedSource(**source) if source else None)
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """The values of config.json; `dtype` is the weights' dtype."""
+        """The values of config.json; `dtype` is the weights' dtype, such as "bfloat16"."""
         seq_len = self.data.get("seq_len")
         if self.source is None:
             values = config_to_llama(model, dtype, seq_len) | self._ids()
         else:
             values = self.source.export_config(model, dtype=dtype, seq_len=seq_len)
             if self._has_own_tokenizer:
-                # Ids in a config.json stay as they are; where it has none, the tokenizer's are written.
+                # The ids in its config.json stay as they are; if it has none, the tokenizer's are written.
                 if all(values.get(f"{name}_token_id") is None for name in NAMES):
                     values |= self._ids()
             else:
@@ -61,7 +64,7 @@ class Files:
         return values
 
     def write(self, folder: Path) -> None:
-        """Write all files but the weights and config.json, which are there; says in `left_out` what it could not."""
+        """Write all files except weights and config.json, which exist already, and set `left_out`."""
         missing = self._write_tokenizer(folder)
         if self.source is not None:
             missing += self._write_source(folder, self.source)
@@ -76,12 +79,12 @@ class Files:
 
     @property
     def _file(self) -> Path | None:
-        """The tokenizer.json that the run read."""
+        """The tokenizer.json that the run used."""
         return Path(self.data["tokenizer_file"]) if self.data.get("tokenizer_file") else None
 
     @property
     def _has_own_tokenizer(self) -> bool:
-        """Whether the run read the tokenizer of the model that it began from; or has none, as one without text."""
+        """Whether the run used the source model's tokenizer, or none, as a run without text."""
         if self._reads_bytes:
             return self.source is not None and self.source.config.get(MARK) == "bytes"
         return self._file is None or (self.source is not None and self._is_own(self._file, self.source))
@@ -91,14 +94,14 @@ class Files:
         return (Path(source.folder) / TOKENIZER).resolve() == file.resolve()
 
     def _ids(self) -> dict[str, int | None]:
-        """bos_token_id, eos_token_id and pad_token_id of the run's tokenizer; empty where the checkpoint lacks them."""
+        """bos_token_id, eos_token_id and pad_token_id of the run's tokenizer; empty if the checkpoint lacks them."""
         ids = dict(self.data.get("token_ids", {}))
         if ids and ids["pad"] == ids["eos"]:
-            ids["pad"] = None  # there is none: transformers would leave out the gradient of eos's embedding
+            ids["pad"] = None  # otherwise transformers would leave out the gradient of eos's embedding
         return {f"{name}_token_id": token for name, token in ids.items()}
 
     def _write_tokenizer(self, folder: Path) -> list[str]:
-        """Write the tokenizer.json that the run read, and the files that belong to it. Bytes have none."""
+        """Write the tokenizer.json that the run used, and the files that belong to it. Bytes have none."""
         fingerprint, file = self.data.get("tokenizer"), self._file
         if self._reads_bytes:
             return []
@@ -116,7 +119,7 @@ class Files:
         return [f"{TOKENIZER} was not written, as {reason}"]
 
     def _write_tokenizer_files(self, folder: Path, file: Path) -> list[str]:
-        """Write what belongs to a tokenizer.json: of the first model as it was then, of another one as it is now."""
+        """Write the files that belong to a tokenizer.json: unchanged ones of the source model, or any other one's."""
         if self.source is not None and self._is_own(file, self.source):
             return _copy_unchanged(
                 self.source, folder, lambda name: _is_tokenizer_file(name) and not (folder / name).exists()
@@ -129,7 +132,7 @@ class Files:
         return []
 
     def _write_source(self, folder: Path, source: PretrainedSource) -> list[str]:
-        """Write the first model's other files as they were when training began."""
+        """Write the source model's other files, if they have not changed since training began."""
         missing = _copy_unchanged(source, folder, lambda name: not _is_tokenizer_file(name))
         if not self._has_own_tokenizer and (folder / GENERATION).is_file():
             _update(folder / GENERATION, self._ids())
@@ -137,10 +140,13 @@ class Files:
 
 
 def state_tokens(folder: Path, wanted: dict[str, int | None], *, complete: bool) -> None:
-    """Make the files of an export name the tokens that begin and end documents, where they name others or none.
+    """Write the tokens that begin and end documents into the files of an export that name others or none.
 
-    `wanted` holds the ids of "bos" and "eos" that the run used. Without this the next reader would take other ones.
-    With `complete` a tokenizer.json also gets the tokenizer_config.json that it lacks, which transformers asks.
+    Otherwise a program that loads the export would use other tokens than the run.
+
+    Args:
+        wanted: the ids of "bos" and "eos" that the run used.
+        complete: also write a missing tokenizer_config.json, which transformers reads.
     """
     from tokenizers import Tokenizer
 
@@ -150,7 +156,7 @@ def state_tokens(folder: Path, wanted: dict[str, int | None], *, complete: bool)
     try:
         found = JsonTokenizer(folder / TOKENIZER, embeddings=config["vocab_size"])
         changed = [name for name, id in wanted.items() if getattr(found, name) != id]
-    except ValueError:  # no file names them: the run was given data.eos
+    except ValueError:  # no file names them: the user gave data.eos
         changed = list(wanted)
     if (folder / TOKENIZER_CONFIG).is_file():
         if changed:
@@ -171,7 +177,7 @@ def state_tokens(folder: Path, wanted: dict[str, int | None], *, complete: bool)
 
 
 def _joined(id: int | None, before: int | list[int] | None) -> int | list[int] | None:
-    """An id, followed by the others of a list that text may end with."""
+    """An id; if `before` is a list of ids, the id followed by the others in the list."""
     if not isinstance(before, list):
         return id
     return before if id is None else [id, *(other for other in before if other != id)]
@@ -182,7 +188,7 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def _copy_unchanged(source: PretrainedSource, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """Copy the files of `source` that are as they were; says of the others why not."""
+    """Copy the unchanged files of `source`; returns the reasons why others were not copied."""
     names = [name for name in source.files if wanted(name)]
     if names and not Path(source.folder).is_dir():
         return [f"{', '.join(names)} was not written, as {source.folder} is no longer there"]
@@ -199,6 +205,6 @@ def _copy_unchanged(source: PretrainedSource, folder: Path, wanted: Callable[[st
 
 
 def _update(file: Path, values: dict[str, Any]) -> None:
-    """Change values of a JSON file, and keep the others."""
+    """Change some values of a JSON file, and keep the others."""
     content = json.loads(file.read_text(encoding="utf-8")) | values
     write_text(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP in a command that continues where it was stopped."""
+"""Ctrl-C, SIGTERM and SIGHUP in a command that can be started again and then continues."""
 
 import signal
 import sys
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from flash_train.cli.run.claim import claimed
+from flash_train.cli.run.run_dir import locked
+from flash_train.output import LOGGER
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -21,22 +22,22 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def going_on_later(run_dir: Path) -> Iterator[None]:
-    """Within it a signal ends the process, with one line that says how to go on; cleaning up is not disturbed.
+def resumable(run_dir: Path) -> Iterator[None]:
+    """Within the block, a signal ends the process after its cleanup, with a message that says how to continue.
 
-    Another command with the same `run_dir` is refused meanwhile.
+    `run_dir` is locked: another command with the same directory raises `UsageError`.
     """
     try:
-        with claimed(run_dir), signals():
+        with locked(run_dir), signals():
             yield
     except Interrupted as stop:
-        print(f"stopped by {stop}; to go on, give the same arguments and run_dir={run_dir}", file=sys.stderr)
+        LOGGER.error("stopped by %s; to continue, give the same arguments and run_dir=%s", stop, run_dir)
         sys.exit(128 + stop.number)
 
 
 @contextmanager
 def signals() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise `Interrupted`, once: what follows until the process ends is cleaning up.
+    """Ctrl-C, SIGTERM and SIGHUP raise `Interrupted`. After the first, further signals are ignored during the cleanup.
 
     A SIGHUP that the process ignores (`nohup`) stays ignored.
     """

@@ -1,4 +1,4 @@
-"""Loggers by name. W&B works with no account and no network: it is offline there, and says how to sync."""
+"""Loggers by name. Without an account or a network, W&B runs offline, and a message says how to sync."""
 
 import netrc
 import os
@@ -18,27 +18,27 @@ from flash_train.cli.run.wandb_files import WandbFiles
 Mode = Literal["online", "offline"]
 
 PROJECT = "flash-train"
-NO_SERVER = ("offline", "dryrun", "disabled")  # W&B's modes in which there is no run to go on with
+NO_SERVER = ("offline", "dryrun", "disabled")  # W&B's modes without a server, where no run can be continued
 CONNECT_SECONDS = 3.0
 PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
 def build_logger(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Logger | None:
-    """The logger that `settings.name` asks for; its files lie in `run_dir`.
+    """The logger that `settings.name` names; its files are in `run_dir`.
 
     Args:
-        config: plain values that the logger keeps beside the metrics.
+        config: plain values that the logger saves with the metrics.
     """
     if settings.name == "none":
         return None
     return WandbLogger(experiment=_wandb_run(settings, run_dir, config))
 
 
-@rank_zero_only  # None on the others, which log nothing
+@rank_zero_only  # returns None on the other ranks, which log nothing
 def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -> Any:
-    """W&B's run: a new one, or the one of this directory where W&B's server can resume it.
+    """The W&B run: a new one, or the one of this directory if W&B's server can resume it.
 
-    What neither the settings nor `WANDB_*` variables say is chosen here. The settings win over the variables.
+    The settings win over the `WANDB_*` variables. This function chooses what neither of them sets.
     """
     import wandb
 
@@ -52,7 +52,7 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
     quiet: dict[str, Any] = {"silent": True, "console": "off"}
     with blame("logger=wandb"), files.undone_on_error(run_id):
         if os.path.expanduser("~") == "~":
-            raise ValueError("W&B looks for its settings in the home folder, and none is known; set HOME")
+            raise ValueError("W&B looks for its settings in the home folder, which is unknown; set HOME")
         try:
             run = wandb.init(
                 project=settings.project or environ.get("WANDB_PROJECT") or PROJECT,
@@ -69,10 +69,10 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
             )
         except wandb.Error as error:
             hint = "" if offline else "; logger.mode=offline needs no server"
-            wandb.teardown()  # or its service would write on into the folder
+            wandb.teardown()  # otherwise its service continues to write to the folder
             raise ValueError(f"{error}{hint}") from error
     files.remember(run_id)
-    run.define_metric("trainer/global_step")  # under which Lightning logs the step
+    run.define_metric("trainer/global_step")  # the name under which Lightning logs the step
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return run
 
@@ -86,7 +86,7 @@ def log_table(
     rows: Sequence[Sequence[Any]],
     files: Sequence[Path] = (),
 ) -> None:
-    """A W&B run with a table, in the group of the runs that the table is about; `files` go into an artifact."""
+    """Log a table as a W&B run of its own, in the group of the table's runs; `files` become an artifact."""
     import wandb
 
     run = _wandb_run(settings, run_dir, {})
@@ -97,7 +97,7 @@ def log_table(
 
 
 def log_artifact(logger: Logger | None, name: str, files: Sequence[Path]) -> None:
-    """The files as an artifact of W&B's run, where it logs."""
+    """Log files as an artifact of the W&B run, if the logger is W&B's."""
     if isinstance(logger, WandbLogger):
         logger.experiment.log_artifact(_artifact(name, files))
 
@@ -112,7 +112,7 @@ def _artifact(name: str, files: Sequence[Path]) -> Any:
 
 
 def wandb_mode(wanted: Mode | Literal["auto"], environ: Mapping[str, str]) -> Mode | None:
-    """`online` or `offline`; None leaves it to WANDB_MODE. `auto` is online where there is a login and a connection."""
+    """`online` or `offline`; None leaves it to WANDB_MODE. `auto` is online if there is a login and a connection."""
     if wanted != "auto":
         return wanted
     if environ.get("WANDB_MODE"):
@@ -127,7 +127,7 @@ def has_login(host: str, environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     given = environ.get("NETRC")
-    home = Path(os.path.expanduser("~"))  # the name itself, where none is known
+    home = Path(os.path.expanduser("~"))  # "~" itself if no home folder is known
     for path in [Path(given)] if given else [home / ".netrc", home / "_netrc"]:
         try:
             if netrc.netrc(path).authenticators(host):
@@ -138,7 +138,7 @@ def has_login(host: str, environ: Mapping[str, str]) -> bool:
 
 
 def reachable(host: str, port: int, environ: Mapping[str, str]) -> bool:
-    """Whether a connection to `host` opens within a few seconds; behind a proxy that can't be told, and is assumed."""
+    """Whether a connection to `host` opens within a few seconds; True behind a proxy, where this cannot be tested."""
     if any(environ.get(name) for name in PROXY_VARIABLES):
         return True
     try:
@@ -149,7 +149,7 @@ def reachable(host: str, port: int, environ: Mapping[str, str]) -> bool:
 
 
 def sync_hint(logger: Logger | None, run_dir: Path) -> str | None:
-    """How to upload what an offline W&B run has kept; None where there is nothing to upload."""
+    """How to upload an offline W&B run; None if there is nothing to upload."""
     if isinstance(logger, WandbLogger) and logger.experiment.offline:
         files = WandbFiles.of(run_dir, os.environ)
         which = "offline-run-*" if files.own else " ".join(f"{files.folder}/offline-run-*-{i}" for i in files.ids())

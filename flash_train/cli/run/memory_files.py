@@ -1,10 +1,11 @@
-"""What a recorded step leaves behind: the report's files, a line on the terminal, an artifact at W&B."""
+"""Recorded steps of a run: which steps are recorded, and the report on the memory of each."""
 
 import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 
 from flash_train.cli.run.build import Run
@@ -16,23 +17,40 @@ from flash_train.profiling.memory.plot import plot_memory
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.report import report, summary, write_report
 from flash_train.records import device_name, versions
-from flash_train.training.callbacks import RecordedStep
+from flash_train.training.callbacks import ClosingSample, MemorySnapshot, MissedValidation, RecordedStep, RunRecord
 
 
-def write_memory(config: DictConfig, parts: Run, recorded: RecordedStep, folder: Path) -> None:
-    """The report's files, and one line of it to the terminal."""
-    model, device = parts.module.model.config, parts.module.device
-    step = replace(step_of(config, model, parts.attention[0], device), lengths=recorded.lengths)
+def record_every(steps: int, config: DictConfig, run: Run, run_dir: Path) -> None:
+    """Record one step out of `steps`, and write the report on each to its own folder."""
+
+    def write(recorded: RecordedStep) -> None:
+        write_memory(config, run, recorded, run_dir / "memory" / f"step-{recorded.step:06}")
+
+    run.trainer.callbacks.append(MemorySnapshot(write, every=steps))  # type: ignore[attr-defined]
+
+
+def only_measure(trainer: Trainer, callback: Callback) -> None:
+    """Replace the run's validation and record by a callback that measures."""
+    trainer.limit_val_batches = 0
+    recording = (RunRecord, ClosingSample, MissedValidation)
+    kept = [c for c in trainer.callbacks if not isinstance(c, recording)]  # type: ignore[attr-defined]
+    trainer.callbacks = [*kept, callback]  # type: ignore[attr-defined]
+
+
+def write_memory(config: DictConfig, run: Run, recorded: RecordedStep, folder: Path) -> None:
+    """Write the files of the report on a recorded step, log them to W&B, and print a line."""
+    model, device = run.module.model.config, run.module.device
+    step = replace(step_of(config, model, run.attention[0], device), lengths=recorded.lengths)
     found = report(
         recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
     )
-    found = {"settings": settings(config, parts), **found, "device": device_name(device), "versions": versions()}
+    found = {"settings": settings(config, run), **found, "device": device_name(device), "versions": versions()}
     lengths = sorted({max(2, step.seq_len * 2**i // 8) for i in range(7)})
     curves = {
         mode: (lengths, [predict(replace(step, memory=mode, seq_len=n, lengths=None)).peak_bytes for n in lengths])
         for mode in MEMORY_MODES
     }
-    title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {parts.attention[0]}"
+    title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {run.attention[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     picture = plot_memory(
         folder / "memory.png", recorded.profile.moments, curves,
@@ -42,10 +60,11 @@ def write_memory(config: DictConfig, parts: Run, recorded: RecordedStep, folder:
     if recorded.snapshot is not None:
         written.append(folder / "snapshot.pickle")
         write_bytes(written[-1], pickle.dumps(recorded.snapshot))
-    log_artifact(parts.logger, "memory", written)
+    log_artifact(run.logger, "memory", written)
     print(f"{summary(found)}\n{folder}: {', '.join(path.name for path in written)}")
 
 
-def settings(config: DictConfig, parts: Run) -> dict[str, Any]:
-    chosen = {"model": config.model.name, "attention": parts.attention[0], "memory": config.memory.mode}
+def settings(config: DictConfig, run: Run) -> dict[str, Any]:
+    """The settings that the memory of a step depends on most, for its record."""
+    chosen = {"model": config.model.name, "attention": run.attention[0], "memory": config.memory.mode}
     return chosen | {key: config[key] for key in ("seq_len", "batch_size", "accumulate", "precision")}

@@ -1,4 +1,4 @@
-"""What a run says in words: what was chosen and why before it, where everything lies after it."""
+"""What a run prints before it starts (its choices and their reasons) and after its end (where its files are)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,25 +17,25 @@ FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.
 
 @rank_zero_only
 def announce(attention: tuple[str, str], data: dict[str, Any], notes: Mapping[str, str | None]) -> None:
-    """The attention that runs and why, what there is to train on; and what else is to be known, by what it is about."""
+    """Print the attention backend with its reason, the data, and the notes."""
     backend, reason = attention
     print(f"attention: {backend} ({reason})")
     print(f"data: {describe_data(data)}", flush=True)
-    for name, words in notes.items():
-        if words:
-            print(f"{name}: {words}", flush=True)
+    for topic, note in notes.items():
+        if note:
+            print(f"{topic}: {note}", flush=True)
 
 
 def finish(logger: Logger | None, status: int = 0) -> None:
-    """Close W&B's run with the exit status of ours, or the next one of `-m` would go on in it."""
+    """Finish the W&B run with our exit status; otherwise the next run of `-m` would continue it."""
     if isinstance(logger, WandbLogger):
         logger.experiment.finish(exit_code=status)
 
 
 def describe_data(info: dict[str, Any]) -> str:
-    """One line on `PackedDataModule.info`."""
+    """One line about `PackedDataModule.info`."""
     train = info.get("train")
-    if train is None:  # made up as it is needed
+    if train is None:  # the corpus generates its rows during the run
         return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
     val, streamed = info["val"], "streamed, its first chunk has " if info.get("streaming") else ""
     return (
@@ -55,8 +55,8 @@ def _count(number: int) -> str:
 
 
 @rank_zero_only
-def say_where(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
-    """Where the run's files are, and how to go on."""
+def report_files(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None:
+    """Print where the run's files are, and how to continue it."""
     there = [name for name in FILES if (run_dir / name).is_file()]
     there += sorted(f"{CHECKPOINTS}/{path.name}" for path in (run_dir / CHECKPOINTS).glob("*.ckpt"))
     print(f"{run_dir}: {', '.join(there)}")

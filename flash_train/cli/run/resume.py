@@ -1,4 +1,4 @@
-"""`resume`: the checkpoint that it names, whether the run can go on from it, and what becomes of its schedule."""
+"""`resume`: finds the checkpoint, checks that training can continue from it, and notes what is different."""
 
 from pathlib import Path
 from typing import Any
@@ -11,43 +11,39 @@ from flash_train.cli.config.saved_options import read_config
 from flash_train.cli.run.slurm import last_checkpoint
 from flash_train.records import read_column
 from flash_train.training import CausalLMModule
-from flash_train.training.callbacks.checkpoint import branch_and_step, checkpoints_by_step, read_checkpoint, step_of
+from flash_train.training.callbacks.checkpoint import checkpoints_by_step, read_checkpoint, step_of
 from flash_train.training.callbacks.record import is_unfinished
 from flash_train.training.module import PLANNED_STEPS
 
-# What losses follow from, and neither the data nor the schedule say, nor is it refused
-TOLD = (
+# Settings that change the losses but are allowed to differ; the data and the schedule have notes of their own.
+COMPARED_SETTINGS = (
     *("batch_size", "accumulate", "precision", "compile", "trainer.devices", "trainer.num_nodes"),
     *("attention.backend", "attention.dropout", "model.residual_dropout"),
     *("optimizer.warmup_steps", "optimizer.min_lr_ratio", "optimizer.gradient_clip"),
 )
-RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch keeps them in the optimizer's state, and loads them with it
+RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch saves and loads them with the optimizer's state
 
 
 def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
-    """What `resume` points at; a directory whose run would be overwritten is refused."""
-    checkpoint = resumed(config.resume, run_dir) if config.resume is not None else None
-    if not config.validate_only and goes_on(checkpoint, run_dir):
+    """The checkpoint that `resume` names, or None.
+
+    Raises:
+        UsageError: there is no such checkpoint, or the run would overwrite another one.
+    """
+    checkpoint = named_checkpoint(config.resume, run_dir) if config.resume is not None else None
+    if not config.validate_only and is_same_run(checkpoint, run_dir):
         with blame(f"run_dir={run_dir}"):
-            read_column(run_dir / "metrics.csv", "step")  # which the run continues: seconds later it would be too late
+            read_column(run_dir / "metrics.csv", "step")  # a damaged file should be found before anything slow
     elif not config.validate_only:
-        ways = "resume=last to go on with it, or another folder"
+        ways = "resume=last to continue it, or another folder"
         if not holds_checkpoint(run_dir):
-            ways = "another folder, or this one emptied, as it has no checkpoint to go on from"
+            ways = "another folder, or this one emptied, as it has no checkpoint to continue from"
         require_no_run(run_dir, ways)
     return checkpoint
 
 
-def goes_on(checkpoint: Path | None, run_dir: Path) -> bool:
-    """Whether a run from this checkpoint goes on with the one in `run_dir`: not with one of another run directory."""
-    if checkpoint is None:
-        return False
-    own = run_dir_of(checkpoint)
-    return own is None or own.resolve() == run_dir.resolve()
-
-
-def resumed(resume: str, run_dir: Path) -> Path:
-    """The checkpoint that `resume` names."""
+def named_checkpoint(resume: str, run_dir: Path) -> Path:
+    """The file that `resume` names."""
     if resume == "last":
         with blame(f"resume=last: run_dir={run_dir}"):
             return last_checkpoint(run_dir)
@@ -59,85 +55,120 @@ def resumed(resume: str, run_dir: Path) -> Path:
     return path
 
 
+def is_same_run(checkpoint: Path | None, run_dir: Path) -> bool:
+    """Whether a run from this checkpoint continues the run in `run_dir`, and not one in another directory."""
+    if checkpoint is None:
+        return False
+    own = run_dir_of(checkpoint)
+    return own is None or own.resolve() == run_dir.resolve()
+
+
+def check_resume(checkpoint: Path, config: DictConfig, module: CausalLMModule, run_dir: Path) -> dict[str, str | None]:
+    """Check that the run can continue from a checkpoint; return notes for the user, by topic.
+
+    Raises:
+        UsageError: the file is damaged, or does not fit this run's model, optimizer, steps or directory.
+    """
+    saved = read_own(checkpoint, module)
+    if config.validate_only:
+        return {}
+    step, max_steps = saved["global_step"], config.max_steps
+    check_step_and_optimizer(checkpoint, saved, module, max_steps, run_dir)
+    notes: dict[str, str | None] = {}
+    notes["checkpoint"] = skipped_checkpoint(checkpoint, step, run_dir) if config.resume == "last" else None
+    if only_validation_left(checkpoint, step, max_steps, run_dir):
+        notes["run"] = f"all {max_steps:,} steps are done; validation and record are completed"
+    notes["resumed"] = changed_settings(checkpoint, config)
+    notes["schedule"] = schedule_change(saved, module, max_steps)
+    return notes
+
+
 def read_own(path: Path, module: CausalLMModule) -> dict[str, Any]:
-    """What is in a checkpoint; a file that isn't one, or is of another model, is refused."""
+    """The content of a checkpoint; raises if the file is none, or holds another model."""
     with blame(f"resume={path}"):
         checkpoint = read_checkpoint(path)
         module.on_load_checkpoint(checkpoint)
     return checkpoint
 
 
-def check_going_on(
+def check_step_and_optimizer(
     path: Path, checkpoint: dict[str, Any], module: CausalLMModule, max_steps: int, run_dir: Path
 ) -> None:
-    """Refuse a checkpoint with which training can't go on to `max_steps`, or not with the optimizer that is asked for.
+    """Raise if training cannot continue from a checkpoint up to `max_steps` with the optimizer of this run.
 
-    One at `max_steps` is allowed where its own run was stopped before it had ended: after its last step a run
-    validates and writes its record. A checkpoint that goes back in its own directory is refused: rows and checkpoints
-    of later steps would be lost, or mixed up with the new ones. The one that `resume=last` takes is not.
+    A checkpoint at `max_steps` is allowed if its run was stopped between the last step and the end, when it validates
+    and writes its record. An older checkpoint of the same directory is not, unless `resume=last` takes it: the rows and
+    checkpoints of later steps would be lost, or mixed with new ones.
     """
     step = checkpoint["global_step"]
-    if step > max_steps or (step == max_steps and not ends_only(path, step, max_steps, run_dir)):
+    if step > max_steps or (step == max_steps and not only_validation_left(path, step, max_steps, run_dir)):
         raise UsageError(f"max_steps={max_steps}: {path} is at step {step}; allowed: more than that")
     saved, own = checkpoint["hyper_parameters"]["optimizer"], module.optimizer_config.to_dict()
     for name in RESTORED:
         if saved[name] != own[name]:
-            raise UsageError(f"optimizer.{name}={own[name]}: {path} goes on with its own; allowed: {saved[name]}")
-    there = (*slurm_checkpoints(run_dir), *checkpoints_by_step(run_dir / CHECKPOINTS))
-    # A file that cannot be read has no step to lose.
-    steps = {other: place[1] for other in there if (place := branch_and_step(other)) is not None}
-    if max(steps.values(), default=0) > step and path.resolve() != last_checkpoint(run_dir).resolve():
+            raise UsageError(f"optimizer.{name}={own[name]}: {path} restores its own; allowed: {saved[name]}")
+    newer = newer_checkpoints(step, run_dir)
+    if newer and path.resolve() != last_checkpoint(run_dir).resolve():
         raise UsageError(
-            f"resume={path}: {run_dir} has newer checkpoints, up to {max(steps, key=lambda other: steps[other]).name}; "
+            f"resume={path}: {run_dir} has newer checkpoints, up to {newer[-1].name}; "
             "allowed: resume=last, or another run_dir"
         )
 
 
-def ends_only(path: Path, step: int, max_steps: int, run_dir: Path) -> bool:
-    """Whether all steps of the run in `run_dir` are done, and what comes after the last of them is not."""
-    return step == max_steps and goes_on(path, run_dir) and is_unfinished(run_dir)
+def newer_checkpoints(step: int, run_dir: Path) -> list[Path]:
+    """The checkpoints in a run directory at later steps, ordered by step; files that cannot be read are left out."""
+    paths = (*slurm_checkpoints(run_dir), *checkpoints_by_step(run_dir / CHECKPOINTS))
+    steps = {path: place[1] for path in paths if (place := branch_and_step(path)) is not None}
+    return sorted((path for path in steps if steps[path] > step), key=lambda path: steps[path])
 
 
-def bent_schedule(checkpoint: dict[str, Any], module: CausalLMModule, max_steps: int) -> str | None:
-    """How the learning rate goes on under another `max_steps` than was planned; None where that is the same."""
+def only_validation_left(path: Path, step: int, max_steps: int, run_dir: Path) -> bool:
+    """Whether the run in `run_dir` has taken all its steps, but has not ended."""
+    return step == max_steps and is_same_run(path, run_dir) and is_unfinished(run_dir)
+
+
+def schedule_change(checkpoint: dict[str, Any], module: CausalLMModule, max_steps: int) -> str | None:
+    """How another `max_steps` than planned changes the learning rate; None if it is the same."""
     planned = checkpoint.get(PLANNED_STEPS)
-    if planned in (None, max_steps):  # checkpoints of earlier versions don't say
+    if planned in (None, max_steps):  # None: a checkpoint of an earlier version
         return None
     before = checkpoint["lr_schedulers"][0]["_last_lr"][0]
     after = module.optimizer_config.learning_rate(checkpoint["global_step"] + 1, max_steps)  # one step has the old rate
     return (
-        f"max_steps={max_steps} bends it anew, as the run was planned for {planned}: "
+        f"max_steps={max_steps} changes it, as the run was planned for {planned}: "
         f"the learning rate goes from {before:.3g} to {after:.3g}"
     )
 
 
-def other_settings(checkpoint: Path, config: DictConfig) -> str | None:
-    """Which settings are not those of the run that the checkpoint is of; None where all are, or nobody knows."""
+def changed_settings(checkpoint: Path, config: DictConfig) -> str | None:
+    """The settings that differ from the checkpoint's run; None if none does, or if its config.yaml is missing."""
     folder = run_dir_of(checkpoint)
     file = folder / "config.yaml" if folder else None
     if file is None or not file.is_file():
         return None
     before = read_config(file)
-    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in TOLD}
-    differing = [f"{key} was {_word(old)} and is {_word(new)}" for key, (old, new) in pairs.items() if old != new]
+    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in COMPARED_SETTINGS}
+    differing = [
+        f"{key} was {_as_given(old)} and is {_as_given(new)}" for key, (old, new) in pairs.items() if old != new
+    ]
     return ", ".join(differing) or None
 
 
-def passed_over(newest: Path, step: int, run_dir: Path) -> str | None:
-    """Which checkpoint of a later step `resume=last` does not take, and why; None where it takes the furthest.
+def skipped_checkpoint(taken: Path, step: int, run_dir: Path) -> str | None:
+    """The checkpoint at a later step that `resume=last` does not take, and why; None if it takes the latest step.
 
     Args:
-        newest: the checkpoint that it takes, at `step`.
+        taken: the checkpoint that it takes, at `step`.
     """
-    further = [other for other in checkpoints_by_step(run_dir / CHECKPOINTS) if step_of(other) > step]
-    if not further:
+    later = [path for path in checkpoints_by_step(run_dir / CHECKPOINTS) if step_of(path) > step]
+    if not later:
         return None
-    furthest = further[-1]
-    if branch_and_step(furthest) is None:
-        return f"{furthest.name} cannot be read; {newest.name}, the newest one that is whole, is taken"
-    return f"{newest.name} was written last and is taken; {furthest.name} is of an earlier branch, and stays"
+    latest = later[-1]
+    if branch_and_step(latest) is None:
+        return f"{latest.name} cannot be read; {taken.name}, the newest complete one, is taken"
+    return f"{taken.name} was written last and is taken; {latest.name} is from an earlier branch, and stays"
 
 
-def _word(value: Any) -> str:
-    """As it is written on the command line."""
+def _as_given(value: Any) -> str:
+    """A value as it is written on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

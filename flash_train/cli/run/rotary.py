@@ -1,6 +1,6 @@
-"""The rotary positions of the model in `init_from`: what `model` makes of them, and advice where rows are longer.
+"""The rotary positions of a model from `init_from`: which rule the run uses, and advice for longer rows.
 
-Advice keeps the rule that the model was trained with and scales it further: YaRN is for plain rotary positions alone.
+The advice keeps the model's own rule and scales it further; YaRN is proposed only if the model has no rule.
 """
 
 from typing import Any, get_args
@@ -13,13 +13,13 @@ from flash_train.model.config import ORIGINAL_LENGTH, RopeKind, RopeScaling
 from flash_train.model.pretrained import LLAMA_LENGTH
 from flash_train.model.rope import rope_frequencies
 
-PLAIN = "none"  # model.rope_scaling.kind of plain rotary positions
-FASTER = 1.001  # a pair that turns this many times as fast as in training; less is rounding
+PLAIN = "none"  # the value of model.rope_scaling.kind for rotary positions without scaling
+FASTER = 1.001  # a smaller ratio of frequencies is a rounding error
 KEY = "model.rope_scaling"
 
 
 def merged_rule(own: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any] | None:
-    """`model.rope_scaling` over the model's own rule: what is given replaces its values, another kind the whole."""
+    """The model's own rule with the given values in it; a rule of another kind replaces it completely."""
     if given.get("kind") == PLAIN:
         if more := sorted(given.keys() - {"kind"}):
             raise UsageError(f"{KEY}.{more[0]}={given[more[0]]}: {KEY}.kind={PLAIN} takes none; allowed: another kind")
@@ -31,10 +31,11 @@ def merged_rule(own: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, 
 
 
 def keeps_rule(config: DictConfig) -> bool:
-    """Whether the run reads the rule in `init_from`: not where `model.rope_scaling.kind` names another.
+    """Whether the run reads the rule in `init_from`; False if `model.rope_scaling.kind` names another one.
 
-    Raises UsageError for the rule of `transformers` that follows the length of each input, with one that gives the same
-    frequencies at the length of this run's rows.
+    Raises:
+        UsageError: the rule is the "dynamic" one of `transformers`, which depends on the length of each input. The
+            message names a rule with the same frequencies at this run's length.
     """
     folder, kind = config.init_from, config.model.rope_scaling.kind
     rule = pretrained_rule(folder)
@@ -49,18 +50,18 @@ def keeps_rule(config: DictConfig) -> bool:
 
 
 def own_model(config: DictConfig) -> ModelConfig | None:
-    """The model in `init_from` with its own rule; None where the rule is one that cannot be read."""
+    """The model in `init_from` with its own rule; None if that rule is not supported."""
     try:
         return pretrained_config(config.init_from)
-    except ValueError:  # of the rule: everything else was read before
+    except ValueError:  # the rule is at fault: everything else was read before
         return None
 
 
 def rotary_note(config: DictConfig, built: ModelConfig) -> str | None:
-    """What a user should know about the rotary positions of a model from `init_from`; None where all is well.
+    """A note on the rotary positions of a model from `init_from`; None if nothing is wrong with them.
 
-    Either rows are longer than the model was made for, and a setting stretches the rule that it has; or the settings
-    make its positions turn faster than in training, which it has never seen.
+    Either the rows are longer than the model was trained for, and the note names a setting that stretches its rule. Or
+    the settings make the positions rotate faster than in training, where the model has not been trained.
     """
     if config.init_from is None or (own := own_model(config)) is None:
         return None
@@ -70,7 +71,7 @@ def rotary_note(config: DictConfig, built: ModelConfig) -> str | None:
     if times > FASTER:
         return f"its positions turn up to {times:.3g} times as fast as it was trained with; {_keep(config, own, built)}"
     if made_for is None or not longer or _is_changed(own, built) or config.resume is not None:
-        return None  # a resumed run has the rule of its checkpoint, and another one is refused
+        return None  # a resumed run must have the rule of its checkpoint
     rows = f"made for rows of {made_for:,} tokens and these have {config.seq_len:,}"
     by = config.seq_len / made_for
     if own.rope_scaling is None:
@@ -78,7 +79,7 @@ def rotary_note(config: DictConfig, built: ModelConfig) -> str | None:
     else:
         advice = _rule_setting(own.rope_scaling.stretched(by))
     if own.rope_scaling is not None and own.rope_scaling.kind == "linear":
-        # Some files count the scaling in max_position_embeddings, as transformers says, and some do not.
+        # max_position_embeddings includes the scaling in some files, as in transformers, but not in all.
         return (
             f"the one in init_from was {rows}, by its max_position_embeddings; if its linear scaling by "
             f"{_number(own.rope_scaling.factor)} reaches no farther, {advice} would stretch it"
@@ -87,7 +88,7 @@ def rotary_note(config: DictConfig, built: ModelConfig) -> str | None:
 
 
 def _require_whole(rule: dict[str, Any]) -> None:
-    """Refuse a rule that lacks a value, and name all that it lacks: one at a time, each would be another refusal."""
+    """Raise if a rule lacks values; the message names all of them."""
     length = f"{KEY}.original_max_position_embeddings"
     if "kind" not in rule:
         raise UsageError(
@@ -105,7 +106,7 @@ def _is_changed(own: ModelConfig, built: ModelConfig) -> bool:
 
 
 def _keep(config: DictConfig, own: ModelConfig, built: ModelConfig) -> str:
-    """The settings with which a model keeps its rule, and, where rows are longer, stretches it."""
+    """The settings that keep a model's rule, stretched if the rows are longer."""
     settings = [] if own.rope_theta == built.rope_theta else [f"model.rope_theta={_number(own.rope_theta)}"]
     if own.rope_scaling != built.rope_scaling:
         made_for = pretrained_length(config.init_from)
@@ -116,7 +117,7 @@ def _keep(config: DictConfig, own: ModelConfig, built: ModelConfig) -> str:
 
 
 def _dynamic_factor(config: DictConfig) -> float:
-    """By which NTK-aware scaling has the base that the dynamic rule has for rows of `seq_len` tokens."""
+    """The factor of NTK-aware scaling that has the same base as the dynamic rule at `seq_len` tokens."""
     values = pretrained_values(config.init_from)
     rope = values.get("rope_parameters") or values["rope_scaling"]
     made_for = values.get("max_position_embeddings") or LLAMA_LENGTH
@@ -125,7 +126,7 @@ def _dynamic_factor(config: DictConfig) -> float:
 
 
 def _rule_setting(rule: RopeScaling) -> str:
-    """What turns a model's own rule into `rule`, which `RopeScaling.stretched` made of it."""
+    """The overrides that turn a model's own rule into `rule`, a result of `RopeScaling.stretched`."""
     return _setting(kind=rule.kind, factor=rule.factor, attention_factor=rule.attention_factor)
 
 

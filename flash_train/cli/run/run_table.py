@@ -1,4 +1,4 @@
-"""The table with which `-m` ends: a row per run, what was swept, and what came of it."""
+"""The table that `-m` prints at its end: a row per run with its swept values, status and results."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_train.cli.sweep.trial import Status
+from flash_train.cli.run.outcome import Status
 
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run of a sweep that has ended. `name` has its swept values; `folder` may lack summary.json."""
+    """A run of a sweep that has ended. `name` lists its swept values. `folder` may lack summary.json."""
 
     name: str
     status: Status
     folder: Path | None = None
 
 
-#: header, entry of summary.json, and how it is written
+#: header, entry of summary.json, and how the value is written
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("steps", "steps", str),
     ("train loss", "train_loss", "{:.4f}".format),
@@ -30,7 +30,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def run_table(runs: Sequence[EndedRun]) -> str:
-    """Lines of aligned columns; a column that no run has is left out, a value that a run lacks is a dash."""
+    """The table as aligned columns. A column without any value is left out; a missing value is a dash."""
     summaries = [_summary(run.folder) for run in runs]
     shown = [column for column in COLUMNS if any(summary.get(column[1]) is not None for summary in summaries)]
     rows = [["run", "swept", "status", *(header for header, _, _ in shown)]]
@@ -39,7 +39,7 @@ def run_table(runs: Sequence[EndedRun]) -> str:
         measured = ["-" if value is None else write(value) for value, write in values]
         rows.append([str(number), run.name or "-", run.status, *measured])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = 3  # words are flushed left, numbers right
+    left = 3  # the first columns are text, aligned left; numbers are aligned right
     return "\n".join(
         "  ".join(
             cell.ljust(width) if place < left else cell.rjust(width)
@@ -50,7 +50,7 @@ def run_table(runs: Sequence[EndedRun]) -> str:
 
 
 def _summary(folder: Path | None) -> dict[str, Any]:
-    """The run's summary.json; empty where there is none, as of a run that could not begin."""
+    """The run's summary.json; empty if it has none, as a run that could not begin."""
     file = folder / "summary.json" if folder else None
     if file is None or not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""SLURM: its tasks must be the run's devices, and a job that it queued once more resumes."""
+"""SLURM: a run needs as many tasks as devices, and a job that SLURM queued again resumes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,11 @@ from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint, run_dir_of, slurm_checkpoints
 
-INTERACTIVE = ("bash", "interactive")  # names of jobs whose commands Lightning does not take for SLURM's tasks
+INTERACTIVE = ("bash", "interactive")  # names of jobs that Lightning does not treat as SLURM tasks
 
 
 def check_tasks(config: DictConfig, environ: Mapping[str, str]) -> None:
-    """Refuse devices and nodes that differ from SLURM's tasks, as each task is one device's process."""
+    """Raise if devices and nodes differ from SLURM's tasks: each task is the process of one device."""
     names = environ.get("SLURM_JOB_NAME"), environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_NTASKS" not in environ or names[0] in INTERACTIVE or names[1] is not None:
         return
@@ -35,11 +35,11 @@ def check_tasks(config: DictConfig, environ: Mapping[str, str]) -> None:
         )
 
 
-def requeued(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:
-    """With `resume=last` where SLURM starts the job again, by the same command, and its run has a checkpoint.
+def with_requeued_run(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:
+    """Add `resume=last` if SLURM starts this job again and its run has a checkpoint.
 
-    The run directory is the one that the command names, or the one that its `resume` continues. A checkpoint that
-    `resume` names was where the job began the first time: the run's own checkpoints replace it.
+    SLURM repeats the same command. The run directory is the one that the command names, or the one that contains the
+    checkpoint in `resume`. The job began with that checkpoint the first time; now the run has newer ones.
     """
     run_dir, resume = _folder_of(line), line.given("resume")
     if line.multirun or resume == "last" or run_dir is None or line.given("validate_only") in ("True", "true"):
@@ -47,14 +47,14 @@ def requeued(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:
     if int(environ.get("SLURM_RESTART_COUNT", "0")) == 0 or not holds_checkpoint(run_dir):
         return line
     if environ.get("SLURM_PROCID", "0") == "0" and not line.shows:
-        print(f"checkpoint: SLURM queued this job once more, so it resumes: run_dir={run_dir} resume=last", flush=True)
+        print(f"checkpoint: SLURM queued this job again, so it resumes: run_dir={run_dir} resume=last", flush=True)
     if not line.given("run_dir"):
         line = line.with_override("run_dir", str(run_dir))
     return line.with_override("resume", "last")
 
 
 def _folder_of(line: CommandLine) -> Path | None:
-    """The run directory that the command line names, by itself or by a checkpoint in it."""
+    """The run directory that the command line gives, as `run_dir` or by a checkpoint in it."""
     run_dir, resume = line.given("run_dir"), line.given("resume")
     if run_dir is not None:
         return Path(run_dir)
@@ -62,13 +62,13 @@ def _folder_of(line: CommandLine) -> Path | None:
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    """The checkpoint from which a run continues: in the newest branch, the one at the latest step.
+    """The checkpoint that `resume=last` continues from: in the newest branch, the one at the latest step.
 
-    The run's own checkpoints and the files of Lightning's SLURM handler count alike. Unreadable files are passed over.
+    It is one of the run's own checkpoints or a file of Lightning's SLURM handler. Unreadable files are skipped.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: there are some, and none can be read.
+        FileNotFoundError: the run has no checkpoint.
+        ValueError: none of its checkpoints can be read.
     """
     from flash_train.training.callbacks.checkpoint import branch_and_step, newest_checkpoint
 

@@ -9,25 +9,26 @@ from flash_train.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from flash_train.data.special_tokens import TOKENIZER
 from flash_train.model import pretrained_values
 
-#: the key of config.json that says "bytes" in the export of a model that reads bytes, which have no tokenizer.json
+#: this key of config.json is "bytes" in the export of a model that reads bytes: such an export has no tokenizer.json
 MARK = "flash_train_tokenizer"
-#: other forms of a tokenizer that a model's folder may hold; they are not read
+#: other tokenizer files that a model's folder may have; they are not read
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 
 
 def build_tokenizer(config: DictConfig) -> Tokenizer:
-    """`data.tokenizer`; where it isn't given, the one in `init_from`, or bytes for a new model.
+    """The tokenizer that `data.tokenizer` names; by default the one in `init_from`, or bytes for a new model.
 
-    Raises UsageError for a model in `init_from` that has no tokenizer.json: which tokens it was trained on is unknown.
+    Raises:
+        UsageError: the model in `init_from` has no tokenizer.json, so its tokens are unknown.
     """
     name = config.data.tokenizer
-    if name is None and config.init_from and config.data.corpus != "recall":  # which makes its tokens itself
+    if name is None and config.init_from and config.data.corpus != "recall":  # recall generates tokens, not text
         name = _tokenizer_of(config.init_from)
     if name in (None, "bytes"):
         for key in ("eos", "bos"):
             if config.data[key] is not None:
                 raise UsageError(
-                    f"data.{key}={config.data[key]}: bytes have a begin and an end token of their own; "
+                    f"data.{key}={config.data[key]}: bytes have their own begin and end tokens; "
                     f"allowed: data.tokenizer=FILE with it, or no data.{key}"
                 )
         return ByteTokenizer()
@@ -42,7 +43,7 @@ def build_tokenizer(config: DictConfig) -> Tokenizer:
 
 
 def describe_tokens(tokenizer: Tokenizer) -> str | None:
-    """How documents begin and end, and who says so; None for bytes."""
+    """How documents begin and end, and which file says so; None for bytes."""
     return tokenizer.special_tokens.description if isinstance(tokenizer, JsonTokenizer) else None
 
 

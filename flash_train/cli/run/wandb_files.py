@@ -1,4 +1,4 @@
-"""Which W&B run a run directory logs to next, and what a refused one leaves in the directory."""
+"""W&B's files in a run directory: which W&B run comes next, and the cleanup after one that W&B refuses."""
 
 import shutil
 import uuid
@@ -12,13 +12,13 @@ from flash_train.files import write_text
 
 @dataclass(frozen=True)
 class WandbFiles:
-    """The folder that W&B writes to, and the ids of the runs that a run directory has logged to.
+    """The folder that W&B writes to, and the ids of the W&B runs that a run directory has logged to.
 
     Args:
-        folder: W&B's, with a folder for each run: `offline-run-<time>-<id>`, or `run-<time>-<id>` of one online.
-        id_file: an id a line, the newest last.
-        own: whether nobody else writes to `folder`.
-        given_id: the run that WANDB_RUN_ID names; None where it names none.
+        folder: W&B's folder. Each run has a folder in it: `offline-run-<time>-<id>`, or `run-<time>-<id>` if online.
+        id_file: one id per line, the newest last.
+        own: whether only this run directory uses `folder`.
+        given_id: the id in WANDB_RUN_ID, or None.
     """
 
     folder: Path
@@ -50,13 +50,13 @@ class WandbFiles:
         return uuid.uuid4().hex[:8], len(ids) + 1
 
     def remember(self, run_id: str) -> None:
-        """Keep the id of a run that has begun, for those that resume it."""
+        """Save the id of a run that has begun, for the runs that resume it."""
         if run_id not in (ids := self.ids()):
             write_text(self.id_file, "\n".join([*ids, run_id]) + "\n")
 
     @contextmanager
     def undone_on_error(self, run_id: str) -> Iterator[None]:
-        """Remove what W&B has written for a run that it then refuses."""
+        """Remove the files of a W&B run if W&B refuses it."""
         existed = self.folder.is_dir()
         before = {path.name for path in self.folder.iterdir()} if existed else set()
         try:
@@ -77,7 +77,7 @@ class WandbFiles:
             raise
 
     def _would_replace(self, run_id: str, online: bool) -> bool:
-        """Whether logging to that run once more would end in one part in place of the other."""
+        """Whether logging to that W&B run again would replace an earlier part instead of adding to it."""
         offline = list(self.folder.glob(f"offline-run-*-{run_id}"))
         if not online:
             return bool(offline) or any(self.folder.glob(f"run-*-{run_id}"))

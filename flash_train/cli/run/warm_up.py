@@ -1,8 +1,9 @@
-"""The kernels of a run's steps, compiled while PyTorch Lightning is imported.
+"""Warm-up: compile the kernels of a run's steps while PyTorch Lightning is imported.
 
-Triton compiles a kernel when it is first launched. That takes seconds for each attention kernel that is written in
-Gluon, and for all kernels of a step about as long as the import. Most of the compiler, the assembler and the C compiler
-run outside of Python's lock. Kernels that were compiled before are only loaded, and the first step need not do that.
+Triton compiles a kernel at its first launch. Each of Hopper's attention kernels takes seconds, and all kernels of a
+step take about as long as the import. Only Triton's front end holds Python's lock; the rest of the compiler, the
+assembler and the C compiler run in parallel to the import. Kernels in Triton's cache are loaded here, so that the first
+step need not load them.
 """
 
 import warnings
@@ -22,47 +23,47 @@ from flash_train.attention.dropout import draw_state
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels.families import is_own
 from flash_train.cli.config.errors import is_out_of_memory
-from flash_train.cli.run.resolve import device_of, model_and_backend
+from flash_train.cli.run.model_config import device_of, model_and_backend
 from flash_train.model import ModelConfig, Transformer
 from flash_train.precision import PRECISIONS
 
-LONG = 4096  # tokens of a row, from which on longer ones launch the same kernels
+LONG = 4096  # tokens; longer rows launch the same kernels
 SHORT = 128
-DOCUMENTS = 64  # of a row of texts; in one that is LONG they are then as short as most
-ALIGNED = 16  # Triton compiles for whether a number is a multiple of it
+DOCUMENTS = 64  # per packed row; in a row of LONG tokens they are then as short as typical ones
+ALIGNED = 16  # Triton compiles another kernel if an integer argument is a multiple of this
 
-Part = Callable[[], None]
+WarmUp = Callable[[], None]
 
 
 @contextmanager
-def rehearsed(config: DictConfig) -> Iterator[None]:
-    """Runs small copies of what a step will launch in threads of their own, beside the caller, and waits for them at
-    the end, even that of an error or an interrupt.
+def warming_up(config: DictConfig) -> Iterator[None]:
+    """Launch small copies of a step's kernels in threads of their own while the block runs, and wait for their end.
 
-    They may draw from PyTorch's generators; what they leave in memory any step does: cuBLAS's workspaces. The cross
-    entropy and the optimizer are not rehearsed. Nothing is with attention that isn't ours, on several devices, for a
-    deterministic run, before whose first matrix product cuBLAS has to be set up, and for a validation.
+    It waits after an error or an interrupt too. The launches may draw from PyTorch's generators, and leave cuBLAS's
+    workspaces in memory, as any step does. The cross entropy and the optimizer have no warm-up. There is none at all
+    for attention that isn't ours, on several devices, for a validation, and for a deterministic run, which has to set
+    up cuBLAS before its first matrix product.
     """
     device = device_of(config.trainer.accelerator)
     alone = config.trainer.devices * config.trainer.num_nodes == 1
     if device.type != "cuda" or not alone or config.trainer.deterministic or config.validate_only:
         yield
         return
-    found = parts(config, torch.device("cuda", 0))
+    found = warm_ups(config, torch.device("cuda", 0))
     with shared_triton() if found else nullcontext(), ThreadPoolExecutor() as pool:
-        running = [pool.submit(attempt, part) for part in found]
+        running = [pool.submit(attempt, each) for each in found]
         yield
-        for part in running:
-            part.result()
+        for each in running:
+            each.result()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
 
-def attempt(part: Part) -> None:
-    """Run it; where memory doesn't suffice, leave it to the run to tell what it lacks."""
+def attempt(warm_up: WarmUp) -> None:
+    """Run a warm-up. If memory runs out, do nothing: the run itself reports it better."""
     try:
-        part()
+        warm_up()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -70,9 +71,12 @@ def attempt(part: Part) -> None:
 
 @contextmanager
 def shared_triton() -> Iterator[None]:
-    """Makes Triton fit for several threads: what it asks the driver with is made by one of them, and it leaves the
-    process's filters of warnings alone. Version 3.6 changes those at every node that it compiles, and back; each thread
-    would bring back what it found. What it ignores there, Python doesn't show."""
+    """Make Triton usable from several threads.
+
+    Its driver is created here, by one thread. And its compiler is kept from changing the process's warning filters:
+    version 3.6 changes and restores them at every node, so threads would restore each other's state. Python does not
+    show the warnings that it ignores there anyway.
+    """
     from triton.compiler import code_generator
     from triton.runtime import driver
 
@@ -88,32 +92,32 @@ def shared_triton() -> Iterator[None]:
         module.warnings = found
 
 
-def parts(config: DictConfig, device: torch.device) -> list[Part]:
-    """What can run side by side: the attention's forward, its backward, and the rest of a block, both ways."""
-    model, backend = model_and_backend(config, 1, device)  # the vocabulary shapes none of these kernels
-    if not is_own(backend) or interpreting():  # by which nothing is compiled, and which takes minutes
+def warm_ups(config: DictConfig, device: torch.device) -> list[WarmUp]:
+    """What can run in parallel: attention's forward, attention's backward, and the rest of a block."""
+    model, backend = model_and_backend(config, 1, device)  # these kernels do not depend on the size of the vocabulary
+    if not is_own(backend) or interpreting():  # the interpreter compiles nothing, and would take minutes
         return []
     dtype, weights = PRECISIONS[config.precision].compute_dtype, PRECISIONS[config.precision].weight_dtype
     whole_rows = config.data.packing == "concat" or config.data.corpus == "recall"
-    row = one_row(config.seq_len * (1 if whole_rows else config.batch_size), LONG)
+    row = row_length(config.seq_len * (1 if whole_rows else config.batch_size), LONG)
     entries = 1 if whole_rows else DOCUMENTS
-    found: list[Part] = [
+    found: list[WarmUp] = [
         lambda: attention_forward(model, backend, dtype, packing_of(row, entries, device)),
         lambda: attention_backward(model, backend, dtype, packing_of(row, entries, device)),
     ]
-    if not config.compile:  # of whose blocks Inductor makes kernels of its own
-        few = one_row(config.seq_len * config.batch_size, SHORT)
+    if not config.compile:  # otherwise Inductor generates the kernels of the blocks
+        few = row_length(config.seq_len * config.batch_size, SHORT)
         found.append(lambda: rest_of_block(model, weights, dtype, packing_of(few, 1, device)))
     return found
 
 
-def one_row(tokens: int, most: int) -> int:
-    """So many tokens, or about as many as suffice."""
+def row_length(tokens: int, most: int) -> int:
+    """The length of a row for the warm-up: `tokens`, or about `most` with the same alignment."""
     return min(tokens, most + tokens % ALIGNED)
 
 
 def packing_of(tokens: int, entries: int, device: torch.device) -> Packing:
-    """One document, with places for more behind it."""
+    """A packing of one document, followed by empty entries."""
     cu_seqlens = torch.tensor([0] + [tokens] * entries, dtype=torch.int32, device=device)
     return Packing(cu_seqlens, cu_seqlens, lengths=(tokens,))
 
@@ -124,7 +128,7 @@ def attention_forward(model: ModelConfig, backend: str, dtype: torch.dtype, pack
 
 
 def attention_backward(model: ModelConfig, backend: str, dtype: torch.dtype, packing: Packing) -> None:
-    """Beside the forward, not behind it: of results that are none."""
+    """Launch the backward on zeros instead of the forward's results, so that it need not wait for the forward."""
     q, k, v = _zeros(model, dtype, packing)
     spec = _spec(model)
     state = draw_state(q.device) if spec.dropout > 0 else None
@@ -134,7 +138,7 @@ def attention_backward(model: ModelConfig, backend: str, dtype: torch.dtype, pac
 
 
 def rest_of_block(model: ModelConfig, weights: torch.dtype, dtype: torch.dtype, packing: Packing) -> None:
-    """A decoder of one block, whose attention launches none of the kernels that are rehearsed by themselves."""
+    """Run a decoder of one block; its standard attention launches none of the kernels that have their own warm-up."""
     device, (tokens,) = packing.cu_seqlens_q.device, packing.lengths or ()
     with torch.device("meta"):
         decoder = Transformer(replace(model, n_layers=1, vocab_size=1), attention="standard")

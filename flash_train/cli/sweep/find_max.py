@@ -1,4 +1,4 @@
-"""`scripts/profile_memory.py find_max=true`: the longest row that trains here, by attention backend and memory mode."""
+"""`flash-train-memory find_max=true`: finds the longest row that trains here, by attention backend and memory mode."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,18 +9,19 @@ from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.run.loggers import log_table
 from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity, step_before_run
-from flash_train.cli.run.resolve import device_of
+from flash_train.cli.run.model_config import device_of
+from flash_train.cli.run.outcome import require_success
 from flash_train.cli.sweep.find_max_options import Search
-from flash_train.cli.sweep.trial import Cell, Result, known_result, require_one, run_cell
+from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trial
 from flash_train.files import write_json, write_text
 from flash_train.profiling.memory.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records import device_name, versions
 
-TRIALS, TOLERANCE = 4, 0.02
-TRIAL_STEPS = "2"  # the first makes the optimizer's state, the second has it
-TRIAL = (
+MAX_TRIALS, TOLERANCE = 4, 0.02
+TRIAL_STEPS = "2"  # the first step creates the optimizer's state, the second has it
+TRIAL_OVERRIDES = (
     *(
         f"max_steps={TRIAL_STEPS}",
         "force=true",
@@ -29,36 +30,36 @@ TRIAL = (
         "trainer.progress_bar=false",
         "callbacks.sample.tokens=0",
     ),
-    "data.val_batches=1",  # there is no run without a validation, which takes less memory than a step does
+    "data.val_batches=1",  # every run validates; that takes less memory than a step
 )
 NOTHING = Longest(0, None, ())
 FILES = ("find_max.json", "find_max.md", "find_max.png")
-SHORT = 512  # tokens in a row while only the shape of the model is asked for
+SHORT = 512  # tokens in a row when only the model and the device are needed
 
 
-class EndedOtherwise(Exception):
-    """A trial neither ran nor ran out of memory."""
+class TrialFailed(Exception):
+    """A trial ended with another status than "ok" or "oom"."""
 
-    def __init__(self, result: Result, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, result: Result, text: str) -> None:
+        super().__init__(text)
         self.result = result
 
 
-def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
-    """Search for every backend and mode, a trial in a process of its own, and write `find_max.json`, `.md` and `.png`.
+def find_max(line: CommandLine, request: Search, run_dir: Path) -> None:
+    """Search for every backend and mode, each trial in its own process; write `find_max.json`, `.md` and `.png`.
 
-    Started again with the same arguments and run_dir, trials that have ended are not run again.
+    A second start with the same arguments and run_dir repeats no trial that has ended.
 
     Raises:
-        UsageError: no row was found, for any backend and mode; the files are written all the same.
+        UsageError: no row was found for any backend and mode. The files are written before.
     """
     config = compose_config((*line.overrides, f"seq_len={SHORT}"), line.config_dir)
     device = device_of(config.trainer.accelerator)
-    limit, attentions = asked.on(device.type == "cuda")
+    limit, attentions = request.on(device.type == "cuda")
     rows: list[Row] = []
-    for attention, memory in ((a, m) for a in attentions for m in asked.memory):
+    for attention, memory in ((a, m) for a in attentions for m in request.memory):
         rows.append(_search(line, limit, run_dir, attention, memory))
-        print(f"attention={attention} memory={memory}: {row_in_words(rows[-1])}", flush=True)
+        print(f"attention={attention} memory={memory}: {describe_row(rows[-1])}", flush=True)
         _write(rows, run_dir, device_name(device))
     print(f"{run_dir}: {', '.join(FILES)}, trials/")
     if config.logger.name == "wandb":
@@ -66,11 +67,11 @@ def find_max(line: CommandLine, asked: Search, run_dir: Path) -> None:
         columns = [name for name in records[0] if name != "trials"]
         table = [[record[name] for name in columns] for record in records]
         log_table(config.logger, run_dir, "find_max", columns, table, [run_dir / name for name in FILES])
-    require_one([row.status for row in rows], "search", str(run_dir / "find_max.md"))
+    require_success([row.status for row in rows], "search", str(run_dir / "find_max.md"))
 
 
 def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory: str) -> Row:
-    overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL)
+    overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL_OVERRIDES)
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
     try:
@@ -81,22 +82,22 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     results: dict[int, Result] = {}
 
     def fits(length: int) -> bool:
-        cell = Cell(run_dir / "trials" / f"{attention}-{memory}-{length}", (*overrides, f"seq_len={length}"))
-        if (result := known_result(cell)) is None:
-            print(f"  {cell.name}: trying", flush=True)
-            result = run_cell(cell)
+        trial = Trial(run_dir / "trials" / f"{attention}-{memory}-{length}", (*overrides, f"seq_len={length}"))
+        if (result := known_result(trial)) is None:
+            print(f"  {trial.name}: trying", flush=True)
+            result = run_trial(trial)
         results[length] = result
-        told = {"ok": "fits", "oom": "does not fit"}.get(result.status)
-        print(f"  {cell.name}: {told or f'{result.status}, {result.reason}'}, {result.seconds:.0f} s", flush=True)
-        if told is None:
-            raise EndedOtherwise(result, f"the trial at {length:,} tokens: {result.reason}")
+        answer = {"ok": "fits", "oom": "does not fit"}.get(result.status)
+        print(f"  {trial.name}: {answer or f'{result.status}, {result.reason}'}, {result.seconds:.0f} s", flush=True)
+        if answer is None:
+            raise TrialFailed(result, f"the trial at {length:,} tokens: {result.reason}")
         return result.status == "ok"
 
-    # What is predicted to be the longest is likely too long, for not all of a device can be had: it is tried second.
+    # The predicted longest row is likely too long, because some of the device's memory is taken: it is tried second.
     first = guess if guess >= limit else int(guess / (1 + TOLERANCE))
     try:
-        found = search(fits, first, limit, TRIALS, TOLERANCE)
-    except EndedOtherwise as error:
+        found = search(fits, first, limit, MAX_TRIALS, TOLERANCE)
+    except TrialFailed as error:
         return Row(attention, memory, NOTHING, guess, None, False, limit, error.result.status, str(error))
     if not found.seq_len:
         reason = results[min(results)].reason
@@ -107,7 +108,7 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
 
 
 def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
-    """The longest row whose predicted peak is within so many bytes, in multiples of UNIT."""
+    """The longest row, at most `limit` tokens, whose predicted peak is at most `limit_bytes`; a multiple of UNIT."""
     low, high = 1, max(1, limit // UNIT)
     while low < high:
         middle = (low + high + 1) // 2
@@ -116,7 +117,7 @@ def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
     return low * UNIT
 
 
-def row_in_words(row: Row) -> str:
+def describe_row(row: Row) -> str:
     if row.status != "ok":
         return f"{row.answer()}: {row.reason}"
     count = len(row.found.trials)

@@ -1,4 +1,4 @@
-"""What `find_max…` asks for on the command line: checked before anything slow is imported."""
+"""The keys `find_max…` of the command line, checked before anything slow is imported."""
 
 from dataclasses import dataclass, replace
 
@@ -11,28 +11,34 @@ MEMORY = RULES["memory.mode"].choices
 ATTENTIONS = tuple(name for name in RULES["attention.backend"].choices if name != "auto")
 UNIT = 64  #: as in profiling.longest
 LIMIT, ATTENTION = 1 << 20, ("flash", "standard")
-LIMIT_OFF_CUDA, ATTENTION_OFF_CUDA = 1 << 14, ("sdpa", "standard")  # a step of a million tokens takes hours there
+LIMIT_OFF_CUDA, ATTENTION_OFF_CUDA = 1 << 14, ("sdpa", "standard")  # a step of a million tokens takes hours on a CPU
 
 
 @dataclass(frozen=True)
 class Search:
-    """What `find_max` was asked for: no longer row than `limit` is tried; None leaves a choice to the device."""
+    """A search for the longest row.
+
+    Args:
+        limit: the longest row to try, in tokens. None: depends on the device.
+        memory: memory modes.
+        attention: attention backends. None: depends on the device.
+    """
 
     limit: int | None = None
     memory: tuple[str, ...] = MEMORY
     attention: tuple[str, ...] | None = None
 
     def on(self, cuda: bool) -> tuple[int, tuple[str, ...]]:
-        """The limit and the attentions."""
+        """The limit and the attention backends on this kind of device."""
         limit = self.limit or (LIMIT if cuda else LIMIT_OFF_CUDA)
         return limit, self.attention or (ATTENTION if cuda else ATTENTION_OFF_CUDA)
 
 
 def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
-    """The command line without `find_max…`, and what that asks for; None where it does not.
+    """The command line without the keys `find_max…`, and the search that they describe; None if there is none.
 
     Raises:
-        UsageError: a key that is not there, or a value that it does not take.
+        UsageError: an unknown key, or a wrong value.
     """
     asked: dict[str, object] = {}
     rest = []
@@ -49,11 +55,11 @@ def split(line: CommandLine) -> tuple[CommandLine, Search | None]:
     if not asked or asked.get("find_max") is False:
         return line, None
     if "find_max" not in asked:
-        raise UsageError(f"{next(iter(asked))} is of the search for the longest row; it goes with find_max=true")
+        raise UsageError(f"{next(iter(asked))} belongs to the search for the longest row; add find_max=true")
     for key in ("seq_len", "memory", "attention"):
         if line.given(key):
             raise UsageError(
-                f"{key}={line.given(key)}: find_max=true chooses it; allowed: find_max.limit, .memory, .attention"
+                f"{key}={line.given(key)}: find_max=true sets it; allowed: find_max.limit, .memory, .attention"
             )
     chosen = {key.removeprefix("find_max."): value for key, value in asked.items() if key != "find_max"}
     return line, Search(**chosen)  # type: ignore[arg-type]

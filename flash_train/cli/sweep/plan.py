@@ -1,4 +1,4 @@
-"""The axes of an ablation → its cells, every one of them composed and validated before anything runs."""
+"""The trials of an ablation, from its axes. Every trial is composed and checked before the first one runs."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,18 +17,25 @@ from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_
 from flash_train.cli.config.overrides import CommandLine, parse, quote
 from flash_train.cli.config.paths import require_no_run, require_usable
 from flash_train.cli.config.validate import require_files, validate
-from flash_train.cli.sweep.trial import Cell
-from flash_train.cli.train import with_pretrained_shape
+from flash_train.cli.run.prepare import with_pretrained_shape
+from flash_train.cli.sweep.trial import Trial
 
 PREFIX = "sweep."
 MOST_JOBS = 1024
-CELLS = "cells"  # the folder of their directories
-REFUSED = ("resume", "validate_only", "stop_after")
+TRIALS_FOLDER = "cells"  # the name that folders of version 0.1.0 have
+REFUSED_KEYS = ("resume", "validate_only", "stop_after")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """`key` is what the training command calls it, `place` where its composed configuration has the value."""
+    """An axis of the sweep.
+
+    Args:
+        key: the override of the training command.
+        place: the key of the value in the composed configuration.
+        kind: the type of its values.
+        words: names the values in messages.
+    """
 
     name: str
     key: str
@@ -40,7 +47,9 @@ class Axis:
 AXES = {
     axis.name: axis
     for axis in (
-        Axis("seed", "seed", "seed", int, "integers"),  # first: the runs of one cell lie far apart in time
+        Axis(
+            "seed", "seed", "seed", int, "integers"
+        ),  # first, so that runs that differ in their seed alone are far apart in time
         Axis("model", "model", "model.name", str, "names of models"),
         Axis("precision", "precision", "precision", str, "precisions"),
         Axis("packing", "data.packing", "data.packing", str, "packings"),
@@ -53,34 +62,34 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A cell of the sweep: the value of every axis, and why it can't run here where that is known beforehand."""
+class PlannedTrial:
+    """A trial of the sweep, its value on every axis, and the reason if it is known that it can't run here."""
 
-    cell: Cell
+    trial: Trial
     axes: dict[str, Any]
     config: DictConfig
     unavailable: str | None = None
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, by which cells' times are told from one another beforehand."""
+        """Tokens of a micro-batch: a rough measure of the time that the trial takes."""
         return self.config.seq_len * self.config.batch_size
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All that an ablation runs. `environs` has an entry for each cell that may run at the same time."""
+    """All trials of an ablation. `environs` has one entry for each trial that may run at the same time."""
 
     run_dir: Path
-    cells: tuple[Planned, ...]
+    trials: tuple[PlannedTrial, ...]
     environs: tuple[Mapping[str, str], ...]
 
 
 def plan(line: CommandLine) -> Sweep:
-    """The sweep that a command line asks for.
+    """The sweep that a command line describes.
 
     Raises:
-        UsageError: one line, where any cell's configuration is wrong.
+        UsageError: the configuration of a trial is wrong.
     """
     if line.multirun or line.shows or not line.composes or (line.flags and line.config_dir is None):
         raise UsageError(f"{line.flags[0]}: an ablation takes no such flag; allowed: --help, --config-dir")
@@ -93,42 +102,42 @@ def plan(line: CommandLine) -> Sweep:
     common = replace(line, overrides=(*config.train, *own))
     common = with_pretrained_shape(common)
     if line.given("hardware") in (None, "auto"):
-        _check_values(common, axes)  # for to look at the hardware imports PyTorch, and takes seconds
+        _check_values(common, axes)  # first, because detecting the hardware imports PyTorch, which takes seconds
         choice, why = hardware.choose(hardware.detect())
         common = common.with_override("hardware", choice)
         print(f"hardware: {choice} ({why})", flush=True)
-    cells = tuple(_cells(common, axes, run_dir))
-    return Sweep(run_dir, cells, _environs(config.sweep.jobs, cells[0].config))
+    trials = tuple(_trials(common, axes, run_dir))
+    return Sweep(run_dir, trials, _environs(config.sweep.jobs, trials[0].config))
 
 
 def _split(line: CommandLine) -> tuple[list[str], list[str]]:
-    """The overrides of the sweep, checked, and those of the training runs."""
+    """The checked overrides of the sweep, and the overrides of its training runs."""
     sweep: list[str] = []
     own: list[str] = []
     for text in line.overrides:
         override = parse(text)
         key = override.key_or_group
-        if key in REFUSED:
-            raise UsageError(f"{key}: the cells of a sweep begin anew; to go on with a sweep give its run_dir again")
+        if key in REFUSED_KEYS:
+            raise UsageError(f"{key}: every trial of a sweep is a new run; to continue a sweep, give its run_dir again")
         if key == PREFIX.rstrip("."):
-            raise UsageError(f"{text}: each axis is given by itself; allowed: {_axes_in_words(AXES)}, {PREFIX}jobs=N")
+            raise UsageError(f"{text}: give each axis by itself; allowed: {_list_axes(AXES)}, {PREFIX}jobs=N")
         if key.startswith(PREFIX):
             _check_axis(text, key.removeprefix(PREFIX), override.is_sweep_override(), override.value())
         elif override.is_sweep_override():
-            raise UsageError(f"{text}: several values; allowed: {_way_to_sweep(key, text)}")
+            raise UsageError(f"{text}: several values; allowed: {_sweep_syntax(key, text)}")
         (sweep if key.startswith(PREFIX) or key == "run_dir" else own).append(text)
     return sweep, own
 
 
-def _way_to_sweep(key: str, text: str) -> str:
-    """What to write for `key=a,b`."""
+def _sweep_syntax(key: str, text: str) -> str:
+    """What to write instead of `key=a,b`."""
     axis = next((axis.name for axis in AXES.values() if key in (axis.key, axis.place)), None)
     if axis:
         return f"'{PREFIX}{axis}=[{text.partition('=')[2]}]'"
     return f"one value, as {key} is no axis; the axes are {', '.join(AXES)}"
 
 
-def _axes_in_words(names: Iterable[str]) -> str:
+def _list_axes(names: Iterable[str]) -> str:
     return ", ".join(f"{PREFIX}{name}=[…]" for name in names)
 
 
@@ -158,20 +167,20 @@ def _check_axis(text: str, name: str, is_hydra_sweep: bool, values: Any) -> None
 
 
 def _chosen_axes(sweep: DictConfig, line: CommandLine) -> dict[Axis, list[Any]]:
-    """The axes with values. A training key that is given, or the experiment gives, replaces its axis' default."""
+    """The axes with their values. An axis has no default values if the command line or experiment sets its key."""
     chosen: dict[Axis, list[Any]] = {}
     by_experiment = keys_of("experiment", line.given("experiment") or "", line.config_dir)
     for name, axis in AXES.items():
         asked, fixed = line.given(PREFIX + name), line.given(axis.key) or line.given(axis.place)
         if asked and fixed:
-            raise UsageError(f"{axis.key}={fixed}: {PREFIX}{name}={asked} gives it, too; allowed: one of the two")
+            raise UsageError(f"{axis.key}={fixed}: {PREFIX}{name}={asked} gives it too; allowed: one of them")
         if sweep[name] is not None and not fixed and (asked or not {axis.key, axis.place} & by_experiment):
             chosen[axis] = list(sweep[name])
     return chosen
 
 
 def _check_values(line: CommandLine, axes: Mapping[Axis, Sequence[Any]]) -> None:
-    """Compose and check each value of each axis, with the first of the others."""
+    """Compose and check each value of each axis, together with the first value of the other axes."""
     first = {axis: values[0] for axis, values in axes.items()}
     for combination in dict.fromkeys(tuple((first | {a: x}).items()) for a, values in axes.items() for x in values):
         config = compose_config((*line.overrides, *(f"{axis.key}={x}" for axis, x in combination)), line.config_dir)
@@ -180,7 +189,7 @@ def _check_values(line: CommandLine, axes: Mapping[Axis, Sequence[Any]]) -> None
         require_files(config)
 
 
-def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path) -> Iterator[Planned]:
+def _trials(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path) -> Iterator[PlannedTrial]:
     names = [axis.name for axis in axes]
     for values in product(*axes.values()):
         overrides = (*line.overrides, *(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True)))
@@ -193,17 +202,17 @@ def _cells(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path)
         name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) or "cell"
         if config.logger.name == "wandb":
             group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or run_dir.name
-            config.logger.group = group  # the table's W&B run has the same group
+            config.logger.group = group  # the W&B run of the table has the same group
             overrides += (quote("logger.group", config.logger.group), quote("logger.run_name", name))
-        overrides += ("force=true",)  # what is begun is measured; what cannot fit is not begun
+        overrides += ("force=true",)  # `ablate.predicted_result` has already left out what cannot fit
         if line.config_dir:
             overrides = ("--config-dir", line.config_dir, *overrides)
         places = {axis.name: OmegaConf.select(config, axis.place) for axis in AXES.values()}
-        yield Planned(Cell(run_dir / CELLS / name, overrides), places, config, unavailable)
+        yield PlannedTrial(Trial(run_dir / TRIALS_FOLDER / name, overrides), places, config, unavailable)
 
 
 def _environs(jobs: int, config: DictConfig) -> tuple[Mapping[str, str], ...]:
-    """Which GPUs, or how many threads, each of the cells that run at once may use; one alone may use what there is."""
+    """The GPUs or threads of each trial that runs at the same time. A single one may use the whole machine."""
     if jobs == 1:
         return ({},)
     if config.trainer.accelerator != "cuda":
@@ -213,8 +222,10 @@ def _environs(jobs: int, config: DictConfig) -> tuple[Mapping[str, str], ...]:
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-    per_cell = config.trainer.devices
-    if jobs * per_cell > len(gpus):
-        most = len(gpus) // per_cell
-        raise UsageError(f"sweep.jobs={jobs}: needs {jobs * per_cell} GPUs, and there are {len(gpus)}; allowed: {most}")
-    return tuple({"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_cell : (i + 1) * per_cell])} for i in range(jobs))
+    per_trial = config.trainer.devices
+    if jobs * per_trial > len(gpus):
+        most = len(gpus) // per_trial
+        raise UsageError(
+            f"sweep.jobs={jobs}: needs {jobs * per_trial} GPUs, and there are {len(gpus)}; allowed: {most}"
+        )
+    return tuple({"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_trial : (i + 1) * per_trial])} for i in range(jobs))

@@ -1,4 +1,4 @@
-"""What a sweep's cells measured, as its tables and pictures."""
+"""The tables and plots of a sweep."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from functools import partial
 from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import blame
-from flash_train.cli.sweep.plan import CELLS, Planned, Sweep
-from flash_train.cli.sweep.trial import RECORD, Cell, Result, count
+from flash_train.cli.run.outcome import count_statuses
+from flash_train.cli.sweep.plan import TRIALS_FOLDER, PlannedTrial, Sweep
+from flash_train.cli.sweep.trial import RECORD, Result, Trial
 from flash_train.files import write_text
 from flash_train.profiling.ablation.plot import plot_ablation, plot_losses
 from flash_train.profiling.ablation.repeats import DISTURBED, step_spread
@@ -30,7 +31,7 @@ FILES = ("ablation.csv", "ablation.md", "ablation.png", "ablation_losses.csv", "
 
 
 def measured_of(result: Result) -> dict[str, float | None]:
-    """The columns' values, as far as the run's summary has them; nothing of a run that did not end well."""
+    """The values of the columns that the run's summary has; empty for a run that is not ok."""
     if result.status != "ok":
         return {}
     measured = {column.name: result.summary.get(column.name) for column in COLUMNS}
@@ -39,18 +40,18 @@ def measured_of(result: Result) -> dict[str, float | None]:
     return measured
 
 
-def rows_of(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
-    """A row for each cell that has a result, in the order of the sweep."""
-    return [row_of(planned, results[planned.cell]) for planned in _with_result(sweep, results)]
+def rows_of(sweep: Sweep, results: dict[Trial, Result]) -> list[Row]:
+    """A row for each trial with a result, in the order of the sweep."""
+    return [row_of(planned, results[planned.trial]) for planned in _with_result(sweep, results)]
 
 
-def _with_result(sweep: Sweep, results: dict[Cell, Result]) -> list[Planned]:
-    return [planned for planned in sweep.cells if planned.cell in results]
+def _with_result(sweep: Sweep, results: dict[Trial, Result]) -> list[PlannedTrial]:
+    return [planned for planned in sweep.trials if planned.trial in results]
 
 
-def row_of(planned: Planned, result: Result) -> Row:
-    table = planned.cell.folder / "metrics.csv"
-    with blame(f"run_dir={planned.cell.folder}"):
+def row_of(planned: PlannedTrial, result: Result) -> Row:
+    table = planned.trial.folder / "metrics.csv"
+    with blame(f"run_dir={planned.trial.folder}"):
         losses = read_column(table, "train/loss") if result.status == "ok" else ([], [])
     by_step = dict(zip(*losses, strict=True))
     measured = measured_of(result)
@@ -61,8 +62,8 @@ def row_of(planned: Planned, result: Result) -> Row:
     return Row(planned.axes, result.status, result.reason, measured, by_step, ran)
 
 
-def write_tables(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
-    """Write ablation.csv, ablation_losses.csv and ablation.md of the results so far."""
+def write_tables(sweep: Sweep, results: dict[Trial, Result]) -> list[Row]:
+    """Write ablation.csv, ablation_losses.csv and ablation.md with the results so far."""
     rows = rows_of(sweep, results)
     write_text(sweep.run_dir / "ablation.csv", to_csv(rows))
     write_text(sweep.run_dir / "ablation_losses.csv", losses_to_csv(rows))
@@ -70,31 +71,32 @@ def write_tables(sweep: Sweep, results: dict[Cell, Result]) -> list[Row]:
     return rows
 
 
-def title_of(results: dict[Cell, Result]) -> str:
-    """What ran on what, by the first cell that did."""
+def title_of(results: dict[Trial, Result]) -> str:
+    """The title of the tables: device and steps of the first trial that is ok."""
     summaries = [result.summary for result in results.values() if result.status == "ok"]
     return title(summaries[0]["device"], summaries[0]["steps"]) if summaries else "Ablation"
 
 
-def common_of(sweep: Sweep, results: dict[Cell, Result]) -> list[str]:
-    """What every cell has beside its axes: data, seed, batch size; versions, by the first that ran."""
+def common_of(sweep: Sweep, results: dict[Trial, Result]) -> list[str]:
+    """What all trials share besides their axes: data, seed, batch size, and the versions of the first that is ok."""
     found = [result.summary["versions"] for result in results.values() if result.status == "ok"]
-    at_once = [f"jobs={len(sweep.environs)}"] if len(sweep.environs) > 1 else []  # which on a CPU take turns
-    return shared_settings(sweep.cells[0].config) + at_once + (format_versions(found[0]) if found else [])
+    at_once = [f"jobs={len(sweep.environs)}"] if len(sweep.environs) > 1 else []  # on a CPU they slow each other down
+    return shared_settings(sweep.trials[0].config) + at_once + (format_versions(found[0]) if found else [])
 
 
 def shared_settings(config: DictConfig) -> list[str]:
-    """What any cell's configuration says of all, beside axes and versions."""
+    """The settings that all trials share, besides axes and versions, from the configuration of any one."""
     return [f"data={config.data.corpus}", f"seed={config.seed}", f"batch_size={config.batch_size}"]
 
 
-def report(sweep: Sweep, results: dict[Cell, Result]) -> None:
-    """Tables and pictures; in words, how far losses differ, what is left out, and where everything is.
+def report(sweep: Sweep, results: dict[Trial, Result]) -> None:
+    """Write tables and plots; print how far the losses differ, which trials are left out, and where the files are.
 
     Raises:
-        UsageError: W&B does not take its table; all else is written and told by then.
+        UsageError: W&B does not accept its table. Everything else is written and printed before.
     """
     rows, heading = write_tables(sweep, results), title_of(results)
+    folder = sweep.run_dir / TRIALS_FOLDER
     memory_of = next((result.summary["peak_memory_of"] for result in results.values() if result.status == "ok"), "")
     drawn: dict[str, Callable[..., bool]] = {
         "ablation.png": partial(plot_ablation, memory_of=memory_of),
@@ -102,34 +104,34 @@ def report(sweep: Sweep, results: dict[Cell, Result]) -> None:
     }
     for name, draw in drawn.items():
         if not draw(rows, sweep.run_dir / name, title=heading):
-            (sweep.run_dir / name).unlink(missing_ok=True)  # of other cells, by an earlier sweep
-    if disturbed := [each.cell for each, row in zip(_with_result(sweep, results), rows, strict=True) if row.disturbed]:
+            (sweep.run_dir / name).unlink(missing_ok=True)  # an earlier sweep drew it, of other trials
+    if disturbed := [each.trial for each, row in zip(_with_result(sweep, results), rows, strict=True) if row.disturbed]:
         print(
-            f"disturbed: {'; '.join(cell.name for cell in disturbed)}: steps spread over more than "
-            f"{DISTURBED:.0%} of their median. To run a cell again, remove its folder in {sweep.run_dir / CELLS}"
+            f"disturbed: {'; '.join(trial.name for trial in disturbed)}: the step times spread over more than "
+            f"{DISTURBED:.0%} of their median. To run a trial again, remove its folder in {folder}"
         )
     for difference in loss_differences(rows):
         print(f"losses{f' at {difference.words}' if difference.words else ''}: {difference.finding}")
     if others := finished_elsewhere(sweep):
         print(
-            f"left out: {others} finished {'cell' if others == 1 else 'cells'} in {sweep.run_dir / CELLS} that the "
-            "axes given now don't have; for a table with them, give all values again"
+            f"left out: {others} finished {'trial' if others == 1 else 'trials'} in {folder} that the "
+            "axes given now don't include; for a table with them, give all values again"
         )
-    written = [name for name in FILES if (sweep.run_dir / name).is_file()] + [f"{CELLS}/"]
-    settings = sweep.cells[0].config.logger
+    written = [name for name in FILES if (sweep.run_dir / name).is_file()] + [f"{TRIALS_FOLDER}/"]
+    settings = sweep.trials[0].config.logger
     try:
         if settings.name == "wandb":
-            from flash_train.cli.run.loggers import log_table  # and with it Lightning, for which others need not wait
+            from flash_train.cli.run.loggers import log_table  # imports Lightning, which takes seconds
 
             log_table(settings, sweep.run_dir, "ablation", header(rows), [values(row) for row in rows])
             written.append("wandb/")
     finally:
         print(f"{sweep.run_dir}: {', '.join(written)}")
-        print(count([result.status for result in results.values()]), flush=True)
+        print(count_statuses([result.status for result in results.values()]), flush=True)
 
 
 def finished_elsewhere(sweep: Sweep) -> int:
-    """How many cells in the sweep's folder ended well, and are none of its own."""
-    own = {planned.cell.folder.name for planned in sweep.cells}
-    records = [path for path in (sweep.run_dir / CELLS).glob(f"*/{RECORD}") if path.parent.name not in own]
+    """How many trials in the sweep's folder are ok but do not belong to this sweep."""
+    own = {planned.trial.folder.name for planned in sweep.trials}
+    records = [path for path in (sweep.run_dir / TRIALS_FOLDER).glob(f"*/{RECORD}") if path.parent.name not in own]
     return sum(json.loads(path.read_text(encoding="utf-8"))["result"]["status"] == "ok" for path in records)

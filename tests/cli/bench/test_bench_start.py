@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flash_train.cli import bench_start
-from flash_train.cli.bench.records import SAME
+from flash_train.cli.bench.records import COMPARED_VERSIONS
 from flash_train.cli.bench_start import StartCase, main
 
 TINY = ("hardware=cpu", "model=nano", "seq_len=128", "data=recall")
@@ -34,7 +34,7 @@ def test_the_median_of_the_rounds_from_empty_caches(tiny, tmp_path, monkeypatch)
         return next(seconds)
 
     monkeypatch.setattr(bench_start, "first_step", first_step)
-    found = bench_start.measure(bench_start.CASES[0], 3, dict.fromkeys(SAME))
+    found = bench_start.measure(bench_start.CASES[0], 3, dict.fromkeys(COMPARED_VERSIONS))
     assert [(r["cache"], r["seconds"], r["rounds"]) for r in found] == [
         ("cold", 4.0, [3.0, 9.0, 4.0]),
         ("warm", 1.5, [1.0, 2.0, 1.5]),

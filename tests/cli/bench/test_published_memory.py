@@ -9,7 +9,7 @@ import torch
 from flash_train.cli.bench_memory import FIXED
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.run import memory_check as module
-from flash_train.cli.run import resolve
+from flash_train.cli.run import model_config
 from flash_train.profiling.memory.prediction import predict
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "memory.json"
@@ -29,7 +29,7 @@ def test_predictions_still_agree_with_what_was_measured(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     off = []
     for record in (r for r in STEPS if r["model"] == model):
-        monkeypatch.setattr(resolve, "choose_attention", lambda *_, name=record["attention"]: (name, ""))
+        monkeypatch.setattr(model_config, "choose_attention", lambda *_, name=record["attention"]: (name, ""))
         step, _ = module.step_before_run(compose_config((*FIXED, "hardware=cuda", *record["overrides"])))
         difference = predict(step).peak_bytes - record["measured_bytes"]
         if abs(difference) > CLOSE * record["measured_bytes"]:

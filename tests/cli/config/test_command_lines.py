@@ -28,14 +28,14 @@ class Begun(BaseException):
 
 @pytest.fixture
 def nothing_begins(monkeypatch, tmp_path):
-    """A run, a cell, a trial or a measurement that would begin raises `Begun`; the standard library is a small one."""
+    """A run, a trial or a measurement that would begin raises `Begun`; the standard library is a small one."""
 
     def begin(*arguments, **options):
         raise Begun
 
     monkeypatch.setattr(build, "build_logger", begin)  # the last that is built, as it writes to run_dir
-    monkeypatch.setattr(find_max, "run_cell", begin)
-    monkeypatch.setattr(ablate, "run_cells", begin)
+    monkeypatch.setattr(find_max, "run_trial", begin)
+    monkeypatch.setattr(ablate, "run_trials", begin)
     monkeypatch.setattr(bench_start, "first_step", begin)
     for name in ("measure_step", "measure_attention", "measure_traffic"):
         monkeypatch.setattr(bench_memory, name, begin)
@@ -131,5 +131,5 @@ def test_a_traceback_and_a_line_without_the_key_are_faults(nothing_begins, tiny,
     line = Line("train", (*tiny, "seq_len=abc"), ("seq_len",))
     assert fault(line) is None
     assert "names none of" in fault(Line("train", line.arguments, ("batch_size",)))
-    monkeypatch.setattr("flash_train.cli.train.prepare", lambda _: 1 / 0)
+    monkeypatch.setattr("flash_train.cli.run.command.prepare", lambda _: 1 / 0)
     assert "ZeroDivisionError" in fault(line)

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from flash_train.cli.config.environment import VARIABLES, grow_segments, quieten_profiler
+from flash_train.cli.config.environment import ALLOCATOR_VARIABLES, grow_segments, quieten_profiler
 
 
 def test_segments_grow_unless_the_environment_says_how_it_shall_be(monkeypatch):
@@ -12,7 +12,7 @@ def test_segments_grow_unless_the_environment_says_how_it_shall_be(monkeypatch):
     environ = {"HOME": "/home/me"}
     grow_segments(environ)
     assert environ == {"HOME": "/home/me", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    for name in VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         chosen = {name: "max_split_size_mb:512"}
         grow_segments(chosen)
         assert chosen == {name: "max_split_size_mb:512"}

@@ -6,7 +6,7 @@ from flash_train.cli.config import hardware
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.hardware import Device, choose
 from flash_train.cli.config.paths import conf_dir
-from flash_train.cli.train import prepare
+from flash_train.cli.run.prepare import prepare
 
 MACHINES = [
     (Device("cpu", "no GPU found"), "cpu", ("nano", "fp32", "none", "auto")),

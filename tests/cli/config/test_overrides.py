@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import override_text, parse, quote, read
-from flash_train.cli.train import prepare
+from flash_train.cli.run.prepare import prepare
 
 PATHS = [
     "runs/a/checkpoints/step-000100.ckpt",

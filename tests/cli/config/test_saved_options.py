@@ -102,7 +102,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, content, says):
 
 def test_a_run_without_its_file_says_that_the_defaults_hold(tmp_path):
     line = read([f"run_dir={tmp_path}", "resume=last"])
-    assert f"options: the defaults, where the command line gives no other, as there is no {tmp_path}" in str(
+    assert f"options: the defaults, except those on the command line, as there is no {tmp_path}" in str(
         describe_options(*with_saved_options(line))
     )
     assert describe_options(*with_saved_options(read([f"run_dir={tmp_path}"]))) is None

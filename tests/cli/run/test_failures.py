@@ -113,7 +113,7 @@ def test_memory_of_the_host_is_not_called_the_gpus(config, error):
 
 def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
     waited = []
-    monkeypatch.setattr(failures, "_outlast", waited.append)
+    monkeypatch.setattr(failures, "_wait_for_end_of", waited.append)
     with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config) as under_way:
         under_way.rank = 1
         raise NonFiniteLossError("the training loss is nan at step 3")
@@ -124,10 +124,10 @@ def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
 def test_the_first_rank_is_waited_for_and_not_for_ever(monkeypatch):
     monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 1.0)
     begin = time.monotonic()
-    failures._outlast(os.getppid() + 1)  # it has ended, and another process has taken its place
+    failures._wait_for_end_of(os.getppid() + 1)  # it has ended, and another process has taken its place
     assert time.monotonic() - begin < 1
     begin = time.monotonic()
-    failures._outlast(os.getppid())
+    failures._wait_for_end_of(os.getppid())
     assert 1 <= time.monotonic() - begin < 10
 
 

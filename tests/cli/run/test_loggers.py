@@ -19,7 +19,7 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run.loggers import build_logger, has_login, reachable, sync_hint, wandb_mode
 from flash_train.cli.run.wandb_files import WandbFiles
-from flash_train.cli.sweep.trial import _without_one_run
+from flash_train.cli.sweep.trial import without_wandb_run
 
 HOST = "api.wandb.ai"
 
@@ -289,6 +289,6 @@ def test_a_run_that_the_server_refuses_leaves_the_parts_before_as_they_were(begi
     assert all(after[path] == before[path] for path in after if path.suffix == ".wandb" or path.name == "run_id")
 
 
-def test_the_cells_of_a_sweep_are_no_resumed_run_of_wandb():
+def test_the_trials_of_a_sweep_are_no_resumed_run_of_wandb():
     environ = {"WANDB_RUN_ID": "i", "WANDB_RESUME": "must", "WANDB_ENTITY": "e", "PATH": "/bin"}
-    assert _without_one_run(environ) == {"WANDB_ENTITY": "e", "PATH": "/bin"}
+    assert without_wandb_run(environ) == {"WANDB_ENTITY": "e", "PATH": "/bin"}

@@ -10,7 +10,7 @@ from flash_train.cli import train as command
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError
 from flash_train.cli.config.overrides import read
 from flash_train.cli.run.interrupt import Interrupted
-from flash_train.cli.run.multirun import Multirun, swept
+from flash_train.cli.run.multirun import Multirun, swept_values
 from flash_train.cli.run.run_table import EndedRun, run_table
 from flash_train.training import CausalLMModule
 from flash_train.training.callbacks import StopAfter
@@ -22,12 +22,12 @@ def flash_train(in_this_process):
 
 
 def own_lines(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith(("flash-train: ", "stopped by "))]
+    return [line for line in lines if line.startswith("flash-train: ")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="hardware=cuda is there on a GPU")
 @pytest.mark.parametrize("accelerators", ["cuda,cpu", "cpu,cuda"])
-def test_a_run_that_cannot_run_here_is_told_and_the_others_run(flash_train, tiny, tmp_path, accelerators):
+def test_a_run_that_cannot_run_here_is_reported_and_the_others_run(flash_train, tiny, tmp_path, accelerators):
     code, lines = flash_train("-m", *tiny, f"trainer.accelerator={accelerators}", "max_steps=1")
     number = accelerators.split(",").index("cuda")
     (line,) = own_lines(lines)
@@ -41,7 +41,7 @@ def test_none_can_run_here(flash_train, tiny):
     code, lines = flash_train("-m", *tiny, "precision=fp16-mixed", "seed=0,1")
     assert code == 3 and len(lines) == 3, lines
     assert lines[1].startswith("flash-train: run 1 (seed=1): precision=fp16-mixed: needs a GPU")
-    assert lines[2] == "flash-train: no run ended ok (2 unavailable); the line of each says why"
+    assert lines[2] == "flash-train: no run ended ok (2 unavailable); the message of each says why"
 
 
 def test_each_run_is_one_of_wandb_though_a_variable_names_one(flash_train, tiny, monkeypatch, tmp_path):
@@ -92,7 +92,7 @@ def test_a_signal_ends_the_sweep(flash_train, tiny, tmp_path, monkeypatch, numbe
     finally:
         signal.signal(signal.SIGINT, before[0])  # Lightning leaves a second Ctrl-C ignored
     assert code == 128 + number
-    assert own_lines(lines) == [f"stopped by {number.name}; runs not begun: 2 of 3"]
+    assert own_lines(lines) == [f"flash-train: stopped by {number.name}; runs not begun: 2 of 3"]
     assert not (tmp_path / "run" / "1").exists()
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -105,7 +105,7 @@ def test_a_signal_before_a_run_has_steps(flash_train, tiny, tmp_path, monkeypatc
     finally:
         for each, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             signal.signal(each, handler)
-    assert (code, own_lines(lines)) == (130, ["stopped by SIGINT; runs not begun: 1 of 2"])
+    assert (code, own_lines(lines)) == (130, ["flash-train: stopped by SIGINT; runs not begun: 1 of 2"])
 
 
 def test_statuses(capsys):
@@ -134,7 +134,7 @@ def test_what_is_left_is_said():
 
 def test_swept():
     line = read(["-m", "seed=0,1", "seq_len=64", "model=nano,125m"])
-    assert swept(line, ("seed=1", "seq_len=64", "model=nano")) == "seed=1, model=nano"
+    assert swept_values(line, ("seed=1", "seq_len=64", "model=nano")) == "seed=1, model=nano"
 
 
 def test_a_sweep_ends_with_a_table_of_its_runs(flash_train, tiny, capsys, monkeypatch):

@@ -19,7 +19,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from flash_train.cli import train as command
-from flash_train.cli.run.build import build_module
+from flash_train.cli.run.module import build_module
 
 ROOT = Path(__file__).parents[3]
 FILES = {"config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png", "checkpoints"}
@@ -129,7 +129,7 @@ def test_the_sample_has_as_many_tokens_as_asked_for(in_process, tiny, tmp_path, 
         asked.append((max_new_tokens, max_seconds))
         return [ord("x")] * max_new_tokens
 
-    monkeypatch.setattr("flash_train.cli.run.build.generate", generate)
+    monkeypatch.setattr("flash_train.cli.run.trainer.generate", generate)
     tiny = [text for text in tiny if not text.startswith("run_dir")]
     assert "─ sample ─" not in in_process(*tiny, f"run_dir={tmp_path / 'none'}", "callbacks.sample.tokens=0")
     for number, option in enumerate(("callbacks.sample.tokens=7", "callbacks.sample.seconds=null")):
@@ -157,7 +157,7 @@ def test_a_schedule_that_is_bent_is_said(in_process, tiny, tmp_path):
     (line,) = [line for line in out.splitlines() if line.startswith("schedule: ")]
     with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
         rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file) if row["train/learning_rate"]]
-    assert line.startswith("schedule: max_steps=8 bends it anew, as the run was planned for 4: ")
+    assert line.startswith("schedule: max_steps=8 changes it, as the run was planned for 4: ")
     assert line.endswith(f"from {rates[3]:.3g} to {rates[4]:.3g}")
 
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_further_on_than_the_last_written_is_said(in_process, tiny,
     (line,) = [line for line in out.splitlines() if line.startswith("checkpoint: ")]
     assert line == (
         "checkpoint: step-000001.ckpt was written last and is taken; "
-        "step-000002.ckpt is of an earlier branch, and stays"
+        "step-000002.ckpt is from an earlier branch, and stays"
     )
 
 
@@ -353,7 +353,7 @@ def test_a_run_is_freed_before_the_next(in_process, tiny, monkeypatch):
         built.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr("flash_train.cli.run.build.build_module", count)
+    monkeypatch.setattr("flash_train.cli.run.module.build_module", count)
     enabled = gc.isenabled()
     gc.disable()  # as if it had not come to collect by itself
     try:

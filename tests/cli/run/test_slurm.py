@@ -1,4 +1,4 @@
-"""Under SLURM: tasks that do not fit the run's devices, a job queued once more, and the checkpoint of its signal."""
+"""Under SLURM: tasks that do not fit the run's devices, a job queued again, and the checkpoint of its signal."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ import torch
 from flash_train.cli import train as command
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.paths import run_dir_of, slurm_checkpoints
-from flash_train.cli.run.slurm import last_checkpoint, requeued
+from flash_train.cli.run.slurm import last_checkpoint, with_requeued_run
 
 JOB = {
     **{"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"},
@@ -78,11 +78,11 @@ def test_only_a_command_that_would_begin_in_a_run_with_a_checkpoint_is_changed(t
     (tmp_path / "run" / "checkpoints" / "step-000002.ckpt").touch()
     again = {"SLURM_RESTART_COUNT": "1"}
     run = f"run_dir={tmp_path / 'run'}"
-    assert requeued(read([run]), again).given("resume") == "last"
-    assert requeued(read([run]), {}).given("resume") is None
-    assert requeued(read([f"run_dir={tmp_path / 'new'}"]), again).given("resume") is None
-    assert requeued(read([]), again).given("resume") is None
-    assert requeued(read([run, "validate_only=true"]), again).given("resume") is None
+    assert with_requeued_run(read([run]), again).given("resume") == "last"
+    assert with_requeued_run(read([run]), {}).given("resume") is None
+    assert with_requeued_run(read([f"run_dir={tmp_path / 'new'}"]), again).given("resume") is None
+    assert with_requeued_run(read([]), again).given("resume") is None
+    assert with_requeued_run(read([run, "validate_only=true"]), again).given("resume") is None
 
 
 def test_a_job_that_began_from_a_named_checkpoint_resumes_its_own_run(tmp_path):
@@ -91,12 +91,12 @@ def test_a_job_that_began_from_a_named_checkpoint_resumes_its_own_run(tmp_path):
         (tmp_path / name / "checkpoints" / "step-000002.ckpt").touch()
     again = {"SLURM_RESTART_COUNT": "1"}
     first = f"resume={tmp_path / 'first' / 'checkpoints' / 'step-000002.ckpt'}"
-    line = requeued(read([first, f"run_dir={tmp_path / 'run'}"]), again)
+    line = with_requeued_run(read([first, f"run_dir={tmp_path / 'run'}"]), again)
     assert (line.given("run_dir"), line.given("resume")) == (str(tmp_path / "run"), "last")
-    line = requeued(read([first]), again)
+    line = with_requeued_run(read([first]), again)
     assert (line.given("run_dir"), line.given("resume")) == (str(tmp_path / "first"), "last")
     new = read([first, f"run_dir={tmp_path / 'new'}"])
-    assert requeued(new, again) == new  # it has saved nothing so far
+    assert with_requeued_run(new, again) == new  # it has saved nothing so far
 
 
 @pytest.mark.parametrize("own", [None, 1, 3])

@@ -1,6 +1,6 @@
-"""What is compiled before the first step: the kernels that a step launches, each in the form in which it launches them.
+"""The warm-up compiles the kernels that a step launches, each in the form in which the step launches it.
 
-Here kernels do nothing but tell how they were launched; on a card Triton tells what it compiled.
+Here kernels only record how they were launched; on a GPU, Triton reports what it compiled.
 """
 
 import csv
@@ -27,12 +27,12 @@ from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run import warm_up
-from flash_train.cli.run.resolve import build_model_config
+from flash_train.cli.run.model_config import build_model_config
 from flash_train.model import Transformer
 from tests.support.fused import fused_on_cpu
 
 ROOT = Path(__file__).parents[3]
-LATER = {"cross_entropy_kernel", "adamw_kernel"}  # which the vocabulary and all weights shape
+LATER = {"cross_entropy_kernel", "adamw_kernel"}  # they depend on the vocabulary or on all weights
 TINY = ("model=nano", "seq_len=512", "trainer.accelerator=cpu")
 RUNS = {
     "bf16-true": ("precision=bf16-true",),
@@ -93,47 +93,47 @@ def step(config) -> None:
     loss.backward()
 
 
-def rehearsed_beside_step(config, launches) -> tuple[set[str], set[str]]:
-    """Names of the kernels that are rehearsed, and of those that the step launches in other forms."""
-    for part in warm_up.parts(config, torch.device("cpu")):
-        part()
-    rehearsed = set(launches)
+def kernels_of_warm_up_and_step(config, launches) -> tuple[set[str], set[str]]:
+    """Names of the kernels in the warm-up, and of the kernels that the step launches in other forms."""
+    for each in warm_up.warm_ups(config, torch.device("cpu")):
+        each()
+    warmed = set(launches)
     step(config)
-    return {name for name, *_ in rehearsed}, {name for name, *_ in launches - rehearsed}
+    return {name for name, *_ in warmed}, {name for name, *_ in launches - warmed}
 
 
 @pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
-def test_a_step_launches_what_was_rehearsed(overrides, launches):
-    rehearsed, others = rehearsed_beside_step(compose_config((*TINY, *overrides)), launches)
+def test_a_step_launches_the_kernels_of_the_warm_up(overrides, launches):
+    warmed, others = kernels_of_warm_up_and_step(compose_config((*TINY, *overrides)), launches)
     assert others <= LATER
-    assert {"attention_forward", "attention_backward_dkdv", "rotary_kernel"} <= rehearsed
+    assert {"attention_forward", "attention_backward_dkdv", "rotary_kernel"} <= warmed
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 @pytest.mark.parametrize("seq_len", [512, 1000, 8192])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_step_launches_what_was_rehearsed_of_hopper(dropout, head_dim, seq_len, packing, launches, monkeypatch):
+def test_a_step_launches_the_warmed_up_kernels_of_hopper(dropout, head_dim, seq_len, packing, launches, monkeypatch):
     monkeypatch.setattr(families, "device_unavailable", lambda *_: None)
     monkeypatch.setattr(hopper, "processors", lambda device: 132)
     options = (f"seq_len={seq_len}", f"data.packing={packing}", f"model.head_dim={head_dim}")
     config = compose_config((*TINY, "precision=bf16-true", f"attention.dropout={dropout}", *options))
-    rehearsed, others = rehearsed_beside_step(config, launches)
+    warmed, others = kernels_of_warm_up_and_step(config, launches)
     assert others <= LATER
-    assert {"hopper_forward", "hopper_prepare", "rotary_kernel"} <= rehearsed
-    assert ("hopper_backward" if head_dim < 256 else "hopper_backward_dq") in rehearsed
+    assert {"hopper_forward", "hopper_prepare", "rotary_kernel"} <= warmed
+    assert ("hopper_backward" if head_dim < 256 else "hopper_backward_dq") in warmed
 
 
-def test_where_there_is_nothing_to_rehearse(monkeypatch):
+def test_where_there_is_no_warm_up(monkeypatch):
     cpu = torch.device("cpu")
-    assert warm_up.parts(compose_config((*TINY, "attention=sdpa")), cpu) == []
+    assert warm_up.warm_ups(compose_config((*TINY, "attention=sdpa")), cpu) == []
     with pytest.raises(UsageError, match=r"model\.n_kv_heads"):
-        warm_up.parts(compose_config((*TINY, "model.n_heads=4", "model.n_kv_heads=3")), cpu)
+        warm_up.warm_ups(compose_config((*TINY, "model.n_heads=4", "model.n_kv_heads=3")), cpu)
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
-    assert len(warm_up.parts(compose_config(TINY), cpu)) == 3
-    assert len(warm_up.parts(compose_config((*TINY, "compile=true")), cpu)) == 2
+    assert len(warm_up.warm_ups(compose_config(TINY), cpu)) == 3
+    assert len(warm_up.warm_ups(compose_config((*TINY, "compile=true")), cpu)) == 2
     monkeypatch.setattr(warm_up, "interpreting", lambda: True)
-    assert warm_up.parts(compose_config(TINY), cpu) == []
+    assert warm_up.warm_ups(compose_config(TINY), cpu) == []
 
 
 @pytest.mark.parametrize(
@@ -146,49 +146,49 @@ def test_where_there_is_nothing_to_rehearse(monkeypatch):
         ("validate_only=true",),
     ],
 )
-def test_what_is_not_rehearsed(overrides, monkeypatch):
+def test_runs_without_a_warm_up(overrides, monkeypatch):
     if "accelerator" not in overrides[0]:
         monkeypatch.setattr(warm_up, "device_of", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(warm_up, "parts", lambda *_: pytest.fail("was rehearsed"))
-    with warm_up.rehearsed(compose_config(("model=nano", *overrides))):
+    monkeypatch.setattr(warm_up, "warm_ups", lambda *_: pytest.fail("warmed up"))
+    with warm_up.warming_up(compose_config(("model=nano", *overrides))):
         pass
 
 
 @pytest.fixture
 def on_card(monkeypatch):
-    """Sets the parts of a rehearsal, on what passes for a card; returns what was done with its memory."""
+    """Sets the warm-ups, on a pretended GPU; returns the calls that freed its memory."""
     done: list[str] = []
     monkeypatch.setattr(warm_up, "device_of", lambda _: torch.device("cuda"))
     monkeypatch.setattr(warm_up, "shared_triton", nullcontext)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
 
-    def set_parts(*parts) -> list[str]:
-        monkeypatch.setattr(warm_up, "parts", lambda *_: parts)
+    def set_warm_ups(*warm_ups) -> list[str]:
+        monkeypatch.setattr(warm_up, "warm_ups", lambda *_: warm_ups)
         return done
 
-    return set_parts
+    return set_warm_ups
 
 
-def test_parts_run_beside_the_caller_and_end_before_it_goes_on(on_card):
+def test_warm_ups_run_in_parallel_to_the_block_and_end_with_it(on_card):
     began, go_on = threading.Barrier(3, timeout=20), threading.Event()
     ended = []
 
-    def part() -> None:
+    def warm() -> None:
         began.wait()
         assert go_on.wait(20)
         time.sleep(0.05)
         ended.append(threading.get_ident())
 
-    done = on_card(part, part)
-    with warm_up.rehearsed(compose_config(("model=nano",))):
+    done = on_card(warm, warm)
+    with warm_up.warming_up(compose_config(("model=nano",))):
         began.wait()  # both, and this thread
         go_on.set()
     assert len(set(ended)) == 2 and threading.get_ident() not in ended
     assert done == ["synchronize", "empty_cache", "reset_peak_memory_stats"]
 
 
-def test_what_goes_wrong_in_a_part(on_card):
+def test_errors_in_a_warm_up(on_card):
     def fail(error: Exception) -> None:
         raise error
 
@@ -205,16 +205,16 @@ def test_what_goes_wrong_in_a_part(on_card):
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ):
         done = on_card(lambda error=error: exhaust(error))
-        with warm_up.rehearsed(compose_config(("model=nano",))):
+        with warm_up.warming_up(compose_config(("model=nano",))):
             pass
         assert "empty_cache" in done
         error.__traceback__ = None  # which this test has kept
     assert not any(taken() is not None for taken in kept)
     on_card(lambda: fail(RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"), warm_up.rehearsed(compose_config(("model=nano",))):
+    with pytest.raises(RuntimeError, match="a bug"), warm_up.warming_up(compose_config(("model=nano",))):
         pass
     on_card(lambda: None)
-    with pytest.raises(UsageError, match="a mistake"), warm_up.rehearsed(compose_config(("model=nano",))):
+    with pytest.raises(UsageError, match="a mistake"), warm_up.warming_up(compose_config(("model=nano",))):
         raise UsageError("a mistake")
 
 
@@ -240,10 +240,12 @@ def test_nothing_that_it_needs_imports_lightning():
 
 @pytest.mark.gpu
 def test_a_run_is_the_same_without(tmp_path):
-    """Its weights and masks are drawn from generators that are set behind the rehearsal. Steps after the first may
-    differ, since Hopper's gradients of queries are sums in any order."""
+    """Its weights and masks come from generators that are seeded after the warm-up. Later steps may differ, because
+    Hopper's gradients of queries are summed in any order."""
     code = "from flash_train.cli import train; train.main()"
-    without = "import contextlib; from flash_train.cli import rehearsal; rehearsal.rehearsed = contextlib.nullcontext; "
+    without = (
+        "import contextlib; from flash_train.cli.run import warm_up; warm_up.warming_up = contextlib.nullcontext; "
+    )
     options = (
         *("model=nano", "seq_len=1024", "data=recall", "attention.dropout=0.1", "model.residual_dropout=0.1"),
         *("max_steps=1", "log_every=1", "logger=none", "trainer.checkpoints=false"),
@@ -262,8 +264,8 @@ def test_a_run_is_the_same_without(tmp_path):
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 @pytest.mark.parametrize("model", ["125m", "1b3"])
 def test_the_first_step_compiles_next_to_nothing(model, packing, tmp_path):
-    """In a process of its own, with nothing compiled before, and nothing left in the device's memory. Of 64 columns,
-    one long document launches other kernels than many short ones."""
+    """In its own process, with nothing compiled before and nothing left in the device's memory. With 64 columns, one
+    long document launches other kernels than many short ones."""
     found = subprocess.run(
         [sys.executable, "-m", "tests.support.cli.first_step", f"model={model}", f"data.packing={packing}"],
         cwd=ROOT,
@@ -272,9 +274,9 @@ def test_the_first_step_compiles_next_to_nothing(model, packing, tmp_path):
         text=True,
     )
     assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout.splitlines()[-1])
-    assert set(told["in the step"]) <= LATER
-    assert "norm_forward_kernel" in told["rehearsed"]
-    assert len(told["rehearsed"]) == len({tuple(x) for x in told["forms"]})  # none twice
-    assert told["kept"] <= 2 * 40 * 2**20  # cuBLAS's workspaces, which stay
-    assert told["workspaces of the step"] == 0
+    compiled = json.loads(found.stdout.splitlines()[-1])
+    assert set(compiled["in the step"]) <= LATER
+    assert "norm_forward_kernel" in compiled["in the warm-up"]
+    assert len(compiled["in the warm-up"]) == len({tuple(x) for x in compiled["forms"]})  # none twice
+    assert compiled["kept"] <= 2 * 40 * 2**20  # cuBLAS's workspaces, which stay
+    assert compiled["workspaces of the step"] == 0

@@ -47,12 +47,12 @@ def test_the_device_chooses_what_is_not_given(device, expected):
         (["find_max=maybe"], "find_max=maybe: must be true or false"),
         (["find_max.limit=10"], "find_max.limit=10: must be a multiple of 64"),
         (["find_max.limit=600"], "find_max.limit=600: must be a multiple of 64"),
-        (["find_max.limit=128"], "find_max.limit is of the search for the longest row; it goes with find_max=true"),
+        (["find_max.limit=128"], "find_max.limit belongs to the search for the longest row; add find_max=true"),
         (["find_max.memory=checkpoint"], "must be a list of none, selective, checkpoint"),
         (["find_max.attention=[flush]"], "must be a list of chunked, flash, hopper, sdpa, standard, triton"),
         (["find_max.memory=[none,none]"], "must be different values"),
         (["find_max.most=4"], "find_max.most: no such key"),
-        (["find_max=true", "seq_len=512"], "seq_len=512: find_max=true chooses it"),
+        (["find_max=true", "seq_len=512"], "seq_len=512: find_max=true sets it"),
     ],
 )
 def test_mistakes_are_one_line(arguments, words):
@@ -75,19 +75,19 @@ def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
     """A device that takes 1,300 tokens, where 1,000 were predicted; the process dies in its second trial."""
     trials = []
 
-    def run_cell(cell):
-        length = int(cell.name.rpartition("-")[2])
+    def run_trial(trial):
+        length = int(trial.name.rpartition("-")[2])
         trials.append(length)
         if len(trials) == 2:
             raise KeyboardInterrupt
         result = (
             Result("ok", summary={"peak_memory_gib": length / 1000}) if length <= 1300 else Result("oom", "too long")
         )
-        cell.folder.mkdir(parents=True)
-        keep(cell, result)
+        trial.folder.mkdir(parents=True)
+        keep(trial, result)
         return result
 
-    monkeypatch.setattr(command, "run_cell", run_cell)
+    monkeypatch.setattr(command, "run_trial", run_trial)
     monkeypatch.setattr(command, "predicted_longest", lambda *_: 1024)
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     asked = options.Search(1 << 20, ("none",), ("sdpa",))
@@ -110,11 +110,11 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
     """Of what was predicted a little cannot be had."""
     trials = []
 
-    def run_cell(cell):
-        trials.append(int(cell.name.rpartition("-")[2]))
+    def run_trial(trial):
+        trials.append(int(trial.name.rpartition("-")[2]))
         return Result("ok" if trials[-1] <= 100_000 else "oom")
 
-    monkeypatch.setattr(command, "run_cell", run_cell)
+    monkeypatch.setattr(command, "run_trial", run_trial)
     monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most: min(100_352, most))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     command.find_max(line, options.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
@@ -129,11 +129,11 @@ def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypat
     """Standard's rows are one document: what a few short ones take says nothing."""
     packings = []
 
-    def run_cell(cell):
-        packings.append([text for text in cell.overrides if "packing" in text])
-        return Result("failed", "an illegal address") if "sdpa" in cell.name else Result("ok")
+    def run_trial(trial):
+        packings.append([text for text in trial.overrides if "packing" in text])
+        return Result("failed", "an illegal address") if "sdpa" in trial.name else Result("ok")
 
-    monkeypatch.setattr(command, "run_cell", run_cell)
+    monkeypatch.setattr(command, "run_trial", run_trial)
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     asked = options.Search(512, ("none",), ("sdpa", "standard"))
     command.find_max(line.with_override("logger", "none"), asked, tmp_path / "search")
@@ -147,7 +147,7 @@ def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypat
 
 def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(command, "run_cell", lambda cell: Result("ok", summary={"peak_memory_gib": 1.0}))
+    monkeypatch.setattr(command, "run_trial", lambda trial: Result("ok", summary={"peak_memory_gib": 1.0}))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     command.find_max(line, options.Search(512, ("none",), ("sdpa",)), tmp_path / "search")
     assert list((tmp_path / "search" / "wandb").glob("offline-run-*"))
@@ -157,7 +157,7 @@ def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
     ("ended", "error"), [("failed", UsageError), ("unavailable", UnavailableError), ("oom", OutOfMemoryError)]
 )
 def test_a_search_that_found_nothing_does_not_end_well(ended, error, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "run_cell", lambda cell: Result(ended, "a reason"))
+    monkeypatch.setattr(command, "run_trial", lambda trial: Result(ended, "a reason"))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "run_dir"))])
     with pytest.raises(UsageError, match=rf"no search ended ok \(2 {ended}\); .*find_max.md says why") as stop:
         command.find_max(line, options.Search(512, ("none", "selective"), ("sdpa",)), tmp_path / "search")

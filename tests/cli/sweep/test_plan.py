@@ -1,4 +1,4 @@
-"""The axes of an ablation, as cells."""
+"""The axes of an ablation, as trials."""
 
 import os
 
@@ -15,34 +15,34 @@ def planned(*arguments: str):
     return plan(read(["hardware=cpu", *arguments]))
 
 
-def test_cells_are_all_combinations_shortest_first(tmp_path):
+def test_trials_are_all_combinations_shortest_first(tmp_path):
     sweep = planned(
         f"run_dir={tmp_path}", "sweep.seq_len=[64,128]", "sweep.attention=[standard,sdpa]", "sweep.memory=[none]"
     )
-    assert [cell.cell.name for cell in sweep.cells] == [
+    assert [trial.trial.name for trial in sweep.trials] == [
         f"seq_len={n},memory=none,attention={name}" for n in (64, 128) for name in ("standard", "sdpa")
     ]
-    assert sweep.cells[0].axes == {
+    assert sweep.trials[0].axes == {
         **{"seed": 0, "model": "nano", "precision": "fp32", "packing": "best_fit", "dropout": 0.0},
         **{"seq_len": 64, "memory": "none", "attention": "standard"},
     }
-    assert {cell.config.seed for cell in sweep.cells} == {0}
-    assert all(cell.config.callbacks.step_times and not cell.config.trainer.checkpoints for cell in sweep.cells)
+    assert {trial.config.seed for trial in sweep.trials} == {0}
+    assert all(trial.config.callbacks.step_times and not trial.config.trainer.checkpoints for trial in sweep.trials)
 
 
 def test_the_runs_of_several_seeds_lie_apart_and_validate_on_the_same_tokens(tmp_path):
     sweep = planned(f"run_dir={tmp_path}", "sweep.seed=[3,1]", "sweep.seq_len=[64,128]", "attention=sdpa")
-    assert [(cell.config.seed, cell.axes["seed"], cell.axes["seq_len"]) for cell in sweep.cells] == [
+    assert [(trial.config.seed, trial.axes["seed"], trial.axes["seq_len"]) for trial in sweep.trials] == [
         *((3, 3, 64), (3, 3, 128), (1, 1, 64), (1, 1, 128))
     ]
-    assert {(cell.config.data.val_tokens, cell.config.data.val_batches) for cell in sweep.cells} == {(32768, None)}
-    (only,) = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "seed=5").cells
+    assert {(trial.config.data.val_tokens, trial.config.data.val_batches) for trial in sweep.trials} == {(32768, None)}
+    (only,) = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "seed=5").trials
     assert only.axes["seed"] == only.config.seed == 5
 
 
 def test_a_key_that_is_given_is_no_axis(tmp_path):
     sweep = planned(f"run_dir={tmp_path}", "seq_len=96", "attention=sdpa", "sweep.dropout=[0.0,0.1]", "max_steps=7")
-    assert [(cell.axes["seq_len"], cell.axes["dropout"], cell.config.max_steps) for cell in sweep.cells] == [
+    assert [(trial.axes["seq_len"], trial.axes["dropout"], trial.config.max_steps) for trial in sweep.trials] == [
         (96, 0.0, 7),
         (96, 0.1, 7),
     ]
@@ -50,38 +50,40 @@ def test_a_key_that_is_given_is_no_axis(tmp_path):
 
 def test_the_runs_are_a_group_at_wandb(tmp_path):
     sweep = planned(f"run_dir={tmp_path / 'a=1, b'}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]")
-    (only,) = sweep.cells
+    (only,) = sweep.trials
     assert only.config.logger.name == "wandb"
-    (again,) = [text for text in only.cell.overrides if text.startswith("logger.group")]
+    (again,) = [text for text in only.trial.overrides if text.startswith("logger.group")]
     assert again == "logger.group='a=1, b'"
     assert only.config.logger.group == "a=1, b"  # with which the table is logged
     quiet = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]", "logger=none")
-    assert not [text for text in quiet.cells[0].cell.overrides if text.startswith("logger.group")]
+    assert not [text for text in quiet.trials[0].trial.overrides if text.startswith("logger.group")]
 
 
 @pytest.mark.parametrize("group", ["it's", "runs of mine"])
 def test_a_group_at_wandb_may_have_any_name(tmp_path, group):
     axes = ("sweep.seq_len=[64]", "sweep.attention=[sdpa]")
     for arguments in ((f"run_dir={tmp_path / group}",), (f"run_dir={tmp_path}", quote("logger.group", group))):
-        (only,) = planned(*arguments, *axes).cells
-        assert compose_config(only.cell.overrides).logger.group == group
+        (only,) = planned(*arguments, *axes).trials
+        assert compose_config(only.trial.overrides).logger.group == group
 
 
 def test_what_an_experiment_gives_is_no_axis(tmp_path):
     arguments = (f"run_dir={tmp_path}", "experiment=long_context_131k")
-    (only,) = planned(*arguments).cells
+    (only,) = planned(*arguments).trials
     assert [only.axes[name] for name in ("model", "seq_len", "attention", "memory")] == [
         *("1b3", 131072, "flash", "checkpoint")
     ]
-    asked = planned(*arguments, "sweep.seq_len=[64,128]").cells
-    assert [(cell.axes["seq_len"], cell.axes["attention"]) for cell in asked] == [(64, "flash"), (128, "flash")]
+    asked = planned(*arguments, "sweep.seq_len=[64,128]").trials
+    assert [(trial.axes["seq_len"], trial.axes["attention"]) for trial in asked] == [(64, "flash"), (128, "flash")]
 
     write_text(tmp_path / "experiment" / "mine.yaml", "# @package _global_\nattention:\n  backend: sdpa\n")
-    own = planned(f"run_dir={tmp_path}", "experiment=mine", "--config-dir", str(tmp_path)).cells
-    assert [(cell.axes["seq_len"], cell.axes["attention"]) for cell in own] == [(n, "sdpa") for n in (256, 512, 1024)]
+    own = planned(f"run_dir={tmp_path}", "experiment=mine", "--config-dir", str(tmp_path)).trials
+    assert [(trial.axes["seq_len"], trial.axes["attention"]) for trial in own] == [
+        (n, "sdpa") for n in (256, 512, 1024)
+    ]
 
 
-def test_cells_at_once_share_the_machine(tmp_path, monkeypatch):
+def test_trials_at_once_share_the_machine(tmp_path, monkeypatch):
     arguments = (f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "sweep.jobs=3")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
@@ -96,4 +98,4 @@ def test_cells_at_once_share_the_machine(tmp_path, monkeypatch):
 
 def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):
     sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.precision=[fp32,fp16-mixed]", "attention=sdpa")
-    assert [cell.unavailable and "needs a GPU" in cell.unavailable for cell in sweep.cells] == [None, True]
+    assert [trial.unavailable and "needs a GPU" in trial.unavailable for trial in sweep.trials] == [None, True]

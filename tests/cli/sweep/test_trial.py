@@ -10,8 +10,8 @@ import time
 import pytest
 
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.sweep import trial
-from flash_train.cli.sweep.trial import Cell, Result, keep, known_result, last_error, run_cell, run_cells
+from flash_train.cli.sweep import trial as module
+from flash_train.cli.sweep.trial import Result, Trial, keep, known_result, last_error, run_trial, run_trials
 
 FINISHED = """
 import json, pathlib, sys
@@ -22,23 +22,23 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("run_dir=").strip("'"))
 
 @pytest.fixture
 def command(monkeypatch):
-    """Let every cell run this Python text in place of `flash-train`."""
+    """Let every trial run this Python text in place of `flash-train`."""
 
     def use(text: str) -> None:
-        monkeypatch.setattr(trial, "COMMAND", (sys.executable, "-c", text))
+        monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", text))
 
     return use
 
 
 def test_a_run_that_finishes(command, tmp_path):
     command(FINISHED + "print(sys.argv[1:])")
-    cell = Cell(tmp_path / "seq_len=8,attention=sdpa", ("seq_len=8",))
-    result = run_cell(cell)
+    trial = Trial(tmp_path / "seq_len=8,attention=sdpa", ("seq_len=8",))
+    result = run_trial(trial)
     assert (result.status, result.reason, result.summary["step_seconds"]) == ("ok", None, 0.5)
     assert result.seconds > 0
-    assert "seq_len=8" in (cell.folder / "log.txt").read_text()
-    assert known_result(cell) == result
-    assert {path.name for path in cell.folder.iterdir()} == {"cell.json", "log.txt", "summary.json"}
+    assert "seq_len=8" in (trial.folder / "log.txt").read_text()
+    assert known_result(trial) == result
+    assert {path.name for path in trial.folder.iterdir()} == {"cell.json", "log.txt", "summary.json"}
 
 
 ENDS = [
@@ -60,7 +60,7 @@ ENDS = [
 def test_how_a_run_ends(command, tmp_path, monkeypatch, text, status, reason):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     command(f"import os, sys\n{text}")
-    result = run_cell(Cell(tmp_path / "cell", ()))
+    result = run_trial(Trial(tmp_path / "cell", ()))
     assert result.status == status
     assert result.reason.startswith(reason)
 
@@ -68,28 +68,28 @@ def test_how_a_run_ends(command, tmp_path, monkeypatch, text, status, reason):
 @pytest.mark.parametrize(("before", "after", "status"), [(3, 4, "oom"), (3, 3, "failed"), (None, None, "oom")])
 def test_killed_for_memory_or_by_somebody(command, monkeypatch, tmp_path, before, after, status):
     counts = iter([before, after])
-    monkeypatch.setattr(trial, "_kills_for_memory", lambda: next(counts))
+    monkeypatch.setattr(module, "_kills_for_memory", lambda: next(counts))
     command("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert run_cell(Cell(tmp_path / "cell", ())).status == status
+    assert run_trial(Trial(tmp_path / "cell", ())).status == status
 
 
 @pytest.mark.parametrize("line", ["flash-train: out of GPU memory at n=8", "[rank1]: MemoryError: out of GPU memory"])
 def test_the_first_rank_is_killed_since_another_ran_out_of_memory(command, monkeypatch, tmp_path, line):
-    monkeypatch.setattr(trial, "_kills_for_memory", lambda: 3)
+    monkeypatch.setattr(module, "_kills_for_memory", lambda: 3)
     later = "[rank2]: torch.distributed.DistBackendError: remote process exited"
     command(f"import os\nprint({line!r}, {later!r}, sep='\\n', flush=True)\nos.kill(os.getpid(), 9)")
-    result = run_cell(Cell(tmp_path / "cell", ()))
+    result = run_trial(Trial(tmp_path / "cell", ()))
     assert (result.status, result.reason) == ("oom", line.removeprefix("flash-train: "))
 
 
 def test_known_only_for_the_same_command(tmp_path):
-    cell = Cell(tmp_path / "cell", ("seq_len=8", "logger.group=a"))
-    assert known_result(cell) is None
-    keep(cell, Result("oom", "out of memory"))
-    for same in (cell.overrides, ("seq_len=4", "logger.group=b", "seq_len=8")):  # the last wins; a name is no setting
-        assert known_result(Cell(cell.folder, same)) == Result("oom", "out of memory")
+    trial = Trial(tmp_path / "cell", ("seq_len=8", "logger.group=a"))
+    assert known_result(trial) is None
+    keep(trial, Result("oom", "out of memory"))
+    for same in (trial.overrides, ("seq_len=4", "logger.group=b", "seq_len=8")):  # the last wins; a name is no setting
+        assert known_result(Trial(trial.folder, same)) == Result("oom", "out of memory")
     with pytest.raises(UsageError, match=r"seq_len: 8, now 16; seed: not given, now 1\); allowed: .* another run_dir"):
-        known_result(Cell(cell.folder, ("seq_len=16", "seed=1")))
+        known_result(Trial(trial.folder, ("seq_len=16", "seed=1")))
 
 
 MADE_BY = {"device": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
@@ -107,38 +107,38 @@ MADE_BY = {"device": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
     ],
 )
 def test_known_only_for_the_same_device_and_versions(tmp_path, monkeypatch, now, says):
-    cell = Cell(tmp_path / "cell", ())
-    monkeypatch.setattr(trial, "_versions", lambda: MADE_BY)
-    keep(cell, Result("ok"))
-    keep(other := Cell(tmp_path / "other", ()), Result("unavailable", "no GPU"))
-    monkeypatch.setattr(trial, "_versions", lambda: MADE_BY | now)
+    trial = Trial(tmp_path / "cell", ())
+    monkeypatch.setattr(module, "_versions", lambda: MADE_BY)
+    keep(trial, Result("ok"))
+    keep(other := Trial(tmp_path / "other", ()), Result("unavailable", "no GPU"))
+    monkeypatch.setattr(module, "_versions", lambda: MADE_BY | now)
     if says is None:
-        assert known_result(cell) == Result("ok")
+        assert known_result(trial) == Result("ok")
         return
     with pytest.raises(UsageError, match=says):
-        known_result(cell)
+        known_result(trial)
     assert known_result(other) is None  # nothing was measured there
 
 
 def test_a_record_names_device_and_commit(tmp_path):
-    keep(cell := Cell(tmp_path / "cell", ()), Result("ok"))
-    made_by = json.loads((cell.folder / "cell.json").read_text())["versions"]
+    keep(trial := Trial(tmp_path / "cell", ()), Result("ok"))
+    made_by = json.loads((trial.folder / "cell.json").read_text())["versions"]
     assert made_by["device"] and made_by["torch"] and "commit" in made_by
 
 
 def test_what_failed_is_tried_again(tmp_path):
-    cell = Cell(tmp_path / "cell", ())
-    keep(cell, Result("failed", "somebody pulled the plug"))
-    assert known_result(cell) is None
+    trial = Trial(tmp_path / "cell", ())
+    keep(trial, Result("failed", "somebody pulled the plug"))
+    assert known_result(trial) is None
 
 
 def test_what_an_unfinished_run_left_is_removed(command, tmp_path):
-    cell = Cell(tmp_path / "cell", ())
-    cell.folder.mkdir()
-    (cell.folder / "metrics.csv").write_text("step\n1\n")
+    trial = Trial(tmp_path / "cell", ())
+    trial.folder.mkdir()
+    (trial.folder / "metrics.csv").write_text("step\n1\n")
     command(FINISHED)
-    run_cell(cell)
-    assert not (cell.folder / "metrics.csv").exists()
+    run_trial(trial)
+    assert not (trial.folder / "metrics.csv").exists()
 
 
 def test_several_at_once_each_with_its_own_gpu(command, tmp_path):
@@ -149,10 +149,10 @@ def test_several_at_once_each_with_its_own_gpu(command, tmp_path):
         "while len(list(room.glob('*.here'))) < 4: time.sleep(0.05)\n"
         "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    wanted = [Cell(tmp_path / str(i), ()) for i in range(4)]
-    done = dict(run_cells(wanted, [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "2", "3")]))
-    assert all(done[cell].status == "ok" for cell in wanted)
-    assert sorted((cell.folder / "log.txt").read_text().strip() for cell in wanted) == ["0", "1", "2", "3"]
+    wanted = [Trial(tmp_path / str(i), ()) for i in range(4)]
+    done = dict(run_trials(wanted, [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("0", "1", "2", "3")]))
+    assert all(done[trial].status == "ok" for trial in wanted)
+    assert sorted((trial.folder / "log.txt").read_text().strip() for trial in wanted) == ["0", "1", "2", "3"]
 
 
 def alive(pid: int) -> bool:
@@ -165,7 +165,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("ignores", [False, True])
 def test_no_process_is_left_when_the_sweep_stops(command, monkeypatch, tmp_path, ignores):
-    monkeypatch.setattr(trial, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(module, "STOP_SECONDS", 0.5)
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if ignores else ""
     command(
         "import os, pathlib, signal, sys, time\n"
@@ -174,7 +174,7 @@ def test_no_process_is_left_when_the_sweep_stops(command, monkeypatch, tmp_path,
         "if sys.argv[1] == 'short': sys.exit(3)\n"
         "time.sleep(60)\n"
     )
-    running = run_cells([Cell(tmp_path / "a", ("long",)), Cell(tmp_path / "b", ("short",))], [{}, {}])
+    running = run_trials([Trial(tmp_path / "a", ("long",)), Trial(tmp_path / "b", ("short",))], [{}, {}])
     ended, _ = next(running)
     assert ended.name == "b"
     while len(list(tmp_path.glob("*.pid"))) < 2:
@@ -212,6 +212,6 @@ def test_the_last_error_of_a_log():
 
 def test_a_run_that_a_signal_stopped_is_no_result(tmp_path):
     """Its exit status is the signal's, its record says that it is not over."""
-    child = trial._Child.__new__(trial._Child)
-    child.cell = Cell(tmp_path, ())
+    child = module._Child.__new__(module._Child)
+    child.trial = Trial(tmp_path, ())
     assert child._judge(128 + signal.SIGTERM, "interrupted") == ("failed", "the run was interrupted")

@@ -1,6 +1,6 @@
-"""On a card: a rehearsal and then a step of training; prints as JSON what each compiled, and what stays in memory.
+"""On a GPU: a warm-up and then a training step; prints as JSON what each compiled, and what stays in memory.
 
-A script, run by a test: nothing may have been compiled in its process before.
+A test runs this script, because nothing may have been compiled in its process before.
 """
 
 import json
@@ -12,8 +12,8 @@ from triton import knobs
 
 from flash_train.attention import Packing
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.run.resolve import build_model_config
-from flash_train.cli.run.warm_up import rehearsed
+from flash_train.cli.run.model_config import build_model_config
+from flash_train.cli.run.warm_up import warming_up
 from flash_train.model import Transformer
 
 SEQ_LEN = 8192
@@ -29,7 +29,7 @@ def step(model: Transformer, boundaries: list[int]) -> None:
 
 
 def workspaces(model: Transformer, boundaries: list[int]) -> int:
-    """Bytes of cuBLAS's that stay behind a step, which another step shows."""
+    """Bytes of cuBLAS's workspaces that stay after a step, measured by another step."""
     before = torch.cuda.memory_allocated()
     step(model, boundaries)
     model.zero_grad()
@@ -39,21 +39,21 @@ def workspaces(model: Transformer, boundaries: list[int]) -> int:
 def main() -> None:
     knobs.compilation.listener = lambda *, metadata, **_: compiled.append((metadata["name"], metadata["hash"]))
     config = compose_config(("precision=bf16-true", f"seq_len={SEQ_LEN}", "data=stdlib", *sys.argv[1:]))
-    with rehearsed(config):
+    with warming_up(config):
         pass
     kept, before = torch.cuda.memory_allocated(), list(compiled)
     model = Transformer(replace(build_model_config(config, 259, None), n_layers=2), attention="flash")
     model = model.to("cuda", torch.bfloat16)
     boundaries = [0, SEQ_LEN] if config.data.packing == "concat" else [*range(0, SEQ_LEN, 300), *[SEQ_LEN] * 40]
     more = workspaces(model, boundaries)
-    told = {
-        "rehearsed": [name for name, _ in before],
+    record = {
+        "in the warm-up": [name for name, _ in before],
         "forms": before,
         "in the step": [name for name, _ in compiled[len(before) :]],
         "kept": kept,
         "workspaces of the step": more,
     }
-    print(json.dumps(told))
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""A run directory belongs to one run at a time: new names for new runs, and a lock while a run writes."""
+"""Run directories: a new name for each new run, and a lock that keeps a second run from writing to one."""
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO
 
-from flash_train.cli.config.errors import UsageError, blame, tell
+from flash_train.cli.config.environment import is_first_process
+from flash_train.cli.config.errors import UsageError, blame
+from flash_train.output import LOGGER
 
 try:
     import fcntl
@@ -16,16 +18,10 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
-
-
-def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is the process of a run that writes its files, by the variables that launchers set."""
-    return all(environ.get(name, "0") == "0" for name in RANKS)
 
 
 def new_folder(wanted: Path) -> Path:
-    """Make a folder that no other run has: `wanted`, or where that exists `wanted_2` and so on."""
+    """Create a folder for a run: `wanted`, or if that exists `wanted_2`, and so on."""
     for number in count(1):
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
         try:
@@ -37,13 +33,14 @@ def new_folder(wanted: Path) -> Path:
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Keep other runs out of `run_dir` for the length of the block; the system does, until this process ends.
+def locked(run_dir: Path) -> Iterator[None]:
+    """Lock `run_dir` for the length of the block; the system releases the lock if this process is killed.
 
-    The lock is one of `fcntl`, which forked processes do not inherit: workers that outlive a killed run hold none.
+    Only the first process of a run takes the lock. Forked processes do not inherit a lock of `fcntl`, so workers that
+    outlive a killed run hold none.
 
     Raises:
-        UsageError: another run has the folder.
+        UsageError: another run has locked the folder.
     """
     if not is_first_process():
         yield
@@ -53,18 +50,20 @@ def claimed(run_dir: Path) -> Iterator[None]:
     with blame(f"run_dir={run_dir}"):
         file = _lock(path, run_dir)
     if file is None:
-        tell(f"run_dir={run_dir}: this file system has no locks; nothing keeps a second run from writing there")
+        LOGGER.warning(
+            "run_dir=%s: this file system has no locks; nothing keeps a second run from writing there", run_dir
+        )
         yield
         return
     with file:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # while it is locked: after that it may be another's
+            path.unlink(missing_ok=True)  # while it is locked: later the file may be another run's
 
 
 def _lock(path: Path, run_dir: Path) -> IO[str] | None:
-    """The file at `path`, locked and with the name of this process; None where there are no locks."""
+    """Open and lock the file at `path`, and write this process's name to it; None if there are no locks."""
     while fcntl is not None:
         with ExitStack() as closing:
             file = closing.enter_context(open(path, "a+", encoding="utf-8"))
@@ -78,13 +77,13 @@ def _lock(path: Path, run_dir: Path) -> IO[str] | None:
                     "allowed: another folder, or this one once that run has ended"
                 ) from error
             except OSError as error:
-                from flash_train.data.lock import UNSUPPORTED  # and with it PyTorch
+                from flash_train.data.lock import UNSUPPORTED  # imports PyTorch
 
                 if error.errno not in UNSUPPORTED:
                     raise
                 path.unlink(missing_ok=True)
                 return None
-            if is_there:  # else who held it before has removed it, and others may hold a new file of that name
+            if is_there:  # otherwise its last owner has removed it, and another run may have created a new one
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
                 file.flush()

@@ -1,5 +1,7 @@
-"""A configuration's model and what runs it: known before anything is built, and without PyTorch Lightning, whose import
-takes longer than all else before the first step.
+"""The model's shape, the device and the attention backend of a configuration.
+
+They are known before anything is built. This module does not import Lightning: that takes longer than anything else
+before the first step, and the kernels are compiled meanwhile.
 """
 
 import math
@@ -14,8 +16,8 @@ from flash_train.cli.run.rotary import keeps_rule, merged_rule
 from flash_train.model import ModelConfig, pretrained_config
 from flash_train.precision import PRECISIONS
 
-VOCAB_MULTIPLE = 64  # matrix products over the vocabulary want aligned rows
-# What the weights' shapes follow from.
+VOCAB_MULTIPLE = 64  # matrix products over the vocabulary are fastest with aligned rows
+# The fields that the shapes of the weights depend on.
 SHAPE = (
     *("vocab_size", "n_layers", "width", "n_heads", "n_kv_heads"),
     *("head_dim", "mlp_width", "qk_norm", "tied_embeddings"),
@@ -23,12 +25,12 @@ SHAPE = (
 
 
 def plain(node: DictConfig) -> dict[str, Any]:
-    """A part of the configuration as a dictionary."""
+    """A part of the configuration as a plain dictionary."""
     return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
 
 
 def device_of(accelerator: str) -> torch.device:
-    """The kind of device that training will use."""
+    """The device that `trainer.accelerator` stands for; raises `UnavailableError` if PyTorch finds none."""
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if accelerator == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
@@ -41,16 +43,17 @@ def device_of(accelerator: str) -> torch.device:
 
 
 def load_shape(config: DictConfig) -> ModelConfig:
-    """Shape of the model in `init_from`."""
+    """The shape of the model in `init_from`."""
     with blame(f"init_from={config.init_from}"):
         return pretrained_config(config.init_from, rope_scaling=keeps_rule(config))
 
 
 def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig | None) -> ModelConfig:
-    """The model's shape: that of `init_from` where it is given, replaced by what `model` says.
+    """The model's shape: the values of `model`, over the shape of the model in `init_from` if there is one.
 
     Args:
-        tokens: ids that the tokenizer makes.
+        tokens: how many ids the tokenizer has.
+        pretrained: the shape of the model in `init_from`.
     """
     given = {key: value for key, value in plain(config.model).items() if value is not None}
     scaling = {key: value for key, value in given.pop("rope_scaling").items() if value is not None}
@@ -66,7 +69,7 @@ def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig 
     if built.vocab_size < tokens:
         if pretrained:
             raise UsageError(
-                f"data.tokenizer: makes {tokens} ids, and the model in init_from has embeddings for "
+                f"data.tokenizer: has {tokens} ids, and the model in init_from has embeddings for "
                 f"{built.vocab_size}; allowed: data.tokenizer=FILE, the tokenizer that it was trained with"
             )
         raise UsageError(f"model.vocab_size={built.vocab_size}: must be {tokens} or more, the tokenizer's ids")
@@ -74,7 +77,7 @@ def build_model_config(config: DictConfig, tokens: int, pretrained: ModelConfig 
 
 
 def require_same_shape(built: ModelConfig, pretrained: ModelConfig) -> None:
-    """Refuse a shape that the weights in `init_from` do not have; says all that has to go, or it would take turns."""
+    """Raise if the weights in `init_from` have another shape; the message names all fields that differ."""
     differing = [name for name in SHAPE if getattr(built, name) != getattr(pretrained, name)]
     if not differing:
         return
@@ -86,14 +89,14 @@ def require_same_shape(built: ModelConfig, pretrained: ModelConfig) -> None:
 
 
 def model_and_backend(config: DictConfig, tokens: int, device: torch.device) -> tuple[ModelConfig, str]:
-    """The model's shape, and the attention backend that runs it, with no weights read; `tokens` the tokenizer makes."""
+    """The model's shape and its attention backend, without reading weights; `tokens` is how many ids there are."""
     pretrained = None if config.init_from is None else load_shape(config)
     model = build_model_config(config, tokens, pretrained)
     return model, choose_attention(config, device, model.head_dim)[0]
 
 
 def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
-    """The backend that runs, and why."""
+    """The attention backend that runs, and the reason."""
     dtype = PRECISIONS[config.precision].compute_dtype
     with blame(f"attention={config.attention.backend}", UnavailableError):
         return resolve_backend(config.attention.backend, device=device, dtype=dtype, head_dim=head_dim)

@@ -7,25 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from flash_train.cli.config.environment import is_first_process
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.run import claim
-from flash_train.cli.run.claim import LOCK, claimed, is_first_process, new_folder
-from flash_train.cli.run.interrupt import going_on_later
+from flash_train.cli.run import run_dir as lock_module
+from flash_train.cli.run.interrupt import resumable
+from flash_train.cli.run.run_dir import LOCK, locked, new_folder
 
 ROOT = Path(__file__).parents[3]
 HOLDS = """
 import sys
 from pathlib import Path
-from flash_train.cli.run.claim import claimed
-with claimed(Path(sys.argv[1])):
-    print("claimed", flush=True)
+from flash_train.cli.run.run_dir import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that has claimed `tmp_path / "run"`."""
+    """Another process that has locked `tmp_path / "run"`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, tmp_path / "run"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -33,13 +34,13 @@ def other(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "claimed\n"
+    assert process.stdout.readline() == "locked\n"
     yield process
     process.kill()
     process.communicate()
 
 
-@pytest.mark.parametrize("enter", [claimed, going_on_later], ids=["a run", "a sweep or a search"])
+@pytest.mark.parametrize("enter", [locked, resumable], ids=["a run", "a sweep or a search"])
 def test_the_second_is_refused(enter, other, tmp_path):
     with pytest.raises(UsageError) as caught, enter(tmp_path / "run"):
         pass
@@ -48,7 +49,7 @@ def test_the_second_is_refused(enter, other, tmp_path):
     )
     assert "allowed: another folder, or this one once that run has ended" in str(caught.value)
     assert (tmp_path / "run" / LOCK).is_file()
-    with claimed(tmp_path / "another"):
+    with locked(tmp_path / "another"):
         pass
 
 
@@ -57,23 +58,23 @@ def test_the_end_of_the_first_makes_room(end, other, tmp_path):
     if end == "kill":
         other.kill()
     other.communicate()
-    with claimed(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         assert (tmp_path / "run" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_forked_process_keeps_no_claim(tmp_path):
+def test_a_forked_process_keeps_no_lock(tmp_path):
     """Workers live on for seconds after a run that was killed."""
     read, write = os.pipe()
     first = os.fork()
     if first == 0:
-        with claimed(tmp_path):
+        with locked(tmp_path):
             if os.fork() == 0:  # a worker
                 os.read(read, 1)
                 os._exit(0)
             os._exit(0)  # killed: nothing is cleaned up
     os.waitpid(first, 0)
-    with claimed(tmp_path):
+    with locked(tmp_path):
         pass
     os.write(write, b"x")
     os.close(read)
@@ -82,10 +83,10 @@ def test_a_forked_process_keeps_no_claim(tmp_path):
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def lockf(file, flags):
-        raise OSError(claim.fcntl.__dict__.get("ENOLCK", 37), "No locks available")
+        raise OSError(lock_module.fcntl.__dict__.get("ENOLCK", 37), "No locks available")
 
-    monkeypatch.setattr(claim.fcntl, "lockf", lockf)
-    with claimed(tmp_path):
+    monkeypatch.setattr(lock_module.fcntl, "lockf", lockf)
+    with locked(tmp_path):
         assert list(tmp_path.iterdir()) == []
     assert "this file system has no locks" in capsys.readouterr().err
 
@@ -95,10 +96,10 @@ def test_a_new_folder_is_nobody_elses(tmp_path):
     assert [new_folder(wanted).name for _ in range(3)] == [f"{wanted.name}{end}" for end in ("", "_2", "_3")]
 
 
-def test_further_ranks_claim_nothing(tmp_path, other, monkeypatch):
+def test_further_ranks_lock_nothing(tmp_path, other, monkeypatch):
     assert is_first_process({}) and is_first_process({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "0"})
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID"):
         assert not is_first_process({name: "1"})
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with claimed(tmp_path / "run"):  # the first rank has it
+    with locked(tmp_path / "run"):  # the first rank has it
         pass

@@ -1,0 +1,20 @@
+"""The text of `flash-train --help`. Hydra's own takes twice as long: it lists the files of every group first."""
+
+from string import Template
+
+from omegaconf import OmegaConf
+
+from flash_train.cli.config.compose import CONFIG_NAME, compose_config
+from flash_train.cli.config.overrides import CommandLine
+from flash_train.cli.config.paths import conf_dir
+
+
+def help_text(line: CommandLine) -> str:
+    """The help in `conf/train.yaml`, with the configuration that the command line's overrides compose.
+
+    Raises:
+        UsageError: an override is wrong.
+    """
+    template = OmegaConf.load(conf_dir() / f"{CONFIG_NAME}.yaml").hydra.help.template
+    config = compose_config(line.overrides, line.config_dir, resolve=line.resolves)
+    return Template(template).substitute(CONFIG=OmegaConf.to_yaml(config))

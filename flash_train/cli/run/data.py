@@ -1,0 +1,62 @@
+"""The data of a run: its corpus, tokenised and packed, and what each validation reads."""
+
+from omegaconf import DictConfig
+
+from flash_train.cli.config.errors import blame
+from flash_train.cli.config.schema import DataSchema
+from flash_train.cli.run.model_config import plain
+from flash_train.cli.run.tokenizer import build_tokenizer, describe_tokens
+from flash_train.data import Corpus, PackedDataModule, RecallCorpus, Validated, load_corpus
+
+COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
+
+
+def build_data(config: DictConfig) -> PackedDataModule:
+    """The data module, with its corpus read, tokenised and packed."""
+    with blame("data"):
+        data = PackedDataModule(
+            build_corpus(config.data),
+            build_tokenizer(config),
+            seq_len=config.seq_len,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            packing=config.data.packing,
+            val_fraction=config.data.val_fraction,
+            val_batches=config.data.val_batches,
+            val_tokens=config.data.val_tokens if config.data.val_batches is None else None,
+            num_workers=config.data.num_workers,
+            cache_dir=config.data.cache_dir,
+        )
+        data.setup()
+    return data
+
+
+def build_corpus(settings: DictConfig) -> Corpus | RecallCorpus:
+    """The corpus that `data` names, with the options that only this corpus has."""
+    options = {key: value for key, value in plain(settings).items() if key not in COMMON_DATA_KEYS}
+    if settings.corpus in ("text", "hub"):
+        options["errors"] = settings.errors
+    return load_corpus(settings.corpus, **options)
+
+
+def data_notes(config: DictConfig, data: PackedDataModule) -> dict[str, str | None]:
+    """Notes for the user on how documents begin and end, and on what a validation reads."""
+    return {
+        "documents": None if isinstance(data.corpus, RecallCorpus) else describe_tokens(data.tokenizer),
+        "validation": describe_validation(validated(config, data)),
+    }
+
+
+def validated(config: DictConfig, data: PackedDataModule) -> Validated:
+    """What each validation reads, summed over all ranks."""
+    return data.validated(config.trainer.devices * config.trainer.num_nodes)
+
+
+def describe_validation(found: Validated) -> str:
+    """How many tokens, documents and rows a validation reads: a loss over few tokens is not reliable."""
+    documents = "" if found.documents is None else f" of {_counted(found.documents, 'document')}"
+    return f"on {found.tokens:,} tokens{documents}, in {_counted(found.rows, 'row')}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

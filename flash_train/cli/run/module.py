@@ -1,0 +1,66 @@
+"""The module of a run: its model, with the weights of `init_from` if there are any, and its optimizer."""
+
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig
+
+from flash_train.cli.config.errors import blame
+from flash_train.cli.run.model_config import plain
+from flash_train.cli.run.rotary import keeps_rule
+from flash_train.data import PackedDataModule, RecallCorpus
+from flash_train.model import ModelConfig, PretrainedSource, load_pretrained
+from flash_train.training import CausalLMModule, OptimizerConfig
+
+BASE_LR, BASE_WIDTH = 6e-4, 768
+
+Pretrained = tuple[ModelConfig, dict[str, torch.Tensor]]
+
+
+def load_init(config: DictConfig) -> Pretrained | None:
+    """The shape and weights of the model in `init_from`; None if the run starts from random weights."""
+    if config.init_from is None:
+        return None
+    with blame(f"init_from={config.init_from}"):
+        return load_pretrained(config.init_from, rope_scaling=keeps_rule(config))
+
+
+def init_module(
+    config: DictConfig,
+    model: ModelConfig,
+    backend: str,
+    data: PackedDataModule,
+    pretrained: Pretrained | None,
+    trainer: Trainer,
+) -> CausalLMModule:
+    """The module on the trainer's device and in its precision, with its first weights."""
+    with blame("model"), trainer.init_module():
+        module = build_module(config, model, backend, data)
+    if pretrained:
+        module.model.load_state_dict(pretrained[1])
+        module.pretrained = PretrainedSource.read(config.init_from).to_dict()
+    return module
+
+
+def build_module(config: DictConfig, model: ModelConfig, backend: str, data: PackedDataModule) -> CausalLMModule:
+    """The module with random weights."""
+    chance = data.corpus.chance if isinstance(data.corpus, RecallCorpus) else None
+    return CausalLMModule(
+        model,
+        build_optimizer(config, model.width),
+        attention=backend,
+        memory=config.memory.mode,
+        compile=config.compile,
+        val_bytes_per_token=data.bytes_per_token,
+        answer_accuracy=chance is not None,
+        chance_level=chance,
+    )
+
+
+def build_optimizer(config: DictConfig, width: int) -> OptimizerConfig:
+    """The optimizer's settings. The default learning rate depends on the width, the default warm-up on the steps."""
+    values = plain(config.optimizer)
+    if values["lr"] is None:
+        values["lr"] = BASE_LR * BASE_WIDTH / width
+    if values["warmup_steps"] is None:
+        values["warmup_steps"] = min(200, config.max_steps // 10)
+    return OptimizerConfig.from_dict(values)
