@@ -31,8 +31,8 @@ import torch
 from flash_train.attention.checks import integer
 
 PHILOX_ROUNDS = 7
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  #: added to the key after each round
 _MASK32 = 0xFFFFFFFF
 STREAM_DOMAIN = (0x666C6173, 0x68747261)
 
@@ -151,10 +151,10 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        high0, low0 = _multiply(c0, _M0)
-        high1, low1 = _multiply(c2, _M1)
+        high0, low0 = _multiply(c0, PHILOX_MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, PHILOX_MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
+        k0, k1 = (k0 + PHILOX_WEYL[0]) & _MASK32, (k1 + PHILOX_WEYL[1]) & _MASK32
     return c0, c1, c2, c3
 
 

@@ -11,7 +11,7 @@ from flash_train.cli.config.saved_options import read_config
 from flash_train.cli.run.slurm import last_checkpoint
 from flash_train.records import read_column
 from flash_train.training import CausalLMModule
-from flash_train.training.callbacks.checkpoint import checkpoints_by_step, read_checkpoint, step_of
+from flash_train.training.callbacks.checkpoint import branch_and_step, checkpoints_by_step, read_checkpoint, step_of
 from flash_train.training.callbacks.record import is_unfinished
 from flash_train.training.module import PLANNED_STEPS
 

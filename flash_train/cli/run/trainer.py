@@ -13,7 +13,7 @@ from flash_train.cli.run.data import validated
 from flash_train.cli.run.model_config import device_of, plain
 from flash_train.data import PackedDataModule, RecallCorpus, Tokenizer
 from flash_train.model import generate
-from flash_train.training import CausalLMModule, StayingStrategy, build_trainer
+from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, build_trainer
 
 SAMPLE_TEMPERATURE = 0.8
 #: options at the top of the configuration; the other ones are in its group `trainer`
@@ -50,7 +50,7 @@ class TrainerOptions:
         trainer = plain(config.trainer)
         one = trainer["devices"] * trainer["num_nodes"] == 1
         if one and trainer["strategy"] == "auto" and device_of(trainer["accelerator"]).type == "cuda":
-            trainer["strategy"] = StayingStrategy(torch.device("cuda", 0))
+            trainer["strategy"] = SingleDeviceNoTeardown(torch.device("cuda", 0))
         return cls(
             run_dir=run_dir,
             progress=trainer.pop("progress_bar"),

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from flash_train.attention.kernels.device.mask import MaskRule, query_visits
 from flash_train.attention.kernels.hopper import launch, tiles
-from flash_train.attention.kernels.hopper.scheduler import Work, find_task, lanes, query_tile, walks_back
+from flash_train.attention.kernels.hopper.scheduler import TileScheduler, find_work_tile, is_reversed, lanes, query_tile
 from tests.support.gluon import launch as emulate
 
 PROCESSORS = 132
@@ -24,9 +24,9 @@ UNPACKED = SimpleNamespace(cu_seqlens_q=None, cu_seqlens_k=None)
 @gluon.jit(do_not_specialize=["n_entries", "seqlen", "n_heads", "heads_at_once"])
 def write_order(out, n_entries, seqlen, n_heads, heads_at_once, n_tasks, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
     """Entry, head and tile of each task of unpacked calls, int32 (n_tasks, 3)."""
-    work = Work(None, None, n_entries, seqlen, seqlen, n_heads, heads_at_once)
+    scheduler = TileScheduler(None, None, n_entries, seqlen, seqlen, n_heads, heads_at_once)
     for task in range(0, n_tasks):
-        seq, head, row, live = find_task(gl.to_tensor(task), work, BLOCK, WALKS_KEYS, WALKS_KEYS)
+        seq, head, row, live = find_work_tile(gl.to_tensor(task), scheduler, BLOCK, WALKS_KEYS, WALKS_KEYS)
         gl.store(out + 3 * task, seq.index, mask=live)
         gl.store(out + 3 * task + 1, head, mask=live)
         gl.store(out + 3 * task + 2, row // BLOCK, mask=live)
@@ -83,13 +83,13 @@ def write_walks(
 
     A step is the number of a tile of queries, counted over all heads; -1 fills the row after the last step.
     """
-    work = Work(None, None, 1, seqlen, seqlen, n_kv_heads, heads_at_once, processors)
+    scheduler = TileScheduler(None, None, 1, seqlen, seqlen, n_kv_heads, heads_at_once, processors)
     task = gl.program_id(0)
-    seq, kv_head, start_n, live = find_task(task, work, BLOCK_N, False, False)
+    seq, kv_head, start_n, live = find_work_tile(task, scheduler, BLOCK_N, False, False)
     visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-    back = walks_back(task, work)
+    reverse = is_reversed(task, scheduler)
     for i in range(0, GROUP * (visits.stop - visits.first)):
-        head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
+        head, start_m = query_tile(visits, mask, kv_head, i, reverse, GROUP, BLOCK_M)
         gl.store(out + task * STEPS + i, head * (seqlen // BLOCK_M) + start_m // BLOCK_M)
 
 

@@ -68,7 +68,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
 
 
 def _keep(transposed: bool):
-    """``draws.keep_wide``, on fragments [a, b, c, d, A, B, C, D] and flags of even and odd columns."""
+    """``dropout.apply_dropout``, on fragments [a, b, c, d, A, B, C, D] and flags of even and odd columns."""
 
     def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
         _, b, _, _, _, B, _, D = np.ix_(*map(np.arange, x.shape))
@@ -78,7 +78,7 @@ def _keep(transposed: bool):
 
 
 def _keep_pairs(transposed: bool):
-    """``draws.keep``, on fragments [a, b, c, d, A, B, C]."""
+    """``dropout.apply_dropout_packed``, on fragments [a, b, c, d, A, B, C]."""
 
     def keep(x: np.ndarray, even: np.ndarray, odd: np.ndarray) -> np.ndarray:
         _, b, _, _, _, B, _ = np.ix_(*map(np.arange, x.shape))
@@ -95,7 +95,7 @@ def _flag(flags: np.ndarray, b: np.ndarray, B: np.ndarray, transposed: bool) -> 
 
 
 def _pack(dtype: torch.dtype):
-    """``pairs.pack`` of even and odd columns."""
+    """``packed16.pack`` of even and odd columns."""
 
     def bits(x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(np.ascontiguousarray(x)).to(dtype).view(torch.int16).numpy().astype(np.int32)
@@ -121,6 +121,6 @@ ASSEMBLY = {
     **{code.value: lambda x: x for code in (ONCE, WRITTEN, WRITTEN_BUT_TWO, ACQUIRED)},
     packed16.rounding(gl.bfloat16): _pack(torch.bfloat16),
     packed16.rounding(gl.float16): _pack(torch.float16),
-    **{dropout.keep_pairs(transposed): _keep_pairs(transposed) for transposed in (False, True)},
-    **{dropout.keep_singles(transposed): _keep(transposed) for transposed in (False, True)},
+    **{dropout.select_packed(transposed): _keep_pairs(transposed) for transposed in (False, True)},
+    **{dropout.select_fp32(transposed): _keep(transposed) for transposed in (False, True)},
 }

@@ -1,4 +1,4 @@
-"""Which blocks a tile visits and which keys each query sees: the kernels' reader of ``attention.masks``."""
+"""Masks in kernels: which blocks a tile visits, and which keys each query sees (``attention.masks``)."""
 
 from typing import Any, NamedTuple
 
@@ -7,17 +7,18 @@ import triton.language as tl
 
 
 class MaskRule(NamedTuple):
-    """A lowered mask: a band (None: unbounded), terms ``(function, tensors)`` inside it, and lists of tiles.
+    """A lowered mask: a band, terms inside it, and lists of tiles.
 
-    The terms concern the last ``tail`` keys only (None: all of them).
+    Band: ``left`` and ``right`` (None: unbounded). Terms: tuples ``(function, tensors)``; they apply to the last
+    ``tail`` keys only (None: to all keys).
 
-    ``tiles`` (None: there are no lists) has a row per block of queries in kernels that walk keys, and per block of keys
-    in those that walk queries: twice the numbers of the kernel's tiles that hold anything, ascending, and 1 more where
-    terms are to be asked; int32 (entries or 1, heads or 1, rows, capacity), contiguous, ``counts`` the same without the
-    last dimension. A row is ``row_size`` positions. Strides are in rows; 0 where one list serves all.
+    Lists: ``tiles``, int32 (entries or 1, heads or 1, rows, capacity), contiguous, or None. A row serves one block of
+    ``row_size`` queries in kernels that loop over keys, and one block of keys in kernels that loop over queries. It
+    holds the numbers of the visited tiles in ascending order, each times 2, plus 1 if the tile must evaluate the terms.
+    ``counts`` has the number of tiles in each row. Strides count rows; they are 0 if entries or heads share a list.
 
-    It is flat because Triton 3.6 loses constants in named tuples inside named tuples, and None is asked of a field
-    because it cannot look at a tuple that holds one.
+    The tuple is flat because Triton 3.6 loses constants in nested named tuples. Kernels compare single fields with
+    None, because Triton 3.6 cannot compare a tuple that contains None.
     """
 
     left: Any
@@ -34,9 +35,9 @@ class MaskRule(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Blocks to visit, in order: [first, stop), of which [clear_from, clear_to) need no mask.
+    """The blocks to visit, [first, stop); the blocks [clear_from, clear_to) among them need no mask.
 
-    They count blocks of the sequence, or of the list at ``list`` where there is one.
+    The numbers count blocks of the sequence, or positions in the list of tiles at ``list`` if there is one.
     """
 
     first: tl.tensor
@@ -48,15 +49,15 @@ class Visits(NamedTuple):
 
 @triton.jit
 def key_visits(mask, seq, head, start_m, lanes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of keys for the queries from ``start_m``.
+    """Blocks of keys for the BLOCK_M queries from ``start_m``.
 
-    ``lanes`` counts 0, 1, 2 and so on: as many places of a list are looked at together.
+    ``lanes`` is the range 0, 1, 2, ...; its length is the number of list positions that are read at once.
     """
     shift = seq.len_k - seq.len_q
     low = None if mask.left is None else shift - mask.left
     high = None if mask.right is None else shift + mask.right
     visits = _band(start_m, low, high, seq.len_k, BLOCK_M, BLOCK_N)
-    # where none is clear, the walk begins at the first query's own place
+    # if no block is clear, the loop begins at the first query's own position
     own = tl.minimum(tl.maximum((start_m + shift) // BLOCK_N, visits.first), visits.stop)
     if len(mask.terms) > 0:
         if mask.tail is not None:
@@ -70,7 +71,7 @@ def key_visits(mask, seq, head, start_m, lanes, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def query_visits(mask, seq, head, start_n, lanes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of queries for the keys from ``start_n``."""
+    """Blocks of queries for the BLOCK_N keys from ``start_n``."""
     shift = seq.len_k - seq.len_q
     low = None if mask.right is None else -shift - mask.right
     high = None if mask.left is None else mask.left - shift
@@ -85,9 +86,9 @@ def query_visits(mask, seq, head, start_n, lanes, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def edge_block(visits, mask, i):
-    """The i-th visited block that needs the mask: those after the clear ones, then those before.
+    """Block i of those that need the mask: first the blocks after the clear ones, then the blocks before them.
 
-    So the walk of a tile of queries begins where they see themselves, and from then on each has a maximum to subtract.
+    So a loop over keys begins at the diagonal, where every query sees a key, and has a maximum from then on.
     """
     after = visits.stop - visits.clear_to
     return tl.where(i < after, visits.clear_to + i, visits.first + (i - after))
@@ -110,16 +111,16 @@ def block_start(visits, mask, block, COLS: tl.constexpr):
 
 @triton.jit
 def visible(mask, seq, head, offs_m, offs_n):
-    """Bool tile, True where the query sees the key; positions are broadcastable, [M, 1] and [1, N] or transposed."""
+    """Whether each query sees each key: bool, broadcast from positions [M, 1] and [1, N], or transposed."""
     shift = seq.len_k - seq.len_q
     last = seq.len_k - 1
-    if mask.right is not None:  # one bound for a query, and so one comparison for a pair
+    if mask.right is not None:  # one bound for each query, and so one comparison for each pair
         last = tl.minimum(offs_m + (shift + mask.right), last)
     seen = offs_n <= last
     if mask.left is not None:
         seen = seen & (offs_n >= offs_m + (shift - mask.left))
     if len(mask.terms) > 0:
-        inside_m = tl.minimum(offs_m, seq.len_q - 1)  # a term loads what it likes at positions that exist
+        inside_m = tl.minimum(offs_m, seq.len_q - 1)  # terms may load at these positions, so they must exist
         inside_n = tl.minimum(offs_n, seq.len_k - 1)
         for i in tl.static_range(len(mask.terms)):
             seen = seen & mask.terms[i][0](seq, head, inside_m, inside_n, *mask.terms[i][1])
@@ -128,7 +129,7 @@ def visible(mask, seq, head, offs_m, offs_n):
 
 @triton.jit
 def document(seq, head, q, k, q_ids, stride_q, k_ids, stride_k):
-    """``Document``: equal ids."""
+    """``Document``: query and key have the same id."""
     batch = seq.batch.to(tl.int64)
     query_id = tl.load(q_ids + batch * stride_q + seq.q_row + q)
     return query_id == tl.load(k_ids + batch * stride_k + seq.k_row + k)
@@ -136,7 +137,7 @@ def document(seq, head, q, k, q_ids, stride_q, k_ids, stride_k):
 
 @triton.jit
 def tree(seq, head, q, k, bits, stride_entry, n_nodes, n_words):
-    """``Tree``: the key precedes the tree, or its bit in the query's words is set."""
+    """``Tree``: the key is before the tree, or its bit in the query's words is set."""
     node_q = q + (n_nodes - seq.len_q)
     node_k = k + (n_nodes - seq.len_k)
     both = (node_q >= 0) & (node_k >= 0)
@@ -147,7 +148,7 @@ def tree(seq, head, q, k, bits, stride_entry, n_nodes, n_words):
 
 @triton.jit
 def block_sparse(seq, head, q, k, blocks, stride_entry, stride_head, n_rows, n_columns, block_q, block_k):
-    """A block map, pair by pair, for kernels that do not follow lists."""
+    """A block map as a term, for kernels without lists of tiles."""
     row, column = q // block_q, k // block_k
     inside = (row < n_rows) & (column < n_columns)
     at = seq.index.to(tl.int64) * stride_entry + head * stride_head + row.to(tl.int64) * n_columns + column
@@ -156,7 +157,7 @@ def block_sparse(seq, head, q, k, blocks, stride_entry, stride_head, n_rows, n_c
 
 @triton.jit
 def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Blocks of columns of which row r, one of ROWS from ``start``, sees those in [r + low, r + high]."""
+    """Blocks of columns for ROWS rows from ``start``, where row r sees the columns [r + low, r + high]."""
     end = tl.cdiv(length, COLS)
     if high is None:
         stop = end
@@ -170,22 +171,25 @@ def _band(start, low, high, length, ROWS: tl.constexpr, COLS: tl.constexpr):
     else:
         first = tl.minimum(tl.maximum(start + low, 0) // COLS, stop)
         clear_from = tl.minimum(tl.cdiv(tl.maximum(start + (ROWS - 1) + low, 0), COLS), stop)
-    clear_from = tl.minimum(clear_from, tl.maximum(clear_to, first))  # of a narrow band, which has no clear blocks
+    clear_from = tl.minimum(clear_from, tl.maximum(clear_to, first))  # a narrow band has no clear blocks
     clear_to = tl.maximum(clear_to, clear_from)
     return Visits(first, clear_from, clear_to, stop, first)
 
 
 @triton.jit
 def _listed(visits, own, mask, seq, head, start, lanes):
-    """The same blocks as places in the list of the row that holds ``start``. Clear are the first clear ones in a row of
-    which no term is to be asked: of a document, where it is contiguous, all. If there are none, none at ``own``."""
+    """The same blocks as positions in the list of the row that contains ``start``.
+
+    The clear blocks are the first consecutive ones in the list that are clear in the band and have no term to evaluate;
+    for a contiguous document these are all. If there are none, the empty range of clear blocks is at ``own``.
+    """
     if mask.tiles is not None:
         row = start // mask.row_size
         at = seq.index.to(tl.int64) * mask.stride_entry + head * mask.stride_head + row
         count = tl.load(mask.counts + at, mask=row < mask.n_rows, other=0)
         tiles = mask.tiles + at * mask.capacity
         first = count * 0
-        own_place = count * 0
+        own_position = count * 0
         clear_from = count
         clear_to = count
         stop = count * 0
@@ -194,13 +198,13 @@ def _listed(visits, own, mask, seq, head, start, lanes):
             listed = tl.load(tiles + i, mask=i < count, other=1 << 30)
             tile = listed >> 1
             first += tl.sum((tile < visits.first).to(tl.int32), 0)
-            own_place += tl.sum((tile < own).to(tl.int32), 0)
+            own_position += tl.sum((tile < own).to(tl.int32), 0)
             stop += tl.sum((tile < visits.stop).to(tl.int32), 0)
             clear = (tile >= visits.clear_from) & (tile < visits.clear_to) & ((listed & 1) == 0)
             clear_from = tl.minimum(clear_from, tl.min(tl.where(clear, i, count), 0))
             clear_to = tl.minimum(clear_to, tl.min(tl.where(clear | (i < clear_from), count, i), 0))
         none = clear_from == count
-        clear_from = tl.where(none, own_place, clear_from)
-        clear_to = tl.where(none, own_place, clear_to)
+        clear_from = tl.where(none, own_position, clear_from)
+        clear_to = tl.where(none, own_position, clear_to)
         visits = Visits(first, clear_from, clear_to, stop, tiles)
     return visits

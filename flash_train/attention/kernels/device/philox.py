@@ -1,17 +1,24 @@
-"""Dropout on the device: the counter map of ``flash_train.attention.dropout``, drawn a tile at a time."""
+"""Dropout on the device: random bytes of a tile, by the map of ``flash_train.attention.dropout``."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-ROUNDS = tl.constexpr(7)
+from flash_train.attention.dropout import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL, STREAM_DOMAIN
+
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+MULTIPLIER0, MULTIPLIER1 = tl.constexpr(PHILOX_MULTIPLIERS[0]), tl.constexpr(PHILOX_MULTIPLIERS[1])
+WEYL0, WEYL1 = tl.constexpr(PHILOX_WEYL[0]), tl.constexpr(PHILOX_WEYL[1])
+DOMAIN0, DOMAIN1 = tl.constexpr(STREAM_DOMAIN[0]), tl.constexpr(STREAM_DOMAIN[1])
 
 
 class Dropout(NamedTuple):
-    """State (int64 (2,); None: no dropout), the bytes of 256 that keep, and the coordinates of the first element.
+    """Dropout of a call.
 
-    ``by_element`` is None where a tile draws whole calls, each for its 16 elements.
+    ``state`` is int64 (2,), or None without dropout. ``threshold`` of 256 byte values keep an element. The other fields
+    are the coordinates of the first element. ``by_element`` is None if a tile draws whole Philox calls, which serve 16
+    elements each.
     """
 
     state: Any
@@ -25,7 +32,7 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def load_key(dropout):
-    """The Philox key of the call; anything where there is no dropout."""
+    """The Philox key of the call; 0, 0 without dropout."""
     key0, key1 = 0, 0
     if dropout.state is not None:
         key0, key1 = stream_key(dropout.state)
@@ -34,37 +41,40 @@ def load_key(dropout):
 
 @triton.jit
 def draw_tile(dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Draws of a tile of S, uint32 [BLOCK_M, BLOCK_N]: the random byte on top. Starts, sizes are multiples of 16."""
+    """Random numbers of a tile of S, uint32 [BLOCK_M, BLOCK_N]; the random byte is the most significant.
+
+    Starts and sizes are multiples of 16.
+    """
     m, n = dropout.query + start_m, dropout.key + start_n
     entry, head = dropout.entry + entry, dropout.head + head
     if dropout.by_element is None:
-        draws = _draw_calls(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
+        random = _draw_calls(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
     else:
         queries, keys = m + tl.arange(0, BLOCK_M)[:, None], n + tl.arange(0, BLOCK_N)[None, :]
-        draws = draw_elements(key0, key1, entry, head, queries, keys, BLOCK_M, BLOCK_N)
-    return draws
+        random = draw_elements(key0, key1, entry, head, queries, keys, BLOCK_M, BLOCK_N)
+    return random
 
 
 @triton.jit
 def draw_tile_transposed(
     dropout, key0, key1, entry, head, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Draws of a tile of S transposed, uint32 [BLOCK_N, BLOCK_M]."""
+    """Random numbers of a tile of S transposed, uint32 [BLOCK_N, BLOCK_M]."""
     m, n = dropout.query + start_m, dropout.key + start_n
     entry, head = dropout.entry + entry, dropout.head + head
     if dropout.by_element is None:
-        draws = _draw_calls_transposed(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
+        random = _draw_calls_transposed(key0, key1, entry, head, m, n, BLOCK_M, BLOCK_N)
     else:
         queries, keys = m + tl.arange(0, BLOCK_M)[None, :], n + tl.arange(0, BLOCK_N)[:, None]
-        draws = draw_elements(key0, key1, entry, head, queries, keys, BLOCK_N, BLOCK_M)
-    return draws
+        random = draw_elements(key0, key1, entry, head, queries, keys, BLOCK_N, BLOCK_M)
+    return random
 
 
 @triton.jit
 def draw_elements(key0, key1, entry, head, queries, keys, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Draws at any positions, a call for each element: for tiles that do not consist of whole calls.
+    """Random numbers at any positions, by one Philox call for each element: for tiles that are not whole calls.
 
-    ``queries`` and ``keys`` (and ``head``, where rows belong to several) broadcast to [ROWS, COLS].
+    ``queries`` and ``keys``, and ``head`` if rows belong to several, broadcast to [ROWS, COLS].
     """
     zero = tl.zeros([ROWS, COLS], tl.uint32)
     w0, w1, w2, w3 = tl.philox_impl(
@@ -83,18 +93,18 @@ def draw_elements(key0, key1, entry, head, queries, keys, ROWS: tl.constexpr, CO
 
 
 @triton.jit
-def thin(x, draws, dropout, PRECISION: tl.constexpr):
-    """fp32 x where its draw keeps it, else 0.
+def apply_dropout(x, random, dropout, PRECISION: tl.constexpr):
+    """fp32 x where its random byte is below the threshold, else 0.
 
-    Compiled, in two instructions: a Boolean tile would be packed into bytes, and unpacked, on its way to x's layout.
+    On a GPU in two instructions: a Boolean tile would be packed into bytes, and unpacked, to get x's layout.
     """
     limit = tl.cast(dropout.threshold, tl.uint32) << 24
     if PRECISION == "ieee":
-        kept = tl.where(draws < limit, x, 0.0)
+        kept = tl.where(random < limit, x, 0.0)
     else:
         kept = tl.inline_asm_elementwise(
             "{ .reg .pred keep; setp.lt.u32 keep, $2, $3; selp.f32 $0, $1, 0f00000000, keep; }",
-            "=f,f,r,r", [x, draws, limit], dtype=tl.float32, is_pure=True, pack=1,
+            "=f,f,r,r", [x, random, limit], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return kept
 
@@ -104,8 +114,8 @@ def stream_key(state_ptr):
     """The 64-bit Philox key of the call's (seed, offset), as two uint32 scalars."""
     seed = tl.load(state_ptr).to(tl.uint64, bitcast=True)
     offset = tl.load(state_ptr + 1).to(tl.uint64, bitcast=True)
-    domain0 = (seed & 0).to(tl.uint32) + 0x666C6173
-    domain1 = (seed & 0).to(tl.uint32) + 0x68747261
+    domain0 = (seed & 0).to(tl.uint32) + DOMAIN0
+    domain1 = (seed & 0).to(tl.uint32) + DOMAIN1
     k0, k1, _, _ = tl.philox_impl(
         offset.to(tl.uint32),
         (offset >> 32).to(tl.uint32),
@@ -162,14 +172,14 @@ def _spread(
     words, B00: tl.constexpr, B01: tl.constexpr, B10: tl.constexpr, B11: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Words [ROWS / 4, COLS / 4, row parity, column parity] to draws [ROWS, COLS], each with its own byte on top.
+    """Spread words [ROWS / 4, COLS / 4, row parity, column parity] over a tile [ROWS, COLS], each byte on top.
 
-    A row is 16 a + 8 b + 2 c + d, a column 16 A + 8 B + 2 C + D: the call has index (4 a + c, 4 A + C), its word
-    (d, D), the byte in it (b, B), whose places are B00 to B11.
+    Row 16 a + 8 b + 2 c + d and column 16 A + 8 B + 2 C + D belong to call (4 a + c, 4 A + C), to its word (d, D), and
+    to the byte (b, B) of the word, which begins at bit B00 to B11.
     """
     low = tl.join(words << (24 - B00), words << (24 - B10))
     high = tl.join(words << (24 - B01), words << (24 - B11))
-    draws = tl.join(low, high)  # [4 a + c, 4 A + C, d, D, b, B]
-    draws = tl.reshape(draws, [ROWS // 16, 4, COLS // 16, 4, 2, 2, 2, 2])
-    draws = tl.permute(draws, [0, 6, 1, 4, 2, 7, 3, 5])  # [a, b, c, d, A, B, C, D]
-    return tl.reshape(draws, [ROWS, COLS])
+    random = tl.join(low, high)  # [4 a + c, 4 A + C, d, D, b, B]
+    random = tl.reshape(random, [ROWS // 16, 4, COLS // 16, 4, 2, 2, 2, 2])
+    random = tl.permute(random, [0, 6, 1, 4, 2, 7, 3, 5])  # [a, b, c, d, A, B, C, D]
+    return tl.reshape(random, [ROWS, COLS])

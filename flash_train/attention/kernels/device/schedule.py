@@ -1,4 +1,4 @@
-"""Which tile of which entry a program works on."""
+"""The entry and the tile of a program."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from flash_train.attention.packing import Entry
 
 @triton.jit
 def find_tile(slot, cu_ptr, n_entries, seqlen, BLOCK: tl.constexpr):
-    """(entry, tile within it) of a program; a tile past the entry's end means that there is nothing to do.
+    """(entry, tile of the entry) of a slot, the index of a program. A tile past the entry's end is empty.
 
-    Packed (``cu_ptr`` is not None), entry e owns the slots from ``cu[e] // BLOCK + e``: enough for its n rows, since
-    ``(a + n) // B - a // B + 1 >= ceil(n / B)``. So ``total // BLOCK + n_entries + 1`` programs serve every packing
-    of that many rows into that many entries, and no schedule has to be computed, or read back, beforehand. The last
-    slots belong to the tail: the rows past the last boundary, which form an entry of their own.
+    In packed calls (``cu_ptr`` is not None), entry e owns the slots from ``cu[e] // BLOCK + e``. They are enough for
+    its n rows, since ``(a + n) // B - a // B + 1 >= ceil(n / B)``. So ``total // BLOCK + n_entries + 1`` programs serve
+    every packing of that many rows into that many entries, without a schedule on the host and without a
+    synchronisation. The last slots belong to the tail: the rows past the last boundary form an entry of their own.
     """
     if cu_ptr is None:
         tiles = tl.cdiv(seqlen, BLOCK)
@@ -31,10 +31,10 @@ def find_tile(slot, cu_ptr, n_entries, seqlen, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_entry(entry, cu_q_ptr, cu_k_ptr, n_entries, seqlen_q, seqlen_k, WALKS_KEYS: tl.constexpr):
-    """The entry, as a program that walks its keys (or its queries) sees it.
+    """The rows and lengths of an entry, for a program that loops over its keys or, without WALKS_KEYS, its queries.
 
-    Packed, ``seqlen_q`` and ``seqlen_k`` are the tensors' total rows, which end the tail. Of the tail there is nothing
-    to walk.
+    In packed calls ``seqlen_q`` and ``seqlen_k`` are the rows of the whole tensors, where the tail ends. The tail has
+    no keys (or no queries) to loop over.
     """
     if cu_q_ptr is None:
         zero = (entry * 0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""From products of queries and keys to logits: scale, softcap and ALiBi, in base 2."""
+"""Logits from products of queries and keys: scale, softcap and ALiBi, in base 2."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Score(NamedTuple):
-    """From products to logits. ``softcap`` and ``slopes`` are None where there is none.
+    """Scale, softcap and ALiBi slopes of a call; ``softcap`` and ``slopes`` may be None.
 
-    ``factor`` takes what ``logits`` gives to base 2: log₂ e, times the scale where nothing else is done to a product.
-    ``slopes`` holds fp32 (entries or 1, heads), ``slope_stride`` between entries.
+    ``factor`` takes the results of ``logits`` to base 2: log₂ e, times the scale if there is neither a softcap nor
+    ALiBi. ``slopes`` are fp32 (entries or 1, heads), with ``slope_stride`` between entries.
     """
 
     scale: Any
@@ -24,7 +24,7 @@ class Score(NamedTuple):
 
 @triton.jit
 def load_slope(score, seq, head):
-    """The head's ALiBi slope; 0 without ALiBi, and of entries without keys: the tail of a packing has none."""
+    """The head's ALiBi slope; 0 without ALiBi, and for entries without keys: the tail of a packed call has no slope."""
     slope = 0.0
     if score.slopes is not None:
         at = seq.index.to(tl.int64) * score.slope_stride + head
@@ -34,7 +34,7 @@ def load_slope(score, seq, head):
 
 @triton.jit
 def logits(s, score, slope, distance, PRECISE: tl.constexpr):
-    """x of which the logits in base 2 are ``x * score.factor``: their exponentials take one fused multiply-add."""
+    """x such that ``x * score.factor`` are the logits in base 2: an exponential takes one fused multiply-add."""
     if score.softcap is not None:
         s = score.softcap * tanh(s * (score.scale / score.softcap), PRECISE)
         if score.slopes is not None:
@@ -46,9 +46,9 @@ def logits(s, score, slope, distance, PRECISE: tl.constexpr):
 
 @triton.jit
 def capped_slope(s, score, PRECISE: tl.constexpr):
-    """The softcap's derivative, 1 - tanh², at the product s. PRECISE: the relative error is small at any product.
+    """The softcap's derivative, 1 - tanh², at the product s. PRECISE: with a small relative error for every product.
 
-    With e = exp(-2|x|), 1 - tanh(x)² is 4e / (1 + e)²: where tanh is nearly 1, nothing cancels.
+    With e = exp(-2|x|), 1 - tanh(x)² is 4e / (1 + e)², which has no cancellation if tanh is nearly 1.
     """
     x = s * (score.scale / score.softcap)
     if PRECISE:

@@ -1,4 +1,4 @@
-"""Loading and storing [rows, head_dim] tiles of strided tensors."""
+"""Loads and stores of tiles [rows, head_dim] of strided tensors."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Strided(NamedTuple):
-    """A tensor (batch, row, head, column) with contiguous columns: its address and its strides in elements."""
+    """A tensor (batch, row, head, column) with contiguous columns: address, and strides in elements."""
 
     ptr: Any
     stride_batch: Any
@@ -16,7 +16,7 @@ class Strided(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A number per query row, (batch, head, row) with contiguous rows."""
+    """A tensor (batch, head, row) with contiguous rows: address, and strides in elements."""
 
     ptr: Any
     stride_batch: Any
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [ROWS, BLOCK_D] to the rows from ``row`` of a ``Strided``; ``batch`` and ``head`` are int64.
 
-    Row offsets inside the tile fit 32 bits (``arguments.addressable``); the offset of the tile takes 64.
+    Offsets inside the tile have 32 bits (``call.addressable``), and the offset of the tile has 64.
     """
     offs = tl.arange(0, ROWS)[:, None] * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
     base = x.ptr + batch * x.stride_batch + head * x.stride_head
@@ -36,7 +36,7 @@ def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def far_row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As ``row_pointers``, for rows that may lie 2**24 elements apart or more: offsets inside the tile take 64 bits."""
+    """``row_pointers`` for row strides of 2**24 elements or more: offsets inside the tile have 64 bits."""
     offs = tl.arange(0, ROWS)[:, None].to(tl.int64) * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
     base = x.ptr + batch * x.stride_batch + head * x.stride_head
     return base + row.to(tl.int64) * x.stride_row + offs
@@ -50,7 +50,7 @@ def stat_pointers(x, batch, head, row, ROWS: tl.constexpr):
 
 @triton.jit
 def load_tile(ptrs, valid_rows, CHECK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The tile with zeros past ``valid_rows`` rows (where CHECK) and past HEAD_DIM columns."""
+    """A tile [ROWS, BLOCK_D], with zeros past HEAD_DIM columns and, if CHECK, past ``valid_rows`` rows."""
     if CHECK:
         if BLOCK_D == HEAD_DIM:
             return tl.load(ptrs, mask=(tl.arange(0, ROWS) < valid_rows)[:, None], other=0.0)
@@ -63,6 +63,6 @@ def load_tile(ptrs, valid_rows, CHECK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D
 
 @triton.jit
 def store_tile(ptrs, value, valid_rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Store the tile's first ``valid_rows`` rows and HEAD_DIM columns in the dtype of the destination."""
+    """Store the first ``valid_rows`` rows and HEAD_DIM columns of a tile, in the destination's dtype."""
     inside = (tl.arange(0, ROWS) < valid_rows)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=inside)

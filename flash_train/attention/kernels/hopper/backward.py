@@ -1,10 +1,13 @@
-"""The backward kernel for Hopper: one program computes dK and dV of 128 keys, and adds their part to dQ.
+"""The backward kernel for Hopper: a program computes dK and dV of 128 keys, and adds their part to dQ.
 
-Five products a step, in one kernel: consumers of 64 keys each work on S transposed, [64, BLOCK_M], so that P and dS
-enter dV and dK from registers; dS passes through shared memory, from both consumers to both, for dQ, of which each
-computes one half, and which TMA adds to a sum in fp32 in memory. Consumers take turns: one has dV and dS, the
-other dK, dQ, the next S, dP and the exponentials. Partitions: two consumers, a loader, a writer.
+Each step has five products. Two consumers have 64 keys each and work on S transposed, [64, BLOCK_M], so that P and dS
+enter dV and dK from registers. For dQ, dS of both consumers meets in shared memory; each consumer computes one half of
+dQ from all 128 keys, and TMA adds it to an fp32 accumulator in global memory. The consumers take turns: while one
+computes dV and dS, the other computes dK, dQ, the next S, dP and the exponentials. Partitions: two consumers, a loader
+and a writer.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 from triton._C.libtriton import ir
@@ -20,79 +23,141 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.attention.kernels.device.mask import query_visits, visible
-from flash_train.attention.kernels.device.philox import load_key
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.dq_sum import (
     WRITTEN_BUT_TWO,
-    clear_ahead,
-    count,
-    finish_before,
-    leave_last,
-    load_before,
+    DQAccumulator,
+    clear_later_rows,
+    convert_dq_accumulator,
+    count_written,
+    load_earlier_rows,
+    release_last_stage,
 )
-from flash_train.attention.kernels.hopper.dropout import draw, find_places, keep, keep_wide
+from flash_train.attention.kernels.hopper.dropout import (
+    apply_dropout,
+    apply_dropout_packed,
+    draw_keep_flags,
+    make_generator,
+)
 from flash_train.attention.kernels.hopper.packed16 import pack, unpack
 from flash_train.attention.kernels.hopper.pipeline import (
-    Ring,
-    arrive,
-    hold,
+    Pipeline,
+    consumer_release,
+    consumer_release_no_sync,
+    consumer_wait,
     make_barriers,
-    make_mark,
-    make_ring,
-    make_turns,
+    make_pipeline,
+    make_schedule_fence,
+    make_scheduler_barriers,
     once,
-    pass_turn,
     phase_of,
-    release,
-    release_too,
+    producer_acquire,
+    schedule_fence,
     stage_of,
-    take_turn,
+    sync_and_arrive,
     tile_of,
-    wait_empty,
-    wait_full,
+    warp_scheduler_arrive,
+    warp_scheduler_sync,
 )
 from flash_train.attention.kernels.hopper.scheduler import (
-    Work,
-    at,
-    find_task,
+    TileScheduler,
+    find_work_tile,
+    first_padded_row,
+    is_reversed,
     lanes,
-    padded_row,
     query_tile,
     step_needs_mask,
-    walks_back,
+    tma_coords,
 )
 
 BLOCK_N = gl.constexpr(128)
 DS_STAGES = gl.constexpr(2)
-WIDE = gl.constexpr(128)  #: columns of heads whose consumers take turns: narrower ones only with dropout
+WIDE = gl.constexpr(128)  #: head dimension from which consumers take turns; with dropout they always do
+#: barriers of ``Operands.kv``: the tiles are loaded, they are read for the last time, the gradients are in their place
+KV_LOADED = gl.constexpr(0)
+KV_READ = gl.constexpr(1)
+KV_STORED = gl.constexpr(2)
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors of the inputs."""
+
+    q: Any  #: tiles [BLOCK_M, HEAD_DIM]
+    k: Any  #: tiles [BLOCK_N, HEAD_DIM]
+    v: Any
+    dout: Any  #: tiles [BLOCK_M, HEAD_DIM]
+    lse2: Any  #: tiles [BLOCK_M]
+    delta: Any
+
+
+class Operands(NamedTuple):
+    """Shared memory that the loader fills. The log-sum-exp arrives and leaves with its queries, and delta with dO."""
+
+    k_tile: Any  #: [BLOCK_N, HEAD_DIM]
+    v_tile: Any
+    q: Any  #: Pipeline of tiles [BLOCK_M, HEAD_DIM]
+    do: Any
+    lse_tiles: Any  #: [BLOCK_M], for each stage of q
+    delta_tiles: Any  #: [BLOCK_M], for each stage of do
+    kv: Any  #: barriers
+
+
+class Exchange(NamedTuple):
+    """Shared memory between the consumers and the writer."""
+
+    ds: Any  #: Pipeline of tiles [BLOCK_N, BLOCK_M]: each consumer fills 64 rows, and waits for the other's
+    dq_tiles: Any  #: a half of dQ from each consumer
+    dq_full: Any
+    dq_empty: Any
+    scheduler_barriers: Any
+    schedule_fences: Any
 
 
 @triton.constexpr_function
 def dq_columns(block_m, head_dim):
-    """A consumer's half of dQ has 64 rows: half of 128 and every column, or all of 64 and half the columns."""
+    """Columns of a consumer's half of dQ, which has 64 rows: with 128 queries all, with 64 queries one half."""
     return head_dim if block_m == 128 else head_dim // 2
 
 
 @builtin
 def tma_reduce_add(desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to a tensor, element by element and without order, as ``async_copy_shared_to_global``
-    stores one: Gluon has the instruction, and no name for it."""
+    """Add a tile in shared memory to a tensor, without an order between tiles.
+
+    The counterpart of ``async_copy_shared_to_global``; Gluon has the instruction, but no function for it.
+    """
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "processors"])
+@gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "n_sms"])
 def hopper_backward(
-    q, k, v, dout, lse2, delta, sum_dq, counters, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale,
-    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, processors, padded,
+    q, k, v, dout, lse2, delta, dq_accum, counters_ptr, dq, dk, dv, cu_q, cu_k, mask, score, dropout, grad_scale,
+    n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, n_sms, padded_rows,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """q, dout, k, v, dk and dv are descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
-    [BLOCK_N, HEAD_DIM], dq of [64, HEAD_DIM]; lse2 and delta of [BLOCK_M] in (heads * padded); sum_dq, fp32, of pieces
-    (``rows``); counters, of tasks of heads, are those of ``sums``. Without dQ these three are None. Grid: a program for
-    each task (``tasks.find_task``); with dQ they wait for some of lower numbers, which a GPU begins before them."""
-    work = Work(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, processors)
+    """dK and dV, and with WITH_DQ also dQ. ``grad_scale`` is the scale over the rate of keeping.
+
+    q, dout, k, v, dk and dv are TMA descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
+    [BLOCK_N, HEAD_DIM], and dq of [64, HEAD_DIM]; lse2 and delta describe tiles [BLOCK_M] of (heads * padded_rows).
+    dq_accum describes the fp32 accumulator of dQ in pieces (``backward_rows``), and counters_ptr are the counters of
+    ``dq_sum``; these two and dq are None without dQ. Grid: a program for each work tile of keys
+    (``scheduler.find_work_tile``). With dQ, programs wait for some programs of lower numbers, which a GPU starts first.
+
+    The loader loads K and V of the work tile, and then, for each block of queries of each head of the group, Q, lse2,
+    dO and delta. Each consumer, for its 64 keys and each block of queries:
+
+    1. computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, the mask, Pᵀ = exp2(Sᵀ - lse2), and its dropped elements;
+    2. starts dV += Pᵀ dO, computes dSᵀ = Pᵀ (dPᵀ - delta), and stores it to shared memory;
+    3. starts dK += dSᵀ Q, its half of dQ = dS K of the step before, and Sᵀ of the next step;
+    4. hands its half of dQ to the writer.
+
+    The writer clears the accumulator for heads to come, adds the halves of dQ to it, and writes dK and dV. At the end,
+    loader and consumers convert the accumulator of heads that are complete to dQ (``dq_sum``).
+    """
+    scheduler = TileScheduler(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, n_sms)
+    accum = DQAccumulator(dq_accum, counters_ptr, padded_rows)
+    descs = Descriptors(q, k, v, dout, lse2, delta)
     k_tile = gl.allocate_shared_memory(k.dtype, [1] + k.block_shape, k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1] + v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)
@@ -100,42 +165,38 @@ def hopper_backward(
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k.dtype)
-    ds_tiles = k_tile  # without dQ anything: partitions take no None that is not an argument
+    ds_tiles = k_tile  # unused without dQ; partitions take None only if it is an argument of the kernel
     dq_tiles = k_tile
     zeros = k_tile
     if WITH_DQ:
         ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
-        zeros = gl.allocate_shared_memory(gl.float32, sum_dq.block_shape, sum_dq.layout)
+        zeros = gl.allocate_shared_memory(gl.float32, dq_accum.block_shape, dq_accum.layout)
         zeros.store(gl.zeros([dq_columns(BLOCK_M, HEAD_DIM) // 2, 128], gl.float32, ROWS))
         ds_tiles = gl.allocate_shared_memory(k.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], DS)
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + sum_dq.block_shape, sum_dq.layout)
-    q_ring = make_ring(q_tiles, STAGES, 2)  # the log-sum-exp comes and goes with its queries, delta with dout
-    do_ring = make_ring(do_tiles, STAGES, 2)
-    kv = make_barriers(3, 2)  # filled, read for the last time, gradients stored in their place
-    # Filled by both consumers, each of which waits for the other's half only.
-    ds_ring = Ring(ds_tiles, (make_barriers(DS_STAGES, 1), make_barriers(DS_STAGES, 1)), make_barriers(DS_STAGES, 2))
-    dq_full = make_barriers(2, 1)  # of either consumer
-    dq_empty = make_barriers(2, 1)
-    turns = make_turns()
-    marks = (make_mark(), make_mark())
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + dq_accum.block_shape, dq_accum.layout)
+    q_pipe = make_pipeline(q_tiles, STAGES, 2)
+    do_pipe = make_pipeline(do_tiles, STAGES, 2)
+    operands = Operands(k_tile, v_tile, q_pipe, do_pipe, lse_tiles, delta_tiles, make_barriers(3, 2))
+    ds_full = (make_barriers(DS_STAGES, 1), make_barriers(DS_STAGES, 1))  # one for each consumer's half
+    ds_pipe = Pipeline(ds_tiles, ds_full, make_barriers(DS_STAGES, 2))
+    exchange = Exchange(
+        ds_pipe, dq_tiles, make_barriers(2, 1), make_barriers(2, 1), make_scheduler_barriers(),
+        (make_schedule_fence(), make_schedule_fence()),
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (
-                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, marks, sum_dq, dq, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 0,
+            (_consumer, (
+                operands, exchange, accum, dq, scheduler, mask, score, dropout, grad_scale,
+                GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 0,
             )),
-            (_consume, (
-                k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty,
-                turns, marks, sum_dq, dq, work, mask, score, dropout, grad_scale, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 1,
+            (_consumer, (
+                operands, exchange, accum, dq, scheduler, mask, score, dropout, grad_scale,
+                GROUP, BLOCK_M, HEAD_DIM, WITH_DQ, 1,
             )),
-            (_load, (
-                q, k, v, dout, lse2, delta, sum_dq, counters, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles,
-                kv, work, mask, padded, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
-            )),
-            (_write, (
-                sum_dq, counters, zeros, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask,
-                padded, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
+            (_loader, (descs, operands, accum, scheduler, mask, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ)),
+            (_writer, (
+                operands, exchange, zeros, accum, dk, dv, scheduler, mask, GROUP, BLOCK_M, HEAD_DIM, WITH_DQ,
             )),
         ],
         [4, 1, 1], [240, 24, 24],
@@ -143,230 +204,242 @@ def hopper_backward(
 
 
 @gluon.jit
-def _load(
-    q, k, v, dout, lse2, delta, sum_dq, counters, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work,
-    mask, padded,
+def _loader(
+    descs, operands, accum, scheduler, mask,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    steps = load_walk(
-        q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask, padded,
-        GROUP, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+    steps = load_tiles(descs, operands, scheduler, mask, accum.padded_rows, GROUP, BLOCK_M, BLOCK_N)
     if WITH_DQ:
         PIECES: gl.constexpr = HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM)
-        load_before(sum_dq, counters, q_ring, do_ring, steps, work, padded, GROUP, BLOCK_N, PIECES)
+        load_earlier_rows(accum, operands.q, operands.do, steps, scheduler, GROUP, BLOCK_N, PIECES)
 
 
 @gluon.jit
-def load_walk(
-    q, k, v, dout, lse2, delta, k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, kv, work, mask, padded,
+def load_tiles(
+    descs, operands, scheduler, mask, padded_rows,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """A task's keys and values, and every step's queries with their log-sum-exp, and dout with delta. Returns how many
-    steps there are."""
-    PACKED: gl.constexpr = work.cu_q is not None
-    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
+    """Load K and V of the program's work tile; then, for each step, Q with its lse2, and dO with its delta.
+
+    Returns the number of steps.
+    """
+    PACKED: gl.constexpr = scheduler.cu_q is not None
+    seq, kv_head, start_n, is_valid = find_work_tile(gl.program_id(0), scheduler, BLOCK_N, False, False)
     steps = gl.to_tensor(0)
-    if live:
-        filled = kv.index(0)
-        where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
-        mbarrier.arrive(filled, count=1)
-        mbarrier.expect(filled, k.block_type.nbytes + v.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, where, filled, k_tile.index(0))
-        tma.async_copy_global_to_shared(v, where, filled, v_tile.index(0))
+    if is_valid:
+        loaded = operands.kv.index(KV_LOADED)
+        coords = tma_coords(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
+        mbarrier.arrive(loaded, count=1)
+        mbarrier.expect(loaded, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
+        tma.async_copy_global_to_shared(descs.k, coords, loaded, operands.k_tile.index(0))
+        tma.async_copy_global_to_shared(descs.v, coords, loaded, operands.v_tile.index(0))
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-        back = walks_back(gl.program_id(0), work)
-        first = padded_row(seq, work)
+        reverse = is_reversed(gl.program_id(0), scheduler)
+        first = first_padded_row(seq, scheduler)
         steps = GROUP * (visits.stop - visits.first)
         for i in range(0, steps):
-            head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
-            where = at(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
-            row = [head * padded + first + start_m]
-            stage = stage_of(q_ring, i)
-            wait_empty(q_ring, i)
-            mbarrier.expect(q_ring.full.index(stage), q.block_type.nbytes + 4 * BLOCK_M)
-            tma.async_copy_global_to_shared(q, where, q_ring.full.index(stage), q_ring.tiles.index(stage))
-            tma.async_copy_global_to_shared(lse2, row, q_ring.full.index(stage), lse_tiles.index(stage))
-            wait_empty(do_ring, i)
-            mbarrier.expect(do_ring.full.index(stage), dout.block_type.nbytes + 4 * BLOCK_M)
-            tma.async_copy_global_to_shared(dout, where, do_ring.full.index(stage), do_ring.tiles.index(stage))
-            tma.async_copy_global_to_shared(delta, row, do_ring.full.index(stage), delta_tiles.index(stage))
+            head, start_m = query_tile(visits, mask, kv_head, i, reverse, GROUP, BLOCK_M)
+            coords = tma_coords(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
+            row = [head * padded_rows + first + start_m]
+            stage = stage_of(operands.q, i)
+            producer_acquire(operands.q, i)
+            q_full = operands.q.full.index(stage)
+            mbarrier.expect(q_full, descs.q.block_type.nbytes + 4 * BLOCK_M)
+            tma.async_copy_global_to_shared(descs.q, coords, q_full, operands.q.tiles.index(stage))
+            tma.async_copy_global_to_shared(descs.lse2, row, q_full, operands.lse_tiles.index(stage))
+            producer_acquire(operands.do, i)
+            do_full = operands.do.full.index(stage)
+            mbarrier.expect(do_full, descs.dout.block_type.nbytes + 4 * BLOCK_M)
+            tma.async_copy_global_to_shared(descs.dout, coords, do_full, operands.do.tiles.index(stage))
+            tma.async_copy_global_to_shared(descs.delta, row, do_full, operands.delta_tiles.index(stage))
     return steps
 
 
 @gluon.jit
-def _write(
-    sum_dq, counters, zeros, dk, dv, k_tile, v_tile, dq_tiles, kv, dq_full, dq_empty, work, mask, padded,
+def _writer(
+    operands, exchange, zeros, accum, dk, dv, scheduler, mask,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    PACKED: gl.constexpr = work.cu_q is not None
-    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
-    head_of_all = kv_head if PACKED else seq.index * work.n_heads + kv_head
+    """Clear the accumulator of dQ for a later work tile, add each step's dQ to it, and write dK and dV."""
+    PACKED: gl.constexpr = scheduler.cu_q is not None
+    seq, kv_head, start_n, is_valid = find_work_tile(gl.program_id(0), scheduler, BLOCK_N, False, False)
+    flat_head = kv_head if PACKED else seq.index * scheduler.n_heads + kv_head
     if WITH_DQ:
         PIECES: gl.constexpr = HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM)
-        clear_ahead(sum_dq, zeros, counters, head_of_all, work, padded, GROUP, BLOCK_N, PIECES)
-    if live:
+        clear_later_rows(accum, zeros, flat_head, scheduler, GROUP, BLOCK_N, PIECES)
+    if is_valid:
         if WITH_DQ:
             visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-            back = walks_back(gl.program_id(0), work)
-            first = padded_row(seq, work)
+            reverse = is_reversed(gl.program_id(0), scheduler)
+            first = first_padded_row(seq, scheduler)
             for i in range(0, GROUP * (visits.stop - visits.first)):
-                head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
-                piece = (head * padded + first + start_m) // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
+                head, start_m = query_tile(visits, mask, kv_head, i, reverse, GROUP, BLOCK_M)
+                row = head * accum.padded_rows + first + start_m
+                piece = row // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
                 for w in gl.static_range(2):
-                    mbarrier.wait(dq_full.index(w), i & 1)
-                    tma_reduce_add(sum_dq, [(piece + w) * sum_dq.block_shape[0], 0], dq_tiles.index(w))
+                    mbarrier.wait(exchange.dq_full.index(w), i & 1)
+                    tma_reduce_add(accum.desc, [(piece + w) * accum.desc.block_shape[0], 0], exchange.dq_tiles.index(w))
                 tma.store_wait(1)
-                mbarrier.arrive(dq_empty.index(0), count=1)
+                mbarrier.arrive(exchange.dq_empty.index(0), count=1)
                 tma.store_wait(0)
-                mbarrier.arrive(dq_empty.index(1), count=1)
-        where = at(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
-        mbarrier.wait(kv.index(2), 0)
-        tma.async_copy_shared_to_global(dk, where, k_tile.index(0))
-        tma.async_copy_shared_to_global(dv, where, v_tile.index(0))
+                mbarrier.arrive(exchange.dq_empty.index(1), count=1)
+        coords = tma_coords(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
+        mbarrier.wait(operands.kv.index(KV_STORED), 0)
+        tma.async_copy_shared_to_global(dk, coords, operands.k_tile.index(0))
+        tma.async_copy_shared_to_global(dv, coords, operands.v_tile.index(0))
     if WITH_DQ:
-        count(counters + head_of_all, WRITTEN_BUT_TWO)
+        count_written(accum.counters_ptr + flat_head, WRITTEN_BUT_TWO)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _consume(
-    k_tile, v_tile, q_ring, do_ring, lse_tiles, delta_tiles, ds_ring, dq_tiles, kv, dq_full, dq_empty, turns, marks,
-    sum_dq, dq, work, mask, score, dropout, grad_scale,
+def _consumer(
+    operands, exchange, accum, dq, scheduler, mask, score, dropout, grad_scale,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_DQ: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of the W-th 64 keys, and the W-th half of dQ of all 128."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # of S transposed [64, BLOCK_M]
-    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # of dK and dV [64, HEAD_DIM]
+    """dK and dV of keys 64 W to 64 W + 63 of the work tile, and half W of dQ."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # S transposed [64, BLOCK_M]
+    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])  # dK and dV [64, HEAD_DIM]
     COLUMNS: gl.constexpr = dq_columns(BLOCK_M, HEAD_DIM)
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])  # of half of dQ [64, COLUMNS]
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])  # half of dQ [64, COLUMNS]
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, S)
     DROPOUT: gl.constexpr = dropout.state is not None
     PINGPONG: gl.constexpr = HEAD_DIM >= WIDE or DROPOUT
-    dtype: gl.constexpr = k_tile.dtype
-    seq, kv_head, start_n, live = find_task(gl.program_id(0), work, BLOCK_N, False, False)
+    dtype: gl.constexpr = operands.k_tile.dtype
+    q_pipe = operands.q
+    do_pipe = operands.do
+    ds_pipe = exchange.ds
+    seq, kv_head, start_n, is_valid = find_work_tile(gl.program_id(0), scheduler, BLOCK_N, False, False)
     steps = gl.to_tensor(0)
-    if live:
+    if is_valid:
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-        back = walks_back(gl.program_id(0), work)
+        reverse = is_reversed(gl.program_id(0), scheduler)
         steps = GROUP * (visits.stop - visits.first)
-        key0, key1 = load_key(dropout)
-        places = find_places(dropout, BLOCK_M)
-        first_n = start_n + 64 * W
-        partial = start_n + BLOCK_N > seq.len_k  # keys past the end are zeros, of which no weight may come
+        generator = make_generator(dropout, BLOCK_M, False)
+        own_n = start_n + 64 * W
+        partial = start_n + BLOCK_N > seq.len_k  # keys past the end are zeros, and their weights must be 0
         dk_acc = gl.zeros([64, HEAD_DIM], gl.float32, D)
         dv_acc = gl.zeros([64, HEAD_DIM], gl.float32, D)
         zero = gl.zeros([64, BLOCK_M], gl.float32, S)
         zero_dq = gl.zeros([64, COLUMNS], gl.float32, DQ)
 
-        mbarrier.wait(kv.index(0), 0)
+        mbarrier.wait(operands.kv.index(KV_LOADED), 0)
         if steps > 0:
-            wait_full(q_ring, 0)
-            k_own = _rows_of(k_tile, 0, W, HEAD_DIM)
-            s_next = warpgroup_mma(k_own, tile_of(q_ring, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+            consumer_wait(q_pipe, 0)
+            k_own = _consumer_rows(operands.k_tile, 0, W, HEAD_DIM)  # [64, HEAD_DIM]
+            s_next = warpgroup_mma(k_own, tile_of(q_pipe, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
             for i in range(0, steps):
-                head, start_m = query_tile(visits, mask, kv_head, i, back, GROUP, BLOCK_M)
+                head, start_m = query_tile(visits, mask, kv_head, i, reverse, GROUP, BLOCK_M)
                 head = head.to(gl.int64)
-                # Always 0. Addresses that depend on a step are computed in it: those that do not take registers.
-                none = i >> 30
-                k_own = _rows_of(k_tile, none, W, HEAD_DIM)
-                v_own = _rows_of(v_tile, none, W, HEAD_DIM)
-                q_tile = tile_of(q_ring, i)
-                do_tile = tile_of(do_ring, i)
-                if DROPOUT:  # drawn while the matrix unit works
-                    even, odd = draw(dropout, key0, key1, seq.index, head, start_m, first_n, places, BLOCK_M, True)
-                    hold(marks[0])
-                # All that is in flight: of a part, across the loop's back edge, the assembler cannot tell which it is,
-                # and would run every product by itself.
-                product = warpgroup_mma_wait(0, deps=[s_next])
-                wait_full(do_ring, i)
+                # Always 0. Addresses that depend on a step are computed in it; other addresses stay in registers.
+                zero_index = i >> 30
+                k_own = _consumer_rows(operands.k_tile, zero_index, W, HEAD_DIM)  # [64, HEAD_DIM]
+                v_own = _consumer_rows(operands.v_tile, zero_index, W, HEAD_DIM)
+                q_tile = tile_of(q_pipe, i)  # [BLOCK_M, HEAD_DIM]
+                do_tile = tile_of(do_pipe, i)
+                if DROPOUT:  # while the matrix unit works
+                    keep_even, keep_odd = draw_keep_flags(
+                        dropout, generator, seq.index, head, start_m, own_n, BLOCK_M, True
+                    )
+                    schedule_fence(exchange.schedule_fences[0])
+                # Wait for all products in flight. With a partial wait across the loop's back edge, the assembler
+                # cannot tell which products are in flight, and runs every product by itself.
+                qk = warpgroup_mma_wait(0, deps=[s_next])  # S transposed [64, BLOCK_M]
+                consumer_wait(do_pipe, i)
                 dp_next = warpgroup_mma(v_own, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-                lse_row = lse_tiles.index(stage_of(q_ring, i)).load(COLS)
+                lse_row = operands.lse_tiles.index(stage_of(q_pipe, i)).load(COLS)
                 offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
-                offs_n = first_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
+                offs_n = own_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
                 distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
-                s = logits(product, score, load_slope(score, seq, head), distance, False)
+                s = logits(qk, score, load_slope(score, seq, head), distance, False)
                 p = gl.exp2(s * score.factor - lse_row[None, :])
-                if step_needs_mask(visits, i, back, GROUP) | partial:
+                if step_needs_mask(visits, i, reverse, GROUP) | partial:
                     p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
-                kept = pack(p, dtype)
+                p_kept = pack(p, dtype)
                 if DROPOUT:
-                    kept = keep(kept, even, odd, BLOCK_M, True)
-                # Only here: two turns are a step, and dP and the exponentials need none.
-                take_turn(turns, i, W, PINGPONG)
-                hold(marks[1])
+                    p_kept = apply_dropout_packed(p_kept, keep_even, keep_odd, BLOCK_M, True)
+                # The turn begins here: a step is two turns long, and dP and the exponentials need none.
+                warp_scheduler_sync(exchange.scheduler_barriers, i, W, PINGPONG)
+                schedule_fence(exchange.schedule_fences[1])
                 dp = warpgroup_mma_wait(0, deps=[dp_next])
-                dv_next = warpgroup_mma(unpack(kept, dtype, A), do_tile, dv_acc, is_async=True)
-                pass_turn(turns, i, W, 2, DROPOUT)  # dS takes longer with it
-                delta_row = delta_tiles.index(stage_of(do_ring, i)).load(COLS)
+                dv_next = warpgroup_mma(unpack(p_kept, dtype, A), do_tile, dv_acc, is_async=True)
+                # With dropout, dS takes longer: the turn ends before it.
+                warp_scheduler_arrive(exchange.scheduler_barriers, i, W, 2, DROPOUT)
+                delta_row = operands.delta_tiles.index(stage_of(do_pipe, i)).load(COLS)
                 if DROPOUT:
-                    dp = keep_wide(dp, even, odd, S, BLOCK_M, True)
+                    dp = apply_dropout(dp, keep_even, keep_odd, S, BLOCK_M, True)
                 ds_next = p * (dp - delta_row[None, :])
                 if score.softcap is not None:
-                    ds_next *= capped_slope(product, score, False)
+                    ds_next *= capped_slope(qk, score, False)
                 ds16 = ds_next.to(dtype)
                 if WITH_DQ:
-                    wait_empty(ds_ring, i)
-                    ds_ring.tiles.index(stage_of(ds_ring, i)).slice(64 * W, 64).store(ds16)
+                    producer_acquire(ds_pipe, i)
+                    ds_pipe.tiles.index(stage_of(ds_pipe, i)).slice(64 * W, 64).store(ds16)
                     fence_async_shared()
-                    arrive(ds_ring.full[W].index(stage_of(ds_ring, i)))
-                pass_turn(turns, i, W, 2, PINGPONG and not DROPOUT)
+                    sync_and_arrive(ds_pipe.full[W].index(stage_of(ds_pipe, i)))
+                warp_scheduler_arrive(exchange.scheduler_barriers, i, W, 2, PINGPONG and not DROPOUT)
                 dk_next = warpgroup_mma(gl.convert_layout(ds16, A), q_tile, dk_acc, is_async=True)
                 if WITH_DQ:
-                    # That of the step before: consumers may then be half a step apart, and one's exponentials
-                    # coincide with the other's products. In the first step its own, for nothing.
+                    # dQ of the step before, so that consumers may be half a step apart, and the exponentials of one
+                    # overlap with the products of the other. The first step computes its own dQ and discards it.
                     before = gl.maximum(i - 1, 0)
-                    dq_next = _start_dq(ds_ring, before, k_tile.index(none), zero_dq, BLOCK_M, HEAD_DIM, W)
+                    dq_next = _start_dq(
+                        ds_pipe, before, operands.k_tile.index(zero_index), zero_dq, BLOCK_M, HEAD_DIM, W
+                    )
                 dv_acc = warpgroup_mma_wait(2 if WITH_DQ else 1, deps=[dv_next])
-                wait_full(q_ring, i + 1, i + 1 < steps)
-                # The next logits, during the rest of this step; after the last one, of what is there, for nothing.
+                consumer_wait(q_pipe, i + 1, i + 1 < steps)
+                # The next S, during the rest of this step. The last step computes one from old data and discards it.
                 s_next = warpgroup_mma(
-                    k_own, tile_of(q_ring, i + 1).permute((1, 0)), zero, use_acc=False, is_async=True
+                    k_own, tile_of(q_pipe, i + 1).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 if WITH_DQ:
                     dk_acc, dq_half = warpgroup_mma_wait(1, deps=[dk_next, dq_next])
                 else:
                     dk_acc = warpgroup_mma_wait(1, deps=[dk_next])
-                release(q_ring, i)
-                release_too(do_ring, i)
+                consumer_release(q_pipe, i)
+                consumer_release_no_sync(do_pipe, i)
                 if WITH_DQ:
-                    release_too(ds_ring, before, i > 0)
-                    mbarrier.wait(dq_empty.index(W), i & 1, pred=i > 0)
-                    dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
+                    consumer_release_no_sync(ds_pipe, before, i > 0)
+                    mbarrier.wait(exchange.dq_empty.index(W), i & 1, pred=i > 0)
+                    exchange.dq_tiles.index(W).store(to_register_order(dq_half, COLUMNS))
                     fence_async_shared()
-                    arrive(dq_full.index(W), i > 0)
+                    sync_and_arrive(exchange.dq_full.index(W), i > 0)
             warpgroup_mma_wait(0, deps=[s_next])
             if WITH_DQ:
-                leave_last(q_ring, steps)
-                dq_next = _start_dq(ds_ring, steps - 1, k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
+                release_last_stage(q_pipe, steps)
+                dq_next = _start_dq(ds_pipe, steps - 1, operands.k_tile.index(0), zero_dq, BLOCK_M, HEAD_DIM, W)
                 dq_half = warpgroup_mma_wait(0, deps=[dq_next])
-                mbarrier.wait(dq_empty.index(W), steps & 1)
-                dq_tiles.index(W).store(_by_thread(dq_half, COLUMNS))
+                mbarrier.wait(exchange.dq_empty.index(W), steps & 1)
+                exchange.dq_tiles.index(W).store(to_register_order(dq_half, COLUMNS))
                 fence_async_shared()
-                arrive(dq_full.index(W))
+                sync_and_arrive(exchange.dq_full.index(W))
 
-        arrive(kv.index(1))
-        mbarrier.wait(kv.index(1), 0)
+        sync_and_arrive(operands.kv.index(KV_READ))
+        mbarrier.wait(operands.kv.index(KV_READ), 0)
         dv_scale = 1.0
         if DROPOUT:
             dv_scale = 256.0 / dropout.threshold
-        _rows_of(v_tile, 0, W, HEAD_DIM).store((dv_acc * dv_scale).to(dtype))
-        _rows_of(k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))
+        _consumer_rows(operands.v_tile, 0, W, HEAD_DIM).store((dv_acc * dv_scale).to(dtype))
+        _consumer_rows(operands.k_tile, 0, W, HEAD_DIM).store((dk_acc * grad_scale).to(dtype))
         fence_async_shared()
-        arrive(kv.index(2))
+        sync_and_arrive(operands.kv.index(KV_STORED))
     if WITH_DQ:
         PIECES: gl.constexpr = HEAD_DIM // COLUMNS
-        staging = ds_ring.tiles.index(W)
-        finish_before(sum_dq, dq, q_ring, do_ring, staging, steps, work, grad_scale, GROUP, BLOCK_N, PIECES, W)
+        staging = ds_pipe.tiles.index(W)
+        convert_dq_accumulator(
+            accum, dq, q_pipe, do_pipe, staging, steps, scheduler, grad_scale, GROUP, BLOCK_N, PIECES, W
+        )
 
 
 @gluon.jit
-def _start_dq(ds_ring, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
-    """dQ of step i from 128 keys: the W-th 64 of its queries, or the W-th half of the columns of 64 queries. Waits
-    for the other consumer's half of dS."""
-    mbarrier.wait(ds_ring.full[1 - W].index(stage_of(ds_ring, i)), phase_of(ds_ring, i))
-    ds_tile = ds_ring.tiles.index(stage_of(ds_ring, i))
+def _start_dq(ds_pipe, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr, W: gl.constexpr):
+    """Start half W of dQ = dS K of step i: 64 of 128 queries, or half the columns of 64 queries.
+
+    Waits for the other consumer's half of dS.
+    """
+    mbarrier.wait(ds_pipe.full[1 - W].index(stage_of(ds_pipe, i)), phase_of(ds_pipe, i))
+    ds_tile = ds_pipe.tiles.index(stage_of(ds_pipe, i))  # [BLOCK_N, BLOCK_M]
     k_all = k_tile.reshape([BLOCK_N, HEAD_DIM])
     if BLOCK_M == 128:
         ds_tile = ds_tile.slice(64 * W, 64, 1)
@@ -376,14 +449,17 @@ def _start_dq(ds_ring, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.cons
 
 
 @gluon.jit
-def _by_thread(tile, COLUMNS: gl.constexpr):
-    """[64, COLUMNS] in the order of the registers that hold it: it goes to shared memory by 16 bytes a thread, side by
-    side, where the rows of a tile would meet at the same banks. ``rows.in_rows`` is the inverse."""
+def to_register_order(tile, COLUMNS: gl.constexpr):
+    """A tile [64, COLUMNS] in the order of the registers that hold it: [COLUMNS / 2, 128].
+
+    In this order each thread stores 16 adjacent bytes; in the order of rows, threads would use the same banks of
+    shared memory. ``backward_rows.from_register_order`` is the inverse.
+    """
     parts = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, row + 8, row; columns by 8, by 2, by 1
     return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
 
 
 @gluon.jit
-def _rows_of(tile, i, W: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """The W-th 64 of a tile's keys."""
+def _consumer_rows(tile, i, W: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Rows 64 W to 64 W + 63 of a tile of keys or values."""
     return tile.index(i).reshape([BLOCK_N, HEAD_DIM]).slice(64 * W, 64)

@@ -1,4 +1,4 @@
-"""What TMA is told of the tensors: shape, strides and tile; and whether it takes them as they lie."""
+"""TMA descriptors of the tensors, and whether TMA accepts a tensor's strides."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_train.attention.kernels.launch_cache import Form
 
-MOST_ROWS = 1 << 30  #: of an entry: coordinates are 32 bits, and a packed entry's count back from here
-PACKED_STEP = 1 << 34  #: elements: the strides of a packed tensor's two row dimensions add up to this
+MOST_ROWS = 1 << 30  #: rows of an entry: coordinates have 32 bits, and a packed entry's rows end here
+PACKED_STEP = 1 << 34  #: elements: sum of the strides of a packed tensor's two leading dimensions
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles [rows, columns] of x (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
+    """A descriptor of tiles [rows, columns] of x (batch, seqlen, heads, head_dim) or, packed, (total, heads, head_dim).
 
-    What lies outside x is zeros, and is not written. Packed, the same holds outside an entry: two more dimensions, of
-    which the tile takes one place each, lead to an entry's rows (``tasks.at``); their strides add up modulo 2**64
-    bytes, as in ``triton.tools.ragged_tma``.
+    TMA reads zeros outside x, and does not write there. In packed calls this also holds outside an entry: two more
+    dimensions select the entry's rows (``scheduler.tma_coords``). Their strides add up modulo 2**64 bytes, as in
+    ``triton.tools.ragged_tma``.
     """
     return _described(x, _form(tuple(x.shape), x.stride(), x.dtype, rows, columns))
 
 
 def _described(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
-    """x in a form whose fields were checked when it was made: to find and check them takes longer than a launch."""
+    """A descriptor of x with fields that were computed and checked before, which takes longer than a launch."""
     described = object.__new__(TensorDescriptor)
     described.__dict__.update(form, base=x)
     return described
@@ -39,7 +39,7 @@ def _described(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
 def _form(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
 ) -> dict[str, Any]:
-    # of a dimension of one, TMA still wants a stride that it could take
+    # TMA requires a valid stride even for a dimension of size 1
     step = [stride if size > 1 else columns for size, stride in zip(shape, stride, strict=True)]
     if len(shape) == 4:
         batch, row, head, _ = step
@@ -54,8 +54,8 @@ def _form(
 
 @functools.lru_cache(maxsize=4096)
 def describable(form: Form) -> bool:
-    """Whether TMA takes a tensor as it lies."""
-    if math.prod(form.shape) == 0:  # whose strides mean nothing, and for which nothing is launched
+    """Whether TMA accepts a tensor's strides and address."""
+    if math.prod(form.shape) == 0:  # nothing is launched for an empty tensor
         return True
     unit = 16 // form.dtype.itemsize
     steps = [step for size, step in zip(form.shape[:-1], form.stride[:-1], strict=True) if size > 1]
@@ -67,7 +67,7 @@ def describable(form: Form) -> bool:
 
 
 def describe_rows(x: Tensor, block: int) -> TensorDescriptor:
-    """Tiles [block] of fp32 numbers."""
+    """A descriptor of tiles [block] of fp32 x."""
     return _described(x, _form_of_rows(x.numel(), block))
 
 
@@ -79,7 +79,10 @@ def _form_of_rows(size: int, block: int) -> dict[str, Any]:
 
 
 def describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
-    """Pieces of 64 x ``columns`` of fp32 x (heads, rows, head_dim), each in one stretch (``rows``): of rows of 128."""
+    """A descriptor of the pieces of the dQ accumulator x, fp32 (heads, rows, head_dim): see ``backward_rows``.
+
+    A piece has 64 x ``columns`` contiguous numbers, described as [columns / 2, 128].
+    """
     return _described(x, _form_of_pieces(x.numel(), columns))
 
 
@@ -92,5 +95,5 @@ def _form_of_pieces(size: int, columns: int) -> dict[str, Any]:
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory; kept, for the finding takes longer than the launch."""
+    """The layout of a tile in shared memory. Cached, because computing it takes longer than the launch."""
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])

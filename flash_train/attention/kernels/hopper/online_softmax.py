@@ -1,20 +1,21 @@
-"""The running softmax of rows that lie in fragments of the matrix unit (FlashAttention-2, algorithm 1).
+"""The running softmax on accumulator fragments of the matrix unit (FlashAttention-2, algorithm 1).
 
-With one difference: what is subtracted from logits need not be their maximum so far, only near enough that weights do
-not overflow. So a block's maximum is looked for only where, by what was subtracted before, weights became too large.
+It differs from the textbook in one point. The reference that is subtracted from logits need not be their running
+maximum; it must only be close enough that weights do not overflow. So a block's maximum is computed only if its weights
+are too large with the reference so far.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-#: of a fragment's first 8 columns
+#: layout of the first 8 columns of a fragment
 THREADS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
     )
 )
-WAYS = gl.constexpr(16)  #: columns in which a maximum is taken side by side, four of them a thread's
-#: 1 where any of a warp's sums, four a thread, is above 2^15, or no number
+MAX_WIDTH = gl.constexpr(16)  #: columns of partial maxima of a row; a thread holds four of them
+#: 1 if any row sum of a warp (four in each thread) is above 2^15 or not a number
 WARP_EXCEEDS = gl.constexpr(
     """{
     .reg .pred all;
@@ -32,50 +33,44 @@ WARP_EXCEEDS = gl.constexpr(
 
 
 @gluon.jit
-def new_maximum(s, m_i, score):
-    """The factor for what was summed before, and what is subtracted from the logits s, as it is subtracted and as it is
-    carried on (-inf: nothing was seen yet): the running maximum."""
-    m_new = gl.maximum(m_i, _row_maximum(s) * score.factor)
-    reference = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return gl.exp2(m_i - reference), reference, m_new
+def row_max(s):
+    """The maximum of each row, by several independent chains.
 
-
-@gluon.jit
-def _row_maximum(s):
-    """In several chains: an instruction waits for the one before it in its chain, five times as long as it takes."""
-    parts = gl.max(s.reshape([s.shape[0], s.shape[1] // WAYS, WAYS]), 1)
+    In one chain every instruction waits for the one before it, five times as long as it takes.
+    """
+    parts = gl.max(s.reshape([s.shape[0], s.shape[1] // MAX_WIDTH, MAX_WIDTH]), 1)
     return gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def sum_by_thread(p):
-    """Sums of rows, [64, 8], as far as a thread has them: the threads of a row meet once, at the end."""
+def thread_row_sums(p):
+    """Partial row sums [64, 8], each over the columns of one thread. They are reduced once, after the last block."""
     return gl.convert_layout(gl.sum(p.reshape([64, p.shape[1] // 8, 8]), 1), THREADS, assert_trivial=True)
 
 
 @gluon.jit
 def rescale_sums(sums, alpha):
-    """Sums by thread times their rows' alpha."""
+    """Multiply partial row sums by the alpha of their rows."""
     return sums * gl.convert_layout(alpha, gl.SliceLayout(1, THREADS))[:, None]
 
 
 @gluon.jit
 def rescale(acc, alpha):
-    """acc times its rows' alpha."""
+    """Multiply the accumulator by the alpha of its rows."""
     return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
-def make_notes(CONSUMERS: gl.constexpr):
-    """A consumer's warps tell each other by them whether weights are too large: ``exceed``."""
+def make_overflow_flags(CONSUMERS: gl.constexpr):
+    """Shared memory in which the warps of a consumer exchange the results of ``exceeds_limit``."""
     return gl.allocate_shared_memory(gl.int8, [CONSUMERS, 64, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def exceed(sums):
-    """Whether some sums of this warp's rows are too large: more than 2^15, or, where -inf was subtracted, no number.
+def exceeds_limit(sums):
+    """1 if any row sum of this warp is above 2^15, or not a number because the reference was -inf; else 0.
 
-    Weights of 2^15 for 1 lose nothing: their rounding is relative, and fp16 reaches to 2^16.
+    A weight of 2^15 in place of 1 loses no precision: rounding is relative, and fp16 reaches 2^16.
     """
     return gl.inline_asm_elementwise(
         WARP_EXCEEDS, "=&r,=&r,=&r,=&r,f,f,f,f", [sums], dtype=gl.int32, is_pure=False, pack=4
@@ -83,8 +78,8 @@ def exceed(sums):
 
 
 @gluon.jit
-def read_notes(note):
-    """Whether any warp's note says so. Behind a meeting of the warps, and before another."""
+def any_overflow(flags):
+    """Whether any warp of the consumer set its flag. The warps must synchronise before and after the call."""
     ALL: gl.constexpr = gl.BlockedLayout([4, 1, 1], [1, 1, 32], [1, 1, 4], [0, 1, 2])
-    notes = note.reshape([4, 16, 8]).slice(0, 1, 1).slice(0, 1, 2).load(ALL)  # one of each warp's, which are the same
-    return gl.max(gl.max(gl.max(notes, 2), 1), 0) > 0
+    by_warp = flags.reshape([4, 16, 8]).slice(0, 1, 1).slice(0, 1, 2).load(ALL)  # a warp's flags are all the same
+    return gl.max(gl.max(gl.max(by_warp, 2), 1), 0) > 0

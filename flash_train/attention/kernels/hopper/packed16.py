@@ -1,6 +1,7 @@
-"""Two 16-bit weights in a register, as the matrix unit takes them.
+"""Pairs of 16-bit weights in 32-bit registers, in the order in which the matrix unit reads them.
 
-Carried around a loop in 16 bits, numbers are moved by halves; rounded where they are used, they hold up the products.
+The compiler moves 16-bit tensors that a loop carries by halves of registers. Weights that are rounded only where they
+are used delay the matrix products.
 """
 
 import triton
@@ -16,14 +17,14 @@ def rounding(dtype):
 
 @gluon.jit
 def pack(x, dtype: gl.constexpr):
-    """fp32 x [rows, columns], rounded: int32 [rows, columns / 2], the even column in the lower half."""
+    """Round fp32 x [rows, columns] to int32 [rows, columns / 2], with the even column in the lower half."""
     CODE: gl.constexpr = rounding(dtype)
     even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     return gl.inline_asm_elementwise(CODE, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def unpack(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The 16-bit numbers [rows, columns] of ``pack``."""
-    even, odd = pairs.to(gl.int16).to(dtype, bitcast=True), (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2]), LAYOUT)
+def unpack(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The 16-bit weights [rows, columns] that ``pack`` packed."""
+    even, odd = packed.to(gl.int16).to(dtype, bitcast=True), (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.join(even, odd).reshape([packed.shape[0], packed.shape[1] * 2]), LAYOUT)

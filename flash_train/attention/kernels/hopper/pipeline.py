@@ -1,4 +1,8 @@
-"""Between warps: ring buffers, whose stages producers fill, by TMA or by stores, and consumers empty; and turns."""
+"""Synchronisation between warps: pipelines of shared memory, and barriers that order the consumers.
+
+A producer fills the stages of a pipeline with TMA or with stores; consumers read and release them. Step i of a kernel
+uses stage i % STAGES.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,14 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ONCE = gl.constexpr("mov.b32 $0, $1;")
-#: of a partition; by its name before Triton 3.7, and since
+#: Waits for all warps of the partition. Triton 3.7 renamed it.
 sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
-class Ring(NamedTuple):
-    """Stages of shared memory, and for each a barrier that says "filled" and one that says "emptied".
+class Pipeline(NamedTuple):
+    """Stages of shared memory, each with a barrier "full" and a barrier "empty".
 
-    Step i of a kernel uses stage i % STAGES for the (i // STAGES)-th time: whose parity is the phase to wait for.
+    Step i uses its stage for the (i // STAGES)-th time; the parity of this number is the phase to wait for.
     """
 
     tiles: Any
@@ -23,24 +27,14 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def stage_of(ring, i):
-    return i % ring.empty.shape[0]
-
-
-@gluon.jit
-def phase_of(ring, i):
-    return (i // ring.empty.shape[0]) & 1
-
-
-@gluon.jit
-def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring over ``tiles`` (STAGES, ...), each of which one partition fills and READERS empty."""
-    return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
+def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A pipeline over ``tiles`` (STAGES, ...). One partition fills a stage, and CONSUMERS partitions release it."""
+    return Pipeline(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
 
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which completes a phase with ARRIVALS arrivals."""
+    """COUNT barriers; each completes a phase after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -48,133 +42,162 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(ring, i):
-    """Step i's tile, without the dimensions of one."""
-    tile = ring.tiles.index(stage_of(ring, i))
+def stage_of(pipe, i):
+    return i % pipe.empty.shape[0]
+
+
+@gluon.jit
+def phase_of(pipe, i):
+    return (i // pipe.empty.shape[0]) & 1
+
+
+@gluon.jit
+def tile_of(pipe, i):
+    """The tile of step i as a matrix: the leading dimensions of size 1 are dropped."""
+    tile = pipe.tiles.index(stage_of(pipe, i))
     return tile.reshape([tile.shape[-2], tile.shape[-1]])
 
 
 @gluon.jit
-def wait_full(ring, i, pred=True):
-    """Wait until step i's stage is filled."""
-    mbarrier.wait(ring.full.index(stage_of(ring, i)), phase_of(ring, i), pred=pred)
+def producer_acquire(pipe, i):
+    """Wait until the consumers have released the stage of step i. The first use of a stage does not wait."""
+    mbarrier.wait(pipe.empty.index(stage_of(pipe, i)), phase_of(pipe, i) ^ 1)
 
 
 @gluon.jit
-def wait_empty(ring, i):
-    """Wait until step i's stage is emptied of what it held before; at once the first time."""
-    mbarrier.wait(ring.empty.index(stage_of(ring, i)), phase_of(ring, i) ^ 1)
+def producer_commit(pipe, i):
+    """The partition has stored the tile of step i. TMA loads need no commit: they complete the barrier themselves."""
+    sync_and_arrive(pipe.full.index(stage_of(pipe, i)))
 
 
 @gluon.jit
-def fill(ring, i, source, where):
-    """Load step i's stage with the tile at ``where`` of a descriptor, once it is emptied."""
-    wait_empty(ring, i)
-    full = ring.full.index(stage_of(ring, i))
-    mbarrier.expect(full, source.block_type.nbytes)
-    tma.async_copy_global_to_shared(source, where, full, ring.tiles.index(stage_of(ring, i)))
+def producer_load(pipe, i, desc, coords):
+    """Acquire the stage of step i, and load the descriptor's tile at ``coords`` into it."""
+    producer_acquire(pipe, i)
+    full = pipe.full.index(stage_of(pipe, i))
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, coords, full, pipe.tiles.index(stage_of(pipe, i)))
 
 
 @gluon.jit
-def arrive(barrier, pred=True):
-    """All warps of this partition have come here."""
+def consumer_wait(pipe, i, pred=True):
+    """Wait until the stage of step i is full."""
+    mbarrier.wait(pipe.full.index(stage_of(pipe, i)), phase_of(pipe, i), pred=pred)
+
+
+@gluon.jit
+def consumer_release(pipe, i, pred=True):
+    """This partition has read the stage of step i."""
     sync_warps()
-    signal(barrier, pred)
+    consumer_release_no_sync(pipe, i, pred)
 
 
 @gluon.jit
-def signal(barrier, pred=True):
-    """One thread of this partition has: in step with the others only behind ``arrive``.
+def consumer_release_no_sync(pipe, i, pred=True):
+    """``consumer_release`` directly after another synchronisation of the partition's warps."""
+    arrive_no_sync(pipe.empty.index(stage_of(pipe, i)), pred)
 
-    As the announcement of 0 bytes: around an arrival by name the compiler has all warps wait for each other, once
-    before it, and once more before whatever touches shared memory next.
+
+@gluon.jit
+def sync_and_arrive(barrier, pred=True):
+    """Arrive at a barrier when all warps of this partition have reached this point."""
+    sync_warps()
+    arrive_no_sync(barrier, pred)
+
+
+@gluon.jit
+def arrive_no_sync(barrier, pred=True):
+    """Arrive at a barrier with one thread, without a synchronisation of the partition's warps.
+
+    The arrival is written as an expectation of 0 bytes. Around ``mbarrier.arrive`` the compiler synchronises all
+    warps: once before it, and once more before the next access to shared memory.
     """
     mbarrier.expect(barrier, 0, pred)
 
 
 @gluon.jit
-def release(ring, i, pred=True):
-    """This partition has read step i's stage."""
+def make_schedule_fence():
+    """A barrier whose first phase is complete, for ``schedule_fence``."""
+    fence = make_barriers(1, 1)
+    arrive_no_sync(fence.index(0))
     sync_warps()
-    release_too(ring, i, pred)
+    return fence
 
 
 @gluon.jit
-def release_too(ring, i, pred=True):
-    """As ``release``, behind another or an ``arrive``."""
-    signal(ring.empty.index(stage_of(ring, i)), pred)
+def schedule_fence(fence):
+    """Keep the assembler from moving a wait for matrix products across this point.
 
-
-@gluon.jit
-def make_mark():
-    """A barrier that is passed: for ``hold``."""
-    mark = make_barriers(1, 1)
-    signal(mark.index(0))
-    sync_warps()
-    return mark
-
-
-@gluon.jit
-def hold(mark):
-    """Nothing is done here, but the assembler moves no wait for products across it, as across any wait for a barrier.
-
-    Each place needs a mark of its own: at a barrier that was waited for before, the compiler has all warps meet.
+    The wait returns at once, but the assembler moves nothing across it. Each place needs a fence of its own: before a
+    second wait for the same barrier the compiler synchronises all warps.
     """
-    mbarrier.wait(mark.index(0), 0)
+    mbarrier.wait(fence.index(0), 0)
 
 
 @gluon.jit
-def make_turns():
-    """Two barriers for each of up to three consumers, by which it is given its turn. The first has the first."""
-    turns = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1))
-    signal(turns[0].index(0))
-    sync_warps()  # here, or the compiler has them meet at every turn
-    return turns
+def make_scheduler_barriers():
+    """Two barriers for each of up to three consumers, for ``warp_scheduler_sync``. Consumer 0 goes first."""
+    barriers = (make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1))
+    arrive_no_sync(barriers[0].index(0))
+    sync_warps()  # without it the compiler synchronises all warps at every use
+    return barriers
 
 
 @gluon.jit
-def take_turn(turns, step, W: gl.constexpr, PINGPONG: gl.constexpr):
-    """Consumers give the matrix unit work in turns: one's exponentials then coincide with another's products."""
+def warp_scheduler_sync(barriers, step, W: gl.constexpr, PINGPONG: gl.constexpr):
+    """Wait until consumer W may issue its matrix products.
+
+    Consumers take turns (ping-pong scheduling), so that the exponentials of one overlap with the products of another.
+    """
     if PINGPONG:
-        mbarrier.wait(turns[W].index(step & 1), (step >> 1) & 1)
+        mbarrier.wait(barriers[W].index(step & 1), (step >> 1) & 1)
 
 
 @gluon.jit
-def pass_turn(turns, step, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
-    """A warp may still wait for this turn: it misses it only if the same barrier comes round once more, before which
-    all warps have met."""
+def warp_scheduler_arrive(barriers, step, W: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr):
+    """Let the consumer after W issue its products.
+
+    A warp of this consumer may still be waiting for its own turn here. It cannot miss it: the barrier is used again
+    only after a synchronisation of all warps.
+    """
     if PINGPONG:
-        signal(turns[(W + 1) % CONSUMERS].index((step + (W + 1) // CONSUMERS) & 1))
+        arrive_no_sync(barriers[(W + 1) % CONSUMERS].index((step + (W + 1) // CONSUMERS) & 1))
 
 
 @gluon.jit
-def make_words(COUNT: gl.constexpr):
-    """COUNT places for an int32 that travels with a stage: written before the stage is filled, read before emptied."""
+def make_shared_scalars(COUNT: gl.constexpr):
+    """COUNT int32 scalars in shared memory, one for each stage of a pipeline.
+
+    The producer stores a scalar before it fills the stage; the consumers load it before they release the stage.
+    """
     return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def write_word(words, i, x):
-    """x, a scalar, to the i-th place; every thread writes it, also the one that fills the stage."""
+def store_scalar(scalars, i, x):
+    """Store x as scalar i. Every thread stores it, so that the thread that fills the stage has done so."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    words.index(i).store(gl.zeros([1], gl.int32, ONE) + x)
+    scalars.index(i).store(gl.zeros([1], gl.int32, ONE) + x)
 
 
 @gluon.jit
-def read_word(words, i):
+def load_scalar(scalars, i):
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(words.index(i).load(ONE), 0)
+    return gl.max(scalars.index(i).load(ONE), 0)
 
 
 @gluon.jit
 def uniform(x):
-    """x, which is the same in all threads. After a warp's reduction the assembler knows it, too, and takes one register
-    for the warp, which an instruction reads beside two of a thread's own."""
+    """x, which has the same value in all threads, in a form that the assembler recognises as uniform.
+
+    After a warp's reduction the assembler keeps x in one uniform register for the warp, and an instruction can read it
+    in addition to two registers of the thread.
+    """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(gl.zeros([32], gl.int32, LANES) + x.to(gl.int32, bitcast=True), 0).to(x.dtype, bitcast=True)
 
 
 @gluon.jit
 def once(x):
-    """x, by an instruction that the compiler does not move: what depends on it stays in its branch."""
+    """x, by an instruction that the compiler does not move: code that depends on it stays in its branch."""
     return gl.inline_asm_elementwise(ONCE, "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)

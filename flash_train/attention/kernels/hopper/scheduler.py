@@ -1,4 +1,8 @@
-"""Which tiles of which heads a program works on, in which order, and where they lie for TMA."""
+"""The tile scheduler: the order of the work tiles, the entry, head and rows of each, and its TMA coordinates.
+
+A work tile is a tile of queries (in kernels that loop over keys) or of keys (in kernels that loop over queries) of one
+head of one entry. Work tiles are numbered; the scheduler maps a number to a tile.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,122 +14,131 @@ from flash_train.attention.kernels.device.mask import count_edges, edge_block
 from flash_train.attention.packing import Entry
 
 RAGGED = gl.constexpr(1 << 30)
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_WARP_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
-class Work(NamedTuple):
-    """Entries and heads of a launch, and the order in which they are taken: see ``find_task``."""
+class TileScheduler(NamedTuple):
+    """Entries and heads of a launch, and the order of its work tiles: see ``find_work_tile``."""
 
     cu_q: Any
     cu_k: Any
     n_entries: Any
-    seqlen_q: Any  #: packed, all rows
+    seqlen_q: Any  #: packed: rows of the whole tensor
     seqlen_k: Any
     n_heads: Any
     heads_at_once: Any
-    processors: Any = None  #: how many tasks run at a time, where they walk queries
+    n_sms: Any = None  #: work tiles that run at the same time, in kernels that loop over queries
 
 
 @gluon.jit
-def count_tasks(work, BLOCK: gl.constexpr):
-    """Tasks of a launch that walks keys. Packed, some hold nothing."""
-    return (
-        work.n_heads * count_slots(work.cu_q, work.n_entries, work.seqlen_q, BLOCK) * _lanes(work.cu_q, work.n_entries)
-    )
+def count_work_tiles(scheduler, BLOCK: gl.constexpr):
+    """Work tiles of a launch that loops over keys. In packed calls some of them are empty."""
+    slots = count_slots(scheduler.cu_q, scheduler.n_entries, scheduler.seqlen_q, BLOCK)
+    return scheduler.n_heads * slots * _head_copies(scheduler.cu_q, scheduler.n_entries)
 
 
 @gluon.jit
-def next_task(counter):
-    """A task that no program has taken; the first of each is its own number.
+def next_work_tile(counter_ptr):
+    """Take the next work tile that no program has taken. A program's first tile is its own number.
 
-    For a partition of one warp, whose first lane asks. Asked as a scalar, the answer goes through shared memory, and
-    was once seen not to arrive. Not to be asked before it is needed: a task that waits for its program could be the
-    one that the others wait for.
+    For a partition of one warp: its first lane increments the counter. As a scalar atomic, the result went through
+    shared memory and was once lost. Call it only when the next tile is needed: other programs may wait for a tile that
+    was taken too early.
     """
-    lane = gl.arange(0, 32, _LANES)
-    asked = gl.atomic_add(counter + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
-    return gl.num_programs(0) + gl.max(gl.where(lane == 0, asked, -1), 0)
+    lane = gl.arange(0, 32, _WARP_LANES)
+    taken = gl.atomic_add(counter_ptr + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+    return gl.num_programs(0) + gl.max(gl.where(lane == 0, taken, -1), 0)
 
 
 @gluon.jit
-def leave_counter(counter, told, tasks):
-    """Make the counter 0 again for the next launch: by the program that was told last, beyond all tasks. Each task of a
-    launch has asked for one other, so that nobody asks after it."""
-    lane = gl.arange(0, 32, _LANES)
-    gl.store(counter + lane * 0, lane * 0, mask=(lane == 0) & (told == tasks + gl.num_programs(0) - 1))
+def reset_counter(counter_ptr, tile_id, n_tiles):
+    """Set the counter to 0 for the next launch.
 
-
-@gluon.jit
-def find_task(task, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr):
-    """(entry, head, first row, whether there is anything to do) of a task.
-
-    Tasks go through ``heads_at_once`` heads, whose rows fit the cache together, tile by tile, and then through the
-    next; at last through twice as many or more. Under a causal mask tiles go from long to short, and those who had
-    short ones begin with the long ones of the next heads. At the end all wait for the longest that began late: the
-    more heads, the earlier theirs begin.
-    REVERSED: an entry's last tile comes first, which under a causal mask takes the longest.
-    A tile is one of queries where the program WALKS_KEYS, else one of keys; heads are those of the tiled tensor.
+    Every work tile increments it once, so that the program with the highest number, past all tiles, is the last one to
+    read it.
     """
-    slots, heads, last = _groups(work, BLOCK, WALKS_KEYS)
-    group = gl.minimum(task // (slots * work.heads_at_once), last)
-    first = group * work.heads_at_once
-    size = gl.where(group < last, work.heads_at_once, heads - first)
-    place = task - first * slots
-    seq, head, tile, tiles = find_tile(place // size, first + place % size, work, BLOCK, WALKS_KEYS)
-    live = tile < tiles
+    lane = gl.arange(0, 32, _WARP_LANES)
+    gl.store(counter_ptr + lane * 0, lane * 0, mask=(lane == 0) & (tile_id == n_tiles + gl.num_programs(0) - 1))
+
+
+@gluon.jit
+def find_work_tile(tile_id, scheduler, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr):
+    """(entry, head, first row, whether the tile has rows) of a work tile.
+
+    The order is by groups of ``heads_at_once`` heads, whose rows fit the second-level cache together; within a group it
+    is tile by tile, each tile for all heads. The last group has up to twice as many heads or more. Under a causal mask
+    tiles go from long to short, and programs that end with short tiles begin the long ones of the next group. At the
+    end of the launch all programs wait for the longest tile that began late. With more heads in the last group, its
+    long tiles begin earlier.
+
+    WALKS_KEYS: the kernel loops over keys, and a work tile is one of queries; else it is one of keys. Heads are the
+    heads of the tiled tensor. REVERSED: the last tile of an entry comes first; under a causal mask it takes the longest.
+    """
+    slots, heads, last = _groups(scheduler, BLOCK, WALKS_KEYS)
+    group = gl.minimum(tile_id // (slots * scheduler.heads_at_once), last)
+    first = group * scheduler.heads_at_once
+    size = gl.where(group < last, scheduler.heads_at_once, heads - first)
+    offset = tile_id - first * slots
+    seq, head, tile, tiles = find_tile(offset // size, first + offset % size, scheduler, BLOCK, WALKS_KEYS)
+    is_valid = tile < tiles
     if REVERSED:
         tile = tiles - 1 - tile
-    return seq, head, tile * BLOCK, live
+    return seq, head, tile * BLOCK, is_valid
 
 
 @gluon.jit
-def task_beside(task, work, GROUPS: gl.constexpr, BLOCK: gl.constexpr):
-    """(whether there is one, head, slot) of the task of keys so many groups of heads from this one, in this one's place
-    of its group. There is none in the last group, whose size is another."""
-    slots, _, last = _groups(work, BLOCK, False)
-    size = slots * work.heads_at_once
-    other = task + GROUPS * size
-    place = other % size
-    head = other // size * work.heads_at_once + place % work.heads_at_once
-    return (other >= 0) & (other < last * size), head, place // work.heads_at_once
+def shifted_work_tile(tile_id, scheduler, GROUPS: gl.constexpr, BLOCK: gl.constexpr):
+    """(whether it exists, head, slot) of the tile of keys at the same position GROUPS groups of heads later.
+
+    The last group has another size, and so no tile.
+    """
+    slots, _, last = _groups(scheduler, BLOCK, False)
+    size = slots * scheduler.heads_at_once
+    other = tile_id + GROUPS * size
+    offset = other % size
+    head = other // size * scheduler.heads_at_once + offset % scheduler.heads_at_once
+    return (other >= 0) & (other < last * size), head, offset // scheduler.heads_at_once
 
 
 @gluon.jit
-def count_heads(work):
-    """Of all entries; packed, these are rows of the same heads."""
-    return work.n_heads * _lanes(work.cu_q, work.n_entries)
+def count_heads(scheduler):
+    """Heads of all entries. Entries of a packed call are rows of the same heads."""
+    return scheduler.n_heads * _head_copies(scheduler.cu_q, scheduler.n_entries)
 
 
 @gluon.jit
-def _groups(work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
-    """Slots of a head, heads of all entries, and the number of the last group of ``heads_at_once`` or more of them."""
-    cu = work.cu_q if WALKS_KEYS else work.cu_k
-    seqlen = work.seqlen_q if WALKS_KEYS else work.seqlen_k
-    heads = count_heads(work)
-    last = gl.maximum(heads // work.heads_at_once - 2, 0)
-    return count_slots(cu, work.n_entries, seqlen, BLOCK), heads, last
+def _groups(scheduler, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
+    """Slots of a head, heads of all entries, and the index of the last group of heads."""
+    cu = scheduler.cu_q if WALKS_KEYS else scheduler.cu_k
+    seqlen = scheduler.seqlen_q if WALKS_KEYS else scheduler.seqlen_k
+    heads = count_heads(scheduler)
+    last = gl.maximum(heads // scheduler.heads_at_once - 2, 0)
+    return count_slots(cu, scheduler.n_entries, seqlen, BLOCK), heads, last
 
 
 @gluon.jit
-def find_tile(slot, head, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
-    """(entry, its head, tile, tiles of the entry) of a slot of a head of all entries; past those there is nothing."""
-    n_entries = work.n_entries
-    cu = work.cu_q if WALKS_KEYS else work.cu_k
+def find_tile(slot, head, scheduler, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
+    """(entry, its head, tile, tiles of the entry) of a slot. ``head`` counts the heads of all entries.
+
+    A slot with tile >= tiles is empty.
+    """
+    n_entries = scheduler.n_entries
+    cu = scheduler.cu_q if WALKS_KEYS else scheduler.cu_k
     if cu is None:
-        entry = head // work.n_heads
-        head = head % work.n_heads
+        entry = head // scheduler.n_heads
+        head = head % scheduler.n_heads
         zero = (entry * 0).to(gl.int64)
-        seq = Entry(entry, entry.to(gl.int64), zero, zero, work.seqlen_q, work.seqlen_k)
+        seq = Entry(entry, entry.to(gl.int64), zero, zero, scheduler.seqlen_q, scheduler.seqlen_k)
         tile = slot
-        tiles = gl.cdiv(work.seqlen_q if WALKS_KEYS else work.seqlen_k, BLOCK)
+        tiles = gl.cdiv(scheduler.seqlen_q if WALKS_KEYS else scheduler.seqlen_k, BLOCK)
     else:
-        entry = _entry_of(slot, cu, n_entries, BLOCK)
+        entry = _find_entry(slot, cu, n_entries, BLOCK)
         tile = slot - (gl.load(cu + entry) // BLOCK + entry)
-        q_row = gl.load(work.cu_q + entry)
-        k_row = gl.load(work.cu_k + entry)
-        len_q = gl.load(work.cu_q + entry + 1, mask=entry < n_entries, other=work.seqlen_q) - q_row
-        len_k = gl.load(work.cu_k + entry + 1, mask=entry < n_entries, other=work.seqlen_k) - k_row
-        # the rows past the last boundary form an entry of their own, of which there is nothing to walk
+        q_row = gl.load(scheduler.cu_q + entry)
+        k_row = gl.load(scheduler.cu_k + entry)
+        len_q = gl.load(scheduler.cu_q + entry + 1, mask=entry < n_entries, other=scheduler.seqlen_q) - q_row
+        len_k = gl.load(scheduler.cu_k + entry + 1, mask=entry < n_entries, other=scheduler.seqlen_k) - k_row
+        # the rows past the last boundary are an entry without keys (or without queries)
         if WALKS_KEYS:
             len_k = gl.where(entry < n_entries, len_k, 0)
             tiles = gl.cdiv(len_q, BLOCK)
@@ -137,11 +150,12 @@ def find_tile(slot, head, work, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def at(seq, head, row, first_row, rows, PACKED: gl.constexpr):
-    """Coordinates of a tile, as ``descriptors.describe`` has them: rows past the entry's are zeros, and not written.
+def tma_coords(seq, head, row, first_row, rows, PACKED: gl.constexpr):
+    """Coordinates of a tile in the descriptors of ``descriptors.describe``.
 
-    Packed, two more dimensions lead to the entry: their strides add up to its first row modulo 2**64 bytes, and the
-    last of its rows is the last that the row's dimension has.
+    TMA reads zeros for rows past the entry's last one, and does not write them. In packed calls the two leading
+    dimensions select the entry: their strides add up to its first row modulo 2**64 bytes. The last row of the entry is
+    the last row of the row dimension.
     """
     zero = gl.to_tensor(0)
     if PACKED:
@@ -151,10 +165,10 @@ def at(seq, head, row, first_row, rows, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def start_of_block(visits, mask, seq, j, BLOCK_N: gl.constexpr):
-    """The first key of the j-th block: those that need the mask, then the others.
+def key_block_start(visits, mask, seq, j, BLOCK_N: gl.constexpr):
+    """The first key of block j of a loop: first the blocks that need the mask, then the others.
 
-    Past the end where there is none: zeros are loaded.
+    If there is no block, it is past the last key, where TMA reads zeros.
     """
     edges = count_edges(visits)
     block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
@@ -166,21 +180,26 @@ def start_of_block(visits, mask, seq, j, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def walks_back(task, work):
-    """Whether a task of keys takes its blocks of queries from the last on: so that those at work are at the same ones.
+def is_reversed(tile_id, scheduler):
+    """Whether a tile of keys goes through its blocks of queries from the last to the first.
 
-    Every other round of tasks does. Those of a first round begin together, with the last queries, which all keys see.
-    They end one by one, short walks first, and the long ones of the next round begin one by one; but with what they lie
-    apart they end together, and so meet at every query on the way up. The next round begins together again.
+    Every other round of work tiles does, so that the programs of a round read the same queries at the same time. The
+    programs of a first round begin together with the last queries, which all keys see. They end one after the other,
+    short tiles first, and begin the next round's long tiles in the same order. With this offset they would end
+    together, so they meet at every query when the next round goes from the first query to the last. Then the third
+    round begins together again.
     """
-    return task // work.processors % 2 == 0
+    return tile_id // scheduler.n_sms % 2 == 0
 
 
 @gluon.jit
-def query_tile(visits, mask, kv_head, i, back, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Head and first query of a walk's step i: the blocks of a head, those that need the mask first. Where heads share
-    keys, each block of all of them, and those that need the mask last if the walk goes ``back``."""
-    g, j = _step(visits, i, back, GROUP)
+def query_tile(visits, mask, kv_head, i, reverse, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(head, first query) of step i.
+
+    With one head per key head, blocks that need the mask come first. With GROUP heads, each block comes for all of
+    them; blocks that need the mask come last if ``reverse``.
+    """
+    g, j = _head_and_block(visits, i, reverse, GROUP)
     edges = count_edges(visits)
     block = gl.where(j < edges, edge_block(visits, mask, j), visits.clear_from + j - edges)
     if mask.tiles is not None:
@@ -189,40 +208,41 @@ def query_tile(visits, mask, kv_head, i, back, GROUP: gl.constexpr, BLOCK_M: gl.
 
 
 @gluon.jit
-def step_needs_mask(visits, i, back, GROUP: gl.constexpr):
-    _, j = _step(visits, i, back, GROUP)
+def step_needs_mask(visits, i, reverse, GROUP: gl.constexpr):
+    _, j = _head_and_block(visits, i, reverse, GROUP)
     return j < count_edges(visits)
 
 
 @gluon.jit
-def _step(visits, i, back, GROUP: gl.constexpr):
-    if GROUP == 1:  # of one head's queries the cache holds those between the programs at work
+def _head_and_block(visits, i, reverse, GROUP: gl.constexpr):
+    """(head of the group, block) of step i."""
+    if GROUP == 1:  # the cache holds the queries of one head between the first and the last running program
         g, j = i * 0, i
     else:
         g, j = i % GROUP, i // GROUP
-        j = gl.where(back, visits.stop - visits.first - 1 - j, j)
+        j = gl.where(reverse, visits.stop - visits.first - 1 - j, j)
     return g, j
 
 
 @gluon.jit
-def padded_row(seq, work):
-    """The entry's first row of those of ``rows``."""
-    if work.cu_q is None:
-        row = seq.index * (gl.cdiv(work.seqlen_q, 128) * 128)
+def first_padded_row(seq, scheduler):
+    """The entry's first row in the padded buffers of ``backward_rows``."""
+    if scheduler.cu_q is None:
+        row = seq.index * (gl.cdiv(scheduler.seqlen_q, 128) * 128)
     else:
         row = (seq.q_row.to(gl.int32) // 128 + seq.index) * 128
     return row
 
 
 @gluon.jit
-def _lanes(cu, n_entries):
-    """How many entries have heads of their own: all, or one where they are packed along the rows."""
+def _head_copies(cu, n_entries):
+    """How many entries have heads of their own: all in padded calls, and 1 in packed calls."""
     return n_entries if cu is None else n_entries * 0 + 1
 
 
 @gluon.jit
 def count_slots(cu, n_entries, seqlen, BLOCK: gl.constexpr):
-    """Places for tiles along the rows: see ``device.schedule.find_tile``."""
+    """Slots for the tiles of a head: see ``device.schedule.find_tile``."""
     if cu is None:
         slots = gl.cdiv(seqlen, BLOCK)
     else:
@@ -232,7 +252,7 @@ def count_slots(cu, n_entries, seqlen, BLOCK: gl.constexpr):
 
 @gluon.jit
 def lanes():
-    """0 to 127, four to a lane, in every warp: each finds for itself what it looks for."""
+    """0 to 127, four in each lane, the same in every warp: each warp searches by itself."""
     WARPS: gl.constexpr = [[0]] * _log2(gl.num_warps())
     return gl.arange(
         0, 128, gl.DistributedLinearLayout([[32], [64]], [[1], [2], [4], [8], [16]], WARPS, block_bases=[], shape=[128])
@@ -240,8 +260,8 @@ def lanes():
 
 
 @gluon.jit
-def _entry_of(slot, cu, n_entries, BLOCK: gl.constexpr):
-    """The entry that owns a slot."""
+def _find_entry(slot, cu, n_entries, BLOCK: gl.constexpr):
+    """The entry that owns a slot of a packed call."""
     entry = slot * 0 - 1
     for start in range(0, n_entries + 1, 128):
         e = start + lanes()

@@ -1,30 +1,38 @@
-"""The forward kernel: one program computes one tile of queries of one head against all its keys."""
+"""The forward kernel: a program computes one tile of queries of one head against all its keys."""
 
 import triton
 import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import block_start, count_edges, edge_block, key_visits, visible
-from flash_train.attention.kernels.device.philox import draw_tile, load_key, thin
+from flash_train.attention.kernels.device.philox import apply_dropout, draw_tile, load_key
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import load_slope, logits
-from flash_train.attention.kernels.device.softmax import add_sink, finish_rows
+from flash_train.attention.kernels.device.softmax import add_sink, finish_rows, softmax_step
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
 
 
 @triton.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k"])
 def attention_forward(
-    q, k, v, out, lse, cu_q, cu_k, mask, score, sinks, dropout, n_entries, seqlen_q, seqlen_k,
+    q, k, v, out, lse, cu_q, cu_k, mask, score, sinks_ptr, dropout, n_entries, seqlen_q, seqlen_k,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles of all entries, query heads); lse is natural and fp32."""
-    head = tl.program_id(1).to(tl.int64)  # head strides, too, can pass 2**31
+    """out = softmax(logits) v, and the natural log-sum-exp of the logits in fp32.
+
+    Grid (query tiles of all entries, query heads). Each program:
+
+    1. finds its tile, and loads its queries;
+    2. for each block of keys that the mask leaves, first those without hidden pairs: updates the running softmax and
+       the accumulator (``_step``);
+    3. adds the sink, divides by the row sums, and writes out and lse.
+    """
+    head = tl.program_id(1).to(tl.int64)  # offsets of heads can exceed 2**31
     entry, tile = find_tile(tl.program_id(0), cu_q, n_entries, seqlen_q, BLOCK_M)
     seq = load_entry(entry, cu_q, cu_k, n_entries, seqlen_q, seqlen_k, WALKS_KEYS=True)
     n_tiles = tl.cdiv(seq.len_q, BLOCK_M)
     if tile >= n_tiles:
         return
-    if mask.right is not None:  # the longest rows first, so that no long program starts last
+    if mask.right is not None:  # the longest programs first, so that none of them starts last
         tile = n_tiles - 1 - tile
     start_m = tile * BLOCK_M
     left = seq.len_q - start_m
@@ -38,7 +46,7 @@ def attention_forward(
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log2
     l_i = tl.zeros([BLOCK_M], tl.float32)  # running sum of exponentials
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # the output before its division
 
     visits = key_visits(mask, seq, head, start_m, tl.arange(0, 128), BLOCK_M, BLOCK_N)
     for block in range(visits.clear_from, visits.clear_to):
@@ -54,12 +62,12 @@ def attention_forward(
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, MASKED=True,
         )  # fmt: skip
 
-    if sinks is not None:
-        alpha, m_i, l_i = add_sink(m_i, l_i, tl.load(sinks + head))
+    if sinks_ptr is not None:
+        alpha, m_i, l_i = add_sink(m_i, l_i, tl.load(sinks_ptr + head))
         acc = acc * alpha[:, None]
     lse_tile, norm = finish_rows(m_i, l_i)
     if cu_q is not None:
-        lse_tile = tl.where(entry < n_entries, lse_tile, float("-inf"))  # the tail has no sink either
+        lse_tile = tl.where(entry < n_entries, lse_tile, float("-inf"))  # rows past the last boundary have no sink
     if dropout.state is not None:
         norm *= dropout.threshold * (1.0 / 256.0)
     acc = acc / norm[:, None]
@@ -76,29 +84,27 @@ def _step(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold one block of keys into the running softmax (FlashAttention-2, algorithm 1), in base 2."""
+    """Process one block of keys.
+
+    1. Load the keys, compute s = q kᵀ, and turn it into logits with the mask.
+    2. Update the running softmax.
+    3. Apply dropout to the weights, rescale the accumulator, and add the weights times the values.
+    """
     start_n64 = tl.cast(start_n, tl.int64)
     offs_m = start_m + tl.arange(0, BLOCK_M)[:, None]
     offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
     if dropout.state is not None:
-        draws = draw_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
+        random = draw_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
     k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
     s = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
     if MASKED:
         s = tl.where(visible(mask, seq, head, offs_m, offs_n), s, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(s, 1) * score.factor)
-    if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        reference = m_new
-    alpha = tl.exp2(m_i - reference)
-    p = tl.exp2(s * score.factor - reference[:, None])
-    l_i = l_i * alpha + tl.sum(p, 1)
+    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, score, MASKED)
     if dropout.state is not None:
-        p = thin(p, draws, dropout, PRECISION)
+        p = apply_dropout(p, random, dropout, PRECISION)
     acc = acc * alpha[:, None]
     v_tile = load_tile(v_ptrs + start_n64 * v.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    return acc, l_i, m_new
+    return acc, l_i, m_i
