@@ -1,4 +1,4 @@
-"""For all tests: few threads, nothing written outside temporary folders, GPU tests skipped in words."""
+"""For all tests: few threads, files in temporary folders only, GPU tests skipped with a reason."""
 
 import os
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Leave no process group behind, nor the variables by which Lightning tells ranks about it."""
+def no_process_group() -> Iterator[None]:
+    """Remove the process group and the variables that Lightning sets for its ranks."""
     before = dict(os.environ)
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -44,12 +44,13 @@ def alone() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def quiet_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No W&B account, and its files, like those of `datasets`, in the test's own folder."""
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide any W&B account, and keep the files of W&B and `datasets` in the test's own folder."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):  # WANDB_DIR would move a run's own files
+    # WANDB_DIR stays unset: it would move a run's own files
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))

@@ -7,7 +7,7 @@ import pytest
 from flash_train.files import remove_temporary, replacing
 
 
-def test_a_file_is_replaced_in_one_move(tmp_path):
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a" / "x.txt"
     with replacing(path) as temporary:
         temporary.write_text("one")
@@ -18,18 +18,18 @@ def test_a_file_is_replaced_in_one_move(tmp_path):
     assert path.read_text() == "one" and [file.name for file in path.parent.iterdir()] == ["x.txt"]
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path):
-    """Even in one process, and in processes of several machines that have the same id."""
+def test_two_writers_of_one_file_use_different_temporary_files(tmp_path):
+    """In one process here; processes on different machines may have the same id."""
     path = tmp_path / "x.txt"
     with replacing(path) as first, replacing(path) as second:
         assert first != second
         first.write_text("first")
         second.write_text("second")
-    assert path.read_text() == "first"  # the one that was moved last
+    assert path.read_text() == "first"  # `first` ended last
     assert [file.name for file in tmp_path.iterdir()] == ["x.txt"]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "x.txt") as temporary:
         temporary.write_text("half")
         left = temporary.with_name(temporary.name)

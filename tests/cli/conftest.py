@@ -1,4 +1,4 @@
-"""A corpus small enough to train on in seconds, and the overrides that make a run short."""
+"""A corpus small enough to train on in seconds, and overrides for a short run."""
 
 import sys
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+
+from flash_train.cli import train
 
 TINY_MODEL = [
     *("model.n_layers=1", "model.width=16", "model.n_heads=2", "model.n_kv_heads=1"),
@@ -25,7 +27,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, corpus: Path) -> list[str]:
-    """Overrides of a run that takes a second: everything it writes is under `tmp_path`."""
+    """Overrides of a run that takes a second and writes under `tmp_path` only."""
     return [
         *("data=text", f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}", "data.val_batches=1"),
         *("seq_len=64", "batch_size=2", "max_steps=3", "hardware=cpu", "logger=none", f"run_dir={tmp_path / 'run'}"),
@@ -35,7 +37,7 @@ def tiny(tmp_path: Path, corpus: Path) -> list[str]:
 
 @pytest.fixture
 def in_this_process(monkeypatch, capsys):
-    """Makes a console script a function of its arguments that runs here: (exit code, lines on stderr)."""
+    """Turns a console script's `main` into a function: its arguments → (exit code, lines on stderr)."""
 
     def command(main: Callable[[], None]) -> Callable[..., tuple[int, list[str]]]:
         def run(*arguments: str) -> tuple[int, list[str]]:
@@ -52,3 +54,24 @@ def in_this_process(monkeypatch, capsys):
         return run
 
     return command
+
+
+@pytest.fixture
+def flash_train(in_this_process) -> Callable[..., tuple[int, list[str]]]:
+    """`flash-train` in this process: its arguments → (exit code, lines on stderr)."""
+    return in_this_process(train.main)
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys) -> Callable[..., str]:
+    """`flash-train` in this process: its arguments → standard output. A mistake raises SystemExit."""
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["flash-train", *arguments])
+        try:
+            train.main()
+        finally:
+            GlobalHydra.instance().clear()
+        return capsys.readouterr().out
+
+    return call

@@ -1,4 +1,4 @@
-"""Each command starts by its module and by its name in a wheel, and says its version."""
+"""Each command starts as a module and by its console script, and prints its version."""
 
 import importlib
 import inspect
@@ -55,7 +55,7 @@ def test_a_wheel_has_a_command_for_each_thing_a_user_does():
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_version_is_the_packages_not_hydras(capsys):
+def test_version_prints_the_packages_version(capsys):
     with pytest.raises(SystemExit) as stop, one_line_errors():
         read(["--version"])
     assert not stop.value.code and capsys.readouterr().out == f"flash-train {flash_train.__version__}\n"

@@ -45,7 +45,7 @@ def test_round_trip(trained, tmp_path, capsys):
     assert theirs.config.max_position_embeddings == 64
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (256, 257)
 
-    # And on from there, at twice the length.
+    # Training continues from the export, at twice the length.
     trained(f"init_from={tmp_path / 'llama'}", "model=pretrained", "seq_len=128", f"run_dir={tmp_path / 'longer'}")
     assert (tmp_path / "longer" / "summary.json").is_file()
     hint = r"made for rows of 64 tokens and these have 128; (model\.rope_scaling\.kind=yarn .*) would stretch it"
@@ -68,7 +68,7 @@ def llama(tmp_path):
 
 @pytest.fixture
 def extended(llama, trained, tiny):
-    """The run that trained this Llama for a step."""
+    """The directory of a run that trained this Llama for one step."""
     tiny[:] = [text for text in tiny if not text.startswith("model.")]
     return trained(f"init_from={llama}")
 
@@ -81,13 +81,13 @@ def ids_of(folder):
 def test_a_llama_keeps_its_tokenizer(llama, extended, trained, tmp_path, capsys):
     export_command.main([str(extended), str(tmp_path / "out")])
     assert capsys.readouterr().err == ""
-    assert ids_of(tmp_path / "out") == [256, 257, None]  # with no pad of its own, rows are filled with eos
+    assert ids_of(tmp_path / "out") == [256, 257, None]  # it has no pad token: rows are filled with eos
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (llama / name).read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
 
-    # And again from there: what was written is what the next run reads.
+    # The next run reads what was written.
     trained(f"init_from={tmp_path / 'out'}", f"run_dir={tmp_path / 'again'}")
     export_command.main([str(tmp_path / "again"), str(tmp_path / "twice")])
     assert ids_of(tmp_path / "twice") == [256, 257, None]
@@ -95,7 +95,7 @@ def test_a_llama_keeps_its_tokenizer(llama, extended, trained, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("specials", "says"), [([], "is no longer there"), (["</s>"], "has changed since the run")])
-def test_a_tokenizer_that_is_another_by_now_is_not_written(extended, llama, tmp_path, capsys, specials, says):
+def test_a_tokenizer_that_changed_since_is_not_written(extended, llama, tmp_path, capsys, specials, says):
     if specials:
         write_tokenizer(llama / "tokenizer.json", specials)
     else:
@@ -107,7 +107,7 @@ def test_a_tokenizer_that_is_another_by_now_is_not_written(extended, llama, tmp_
     assert ids_of(tmp_path / "out") == [256, 257, None]
 
 
-def test_a_checkpoint_that_says_nothing_of_its_tokens(extended, tmp_path, capsys):
+def test_a_checkpoint_without_token_ids(extended, tmp_path, capsys):
     path = extended / "checkpoints" / "step-000001.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["PackedDataModule"]["token_ids"], checkpoint["PackedDataModule"]["tokenizer_file"]
@@ -124,7 +124,7 @@ def test_dtype(trained, tmp_path):
 
 
 def refused(capsys, *arguments) -> str:
-    """The one line in which the export refuses."""
+    """The error message of an export, which has one line."""
     with pytest.raises(SystemExit) as stop:
         export_command.main(list(map(str, arguments)))
     (line,) = capsys.readouterr().err.splitlines()
@@ -143,7 +143,7 @@ def test_mistakes(tmp_path, capsys, name, says):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
-def test_a_model_is_not_replaced_unasked(trained, tmp_path, capsys, name):
+def test_a_model_is_replaced_only_with_force(trained, tmp_path, capsys, name):
     run_dir, target = trained(), tmp_path / "llama"
     target.mkdir()
     (target / name).write_text("theirs")
@@ -170,7 +170,7 @@ def test_a_target_that_cannot_be_written(trained, tmp_path, capsys, monkeypatch)
     assert refused(capsys, run_dir, tmp_path / "out").startswith(f"folder={tmp_path / 'out'}: ")
 
 
-def test_arguments_are_read_before_pytorch_is(capsys):
+def test_arguments_are_parsed_before_pytorch_is_imported(capsys):
     assert "required: checkpoint, folder" in refused(capsys)
     assert "--dtype" in refused(capsys, "a", "b", "--dtype", "fp8")
     code = "import sys; from flash_train.cli import export; sys.exit('torch' in sys.modules)"
@@ -178,7 +178,7 @@ def test_arguments_are_read_before_pytorch_is(capsys):
 
 
 class Other(LightningModule):
-    """A module of somebody else's; its hyper-parameters may have the names of ours."""
+    """A foreign module, whose hyper-parameters may have the same names as ours."""
 
     def __init__(self, **hyper_parameters):
         super().__init__()

@@ -1,3 +1,5 @@
+"""Memory: the profile of a step, and the check before a run begins."""
+
 import json
 import os
 import pickle
@@ -43,7 +45,7 @@ def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
     assert not list(folder.rglob("*.ckpt"))
 
 
-def test_beside_a_progress_bar(monkeypatch, tiny, tmp_path):
+def test_a_profile_with_a_progress_bar(monkeypatch, tiny, tmp_path):
     run(monkeypatch, *tiny, "trainer.progress_bar=true")
     assert (tmp_path / "run" / "memory.json").exists()
 
@@ -90,7 +92,7 @@ def test_rows_of_a_few_tokens_are_profiled(monkeypatch, tiny, tmp_path):
     assert (tmp_path / "run" / "memory.png").is_file()
 
 
-def test_the_first_steps_are_not_like_the_others(monkeypatch, capsys, tiny):
+def test_two_steps_are_too_few_to_profile(monkeypatch, capsys, tiny):
     with pytest.raises(SystemExit):
         run(monkeypatch, *tiny, "max_steps=2")
     assert "max_steps=2: the last step is recorded" in capsys.readouterr().err
@@ -130,12 +132,12 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
     command.check_memory(config(trainer={"devices": 8, "num_nodes": 1}), step, device)
 
 
-def test_a_cpu_has_what_its_machine_has():
+def test_all_memory_of_a_cpu_is_available():
     device = torch.device("cpu")
     assert command.available(device) == command.capacity(device)
 
 
-def test_where_flash_does_not_run_pytorchs_own_is_offered():
+def test_where_flash_cannot_run_sdpa_is_proposed():
     step = Step(MODEL, 16384, attention="standard", fused=False)
     limit = predict(Step(MODEL, 16384, attention="sdpa", fused=False)).peak_bytes
     assert command.advice(step, limit, flash=False) == "attention=sdpa would fit"
@@ -153,8 +155,8 @@ def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["standard", "chunked", "sdpa"])
-def test_what_documents_decide_refuses_nothing(monkeypatch, capsys, attention):
-    """PyTorch's attention on a CPU has no kernel for dropout: it holds whole matrices, too."""
+def test_a_peak_that_depends_on_the_documents_refuses_no_run(monkeypatch, capsys, attention):
+    """sdpa on a CPU has no kernel for dropout, so it holds whole score matrices as `standard` does."""
     monkeypatch.setattr(command, "available", lambda device: 2**20)
     model = replace(MODEL, attention_dropout=0.1 if attention == "sdpa" else 0.0)
     step, device = Step(model, 16384, attention=attention, fused=False), torch.device("cpu")
@@ -184,7 +186,7 @@ def test_flash_is_proposed_where_it_could_run():
 
 
 @pytest.mark.parametrize("argument", ["stop_after=1", "resume=last", "validate_only=True", "trainer.devices=2", "-m"])
-def test_what_a_profile_does_not_take(monkeypatch, capsys, tiny, argument):
+def test_options_that_a_profile_refuses(monkeypatch, capsys, tiny, argument):
     with pytest.raises(SystemExit):
         run(monkeypatch, *tiny, argument)
     (line,) = capsys.readouterr().err.splitlines()

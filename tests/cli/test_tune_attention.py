@@ -1,4 +1,4 @@
-"""The tuner's decisions and the table that it writes, with times made up."""
+"""The decisions of the tuner and the table that it writes, from invented times."""
 
 import json
 
@@ -16,7 +16,7 @@ OLD, FAST, SLOW, UNFIT = Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(32, 32, 4
 
 
 def trial_of(times):
-    """Milliseconds by (kernel, tile); 1.0 where nothing is said."""
+    """A trial that takes `times[kernel, tile]` milliseconds, or 1.0."""
 
     def trial(kernel, tile):
         if tile == UNFIT:
@@ -39,7 +39,7 @@ def test_each_kernel_takes_its_fastest_tile(capsys):
     assert "64x64 4w 2s     1.000" in printed and "128x64 8w 3s     0.500    2.000" in printed
 
 
-def test_kernels_that_were_not_chosen_stay(capsys):
+def test_kernels_that_were_not_chosen_keep_their_tiles(capsys):
     everywhere = {(kernel, FAST): 0.5 for kernel in ("forward", "dq", "dkdv")}
     assert tuned(everywhere, kernels=["dq"]) == Tiles(OLD, OLD, FAST)
 
@@ -50,7 +50,7 @@ def test_noise_changes_nothing():
     assert best([], OLD) is None
 
 
-def test_nothing_that_runs_leaves_the_table_alone(capsys):
+def test_where_no_tile_runs_the_table_stays_as_it_is(capsys):
     everything = Tiles(UNFIT, UNFIT, UNFIT)
     assert tune_row(everything, ["forward", "dq", "dkdv"], lambda kernel: [], trial_of({}), True) == everything
 
@@ -65,18 +65,18 @@ def test_two_launches_must_beat_one(capsys, dk, dv, apart):
             assert (tiles.dkdv, tiles.dv) == (SLOW, FAST)
 
 
-def test_two_launches_are_tried_where_asked_or_present(capsys):
+def test_two_launches_are_tried_if_asked_for_or_in_the_table(capsys):
     times = {("dk", SLOW): 0.1, ("dv", FAST): 0.1}
     assert tuned(times, ["dkdv"]).dv is None
     assert tuned(times, ["dkdv"], apart=True).dv == FAST
     assert tuned(times, ["dkdv"], Tiles(OLD, OLD, OLD, OLD)).dv == FAST
 
 
-def test_the_table_is_written_as_it_stands():
+def test_formatting_the_shipped_table_changes_nothing():
     assert format_table(json.loads(TABLE.read_text())) == TABLE.read_text()
 
 
-def test_a_row_takes_its_place(tmp_path):
+def test_a_new_row_replaces_the_old_one(tmp_path):
     table = json.loads(TABLE.read_text())
     setting = Setting(128, torch.bfloat16, "full", 16384, 16)
     row = row_of(setting, 232448, 9, Tiles(FAST, SLOW, OLD, FAST))
@@ -93,7 +93,7 @@ def test_a_row_takes_its_place(tmp_path):
 
 @pytest.fixture
 def with_row(monkeypatch):
-    """Look tiles up in the table with one more row."""
+    """Adds a row to the table; returns a function that looks up the forward tile."""
 
     def look_up(row):
         merged = merge_row(json.loads(TABLE.read_text()), row, VARIANTS)
@@ -106,8 +106,8 @@ def with_row(monkeypatch):
 SETTING = Setting(128, torch.bfloat16, "causal", 16384, 16)
 
 
-def test_a_new_amount_of_memory_gets_rows_of_its_own(with_row):
-    """An A100's 163 KiB: its row serves it and larger chips without one, and no smaller chip."""
+def test_a_new_amount_of_shared_memory_gets_its_own_rows(with_row):
+    """An A100 has 163 KiB. Larger chips without a row use the A100's; smaller chips don't."""
     before = {kib: tiles_for(kib * 1024, torch.bfloat16, 128, "causal", 8).forward for kib in (99, 227)}
     forward = with_row(row_of(SETTING, 163 * 1024, 8, Tiles(UNFIT, SLOW, OLD)))
     assert [forward(kib, 8) for kib in (99, 163, 200, 227)] == [before[99], UNFIT, UNFIT, before[227]]
@@ -121,7 +121,7 @@ def test_data_center_blackwell_does_not_write_hoppers_rows(with_row):
     assert forward(227, 9) == before and forward(227, 10) == UNFIT
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+def test_without_a_gpu_it_exits_with_3(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="3"):
         main(["64"])

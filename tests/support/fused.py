@@ -1,4 +1,4 @@
-"""What CUDA runs, on a CPU: this project's kernels in all of a model, each launch of which goes to the test."""
+"""A model on a CPU takes the code path of CUDA: it launches this project's kernels, and a test gets each launch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from flash_train.model.kernels import cross_entropy
 
 
 def fused_on_cpu(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> None:
-    """``launch`` takes the place of ``JITFunction.run``: the kernel, its arguments, and ``grid`` and ``warmup``."""
+    """Replace ``JITFunction.run`` by ``launch(kernel, *arguments, grid, warmup, **named)``."""
 
     def linear_cross_entropy(hidden, weight, labels):
         return cross_entropy.linear_cross_entropy(hidden.to(ops.compute_dtype(hidden)), weight, labels)

@@ -1,4 +1,4 @@
-"""The attention benchmark's command: what it keeps, what it skips when started again, and when it stops."""
+"""The command of the attention benchmark: saving, resuming, the time limit, mistakes."""
 
 import json
 
@@ -26,7 +26,7 @@ def run_cases(wanted, records, measure_case, save, time_limit):
 
 
 class Saved(list):
-    """Every state of the file."""
+    """The names of the cases at each write of the file."""
 
     def __call__(self, records):
         self.append([row["case"] for row in records])
@@ -53,7 +53,7 @@ def test_finished_cases_are_not_measured_again():
 
 
 def test_the_time_limit_stops_between_cases(monkeypatch):
-    clock = iter(range(0, 1000, 10))  # each look at the clock takes ten seconds: a case takes ten
+    clock = iter(range(0, 1000, 10))  # the clock advances ten seconds each time it is read
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(clock))
     saved = Saved()
     left = run_cases(CASES, [], record, saved, 35.0)
@@ -61,7 +61,7 @@ def test_the_time_limit_stops_between_cases(monkeypatch):
     assert run_cases(left, record(CASES[0]), record, saved, 0.0) == left
 
 
-def test_a_cut_run_goes_on(tmp_path):
+def test_a_run_that_was_stopped_keeps_its_records(tmp_path):
     path = tmp_path / "records.json"
     path.write_text(json.dumps({"versions": HERE, "records": record(CASES[0])}))
     assert known_records(path, HERE) == record(CASES[0])
@@ -77,14 +77,14 @@ def test_a_cut_run_goes_on(tmp_path):
         ({"commit": "abc-dirty"}, "does not say which code runs"),
     ],
 )
-def test_records_of_other_surroundings_are_not_kept(tmp_path, capsys, changed, said):
+def test_records_of_another_commit_or_machine_are_not_kept(tmp_path, capsys, changed, said):
     path = tmp_path / "records.json"
     path.write_text(json.dumps({"versions": HERE | changed, "records": record(CASES[0])}))
     assert known_records(path, HERE | (changed if "say" in said else {})) == []
     assert said in capsys.readouterr().out
 
 
-def test_records_say_what_they_were_measured_on(monkeypatch):
+def test_records_have_commit_gpu_and_versions(monkeypatch):
     def measure(names, case, timer):
         return [
             {"case": case.name, "implementation": name, "direction": "forward", "tflops": timer(None)} for name in names
@@ -113,7 +113,7 @@ def test_hoppers_kernels_are_asked_where_they_run(monkeypatch):
     assert rows[0]["ratio_to_fa2"] == 1.5 and "ratio_to_hopper" not in rows[1]
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+def test_without_a_gpu_it_exits_with_3(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="3"):
         main([])

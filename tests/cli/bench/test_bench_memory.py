@@ -1,4 +1,4 @@
-"""The memory benchmark: whole cases on a CPU, and what it makes of those that do not fit."""
+"""The memory benchmark: whole cases on a CPU, and cases that do not fit."""
 
 import json
 
@@ -31,7 +31,7 @@ def read(path):
     return json.loads(path.read_text())["records"]
 
 
-def test_steps_are_measured_beside_what_was_predicted(tmp_path, data, capsys):
+def test_measured_steps_are_compared_with_the_prediction(tmp_path, data, capsys):
     out = tmp_path / "memory.json"
     grid = ["--kinds=step", "--models=nano", "--lengths=128,256", "--memory=none,checkpoint", "--attention=sdpa"]
     assert main([*grid, "--commit=abc", f"--out={out}", *data]) == 0
@@ -46,11 +46,11 @@ def test_steps_are_measured_beside_what_was_predicted(tmp_path, data, capsys):
     said = capsys.readouterr().out
     assert "4 of 4 steps within 5 % or 64 MiB" in said and "worst: nano-n" in said
 
-    assert main([*grid, "--commit=abc", f"--out={out}", *data]) == 0  # all are there: none is measured again
+    assert main([*grid, "--commit=abc", f"--out={out}", *data]) == 0  # all are recorded: none is measured again
     assert "MiB measured" not in capsys.readouterr().out and read(out) == records
 
 
-def test_a_backend_that_is_not_there_and_a_step_that_cannot_fit_are_not_run(monkeypatch, data):
+def test_an_unavailable_backend_and_a_step_that_cannot_fit_are_not_run(monkeypatch, data):
     monkeypatch.setattr(bench_memory, "build", lambda *_: pytest.fail("it ran"))
     given = ("hardware=cpu", *data)
     record = measure_step(StepCase("a", ("model=nano", "attention=flash")), given)
@@ -60,8 +60,8 @@ def test_a_backend_that_is_not_there_and_a_step_that_cannot_fit_are_not_run(monk
     assert record["status"] == "unavailable" and record["predicted_bytes"] > record["available_bytes"] == 2**20
 
 
-def test_on_cuda_the_allocators_peaks_are_read_and_the_model_is_freed(monkeypatch, data):
-    """The training is a CPU's, whose model Lightning then moves to where it is already."""
+def test_on_cuda_peaks_come_from_the_allocator_and_the_model_is_freed(monkeypatch, data):
+    """Training runs on a CPU here; only the allocator's numbers pretend to be CUDA's."""
     stats = {f"{name}_bytes.all.peak": i for i, name in enumerate(("allocated", "requested", "reserved"))}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     kept = []
@@ -78,7 +78,7 @@ def test_on_cuda_the_allocators_peaks_are_read_and_the_model_is_freed(monkeypatc
 @pytest.mark.parametrize(
     ("error", "status"), [(torch.OutOfMemoryError("CUDA out of memory\nmore"), "oom"), (ValueError("odd"), "failed")]
 )
-def test_a_step_that_ends_otherwise_is_recorded_and_tells(monkeypatch, data, error, status):
+def test_a_step_that_fails_is_recorded_and_fails_the_verdict(monkeypatch, data, error, status):
     def fit(*_, **__):
         raise error
 
@@ -90,7 +90,7 @@ def test_a_step_that_ends_otherwise_is_recorded_and_tells(monkeypatch, data, err
     assert not good and f"predicted to fit, but: a: {status}" in words
 
 
-def test_a_prediction_that_is_off_fails():
+def test_a_prediction_that_is_off_fails_the_verdict():
     step = {"kind": "step", "status": "ok", "seconds": 1.0, "left_bytes": 0}
     near = step | {"case": "near", "measured_bytes": 2**30, "predicted_bytes": 2**30 + 60 * 2**20}
     far = step | {"case": "far", "measured_bytes": 2**32, "predicted_bytes": 2**32 - 300 * 2**20}
@@ -113,7 +113,7 @@ def test_attention_by_itself_and_its_traffic(tmp_path, monkeypatch, capsys):
     assert traffic["reason"] == "ncu is not installed" and traffic["algorithm_bytes"] > 10**8
 
 
-def test_names_are_unique_and_every_further_shape_is_one():
+def test_names_are_unique_and_every_case_composes():
     steps = list(step_cases(["125m", "1b3"], [2048, 4096], ["none"], ["flash", "standard"], True))
     names = [case.name for case in (*steps, *attention_cases(), *traffic_cases())]
     assert len(set(names)) == len(names) and len(steps) == 8 + len(OTHERS)
@@ -131,7 +131,7 @@ def test_mistakes_end_in_one_line(capsys, arguments):
     assert line.startswith("flash-train: ")
 
 
-def test_wrong_overrides_are_told_in_one_line(capsys):
+def test_a_wrong_override_ends_in_one_line(capsys):
     with pytest.raises(SystemExit, match="1"):
         main(["--kinds=step", "--models=nano", "--lengths=64", "seq_length=3"])
     assert "seq_length: no such key" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Training beside its peer: what is recorded, and that no rate is told where losses differ."""
+"""Training compared with its peer: what is recorded, and no rate where the losses differ."""
 
 import json
 
@@ -14,14 +14,14 @@ TINY = ModelConfig(64, n_layers=2, width=32, n_heads=2, n_kv_heads=2, head_dim=1
 
 @pytest.fixture
 def small(monkeypatch):
-    """Two steps of a tiny model on the CPU, the peer being another run of ours, whose losses may be bent."""
-    bend = [1.0]
+    """Tiny models on the CPU. The peer is another run of ours; `factor[0]` scales its losses; None makes it fail."""
+    factor = [1.0]
 
     def peer(case, weights):
-        if bend[0] is None:
+        if factor[0] is None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
         found = bench_training.train_ours(case, weights)
-        return found | {"losses": [loss * bend[0] for loss in found["losses"]]}
+        return found | {"losses": [loss * factor[0] for loss in found["losses"]]}
 
     monkeypatch.setattr(bench_training, "shape", lambda: TINY)
     monkeypatch.setattr(bench_training, "VOCAB_SIZE", TINY.vocab_size)
@@ -29,16 +29,16 @@ def small(monkeypatch):
     monkeypatch.setattr(bench_training, "ATTENTION", "sdpa")
     monkeypatch.setattr(bench_training, "unavailable", lambda: None)
     monkeypatch.setitem(bench_training.IMPLEMENTATIONS, "transformers", peer)
-    return bend
+    return factor
 
 
-def test_the_shape_is_that_of_the_published_peer():
+def test_the_model_has_the_shape_of_the_published_peer():
     shape = bench_training.shape()
     assert (shape.vocab_size, shape.n_layers, shape.width, shape.mlp_width) == (32768, 24, 2048, 5632)
     assert shape.num_parameters == 1_367_443_456
 
 
-def test_records_and_goes_on(small, tmp_path, capsys):
+def test_records_are_kept_and_not_measured_again(small, tmp_path, capsys):
     out = tmp_path / "training.json"
     arguments = ["--out", str(out), "--commit", "c0ffee"]
     assert main([*arguments, "--only", "n32-"]) == 0
@@ -58,16 +58,16 @@ def test_records_and_goes_on(small, tmp_path, capsys):
     assert ours["commit"] == "c0ffee"
 
 
-@pytest.mark.parametrize("bent, said", [(1.01, "9.9e-03"), (float("nan"), "nan")])
-def test_no_rate_where_losses_differ(small, tmp_path, capsys, bent, said):
-    small[0] = bent
+@pytest.mark.parametrize("factor, said", [(1.01, "9.9e-03"), (float("nan"), "nan")])
+def test_no_rate_where_losses_differ(small, tmp_path, capsys, factor, said):
+    small[0] = factor
     out = tmp_path / "training.json"
     assert main(["--out", str(out), "--only", "n32-"]) == 1
     assert f"flash_train none (the losses differ by {said})" in capsys.readouterr().out
     assert not any("tokens_per_second" in record for record in json.loads(out.read_text())["records"])
 
 
-def test_one_that_does_not_train_is_recorded(small, tmp_path, capsys):
+def test_a_run_that_fails_is_recorded(small, tmp_path, capsys):
     small[0] = None
     out = tmp_path / "training.json"
     assert main(["--out", str(out)]) == 1
@@ -77,7 +77,7 @@ def test_one_that_does_not_train_is_recorded(small, tmp_path, capsys):
     assert len(records[0]["losses"]) == 3
 
 
-def test_mistakes_are_told_at_once(monkeypatch, capsys):
+def test_mistakes_end_before_anything_is_measured(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         main(["--only", "n17"])
     assert "--only 'n17' is part of no case's name; names are like 1b3-n16384-none" in capsys.readouterr().err

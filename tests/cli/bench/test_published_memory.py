@@ -1,4 +1,4 @@
-"""The published peaks of memory were measured on an H200; what is predicted today must still agree."""
+"""The published memory peaks were measured on an H200; the prediction must still agree with them."""
 
 import json
 from pathlib import Path
@@ -13,18 +13,18 @@ from flash_train.cli.run import model_config
 from flash_train.profiling.memory.prediction import predict
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "memory.json"
-CLOSE = 0.005  # of a peak, much less than a prediction may be off by: a change of what a step holds is to show
+CLOSE = 0.005  # of a peak; much less than the allowed error, so that any change in what a step holds shows
 STEPS = [r for r in json.loads(PUBLISHED.read_text())["records"] if r["kind"] == "step" and r["status"] == "ok"]
 
 
-def test_there_is_something_to_hold_it_to():
+def test_there_are_published_peaks_of_every_kind():
     assert len(STEPS) > 100
     assert {record["memory"] for record in STEPS} == {"none", "selective", "checkpoint"}
     assert {"flash", "standard"} <= {record["attention"] for record in STEPS}
 
 
 @pytest.mark.parametrize("model", sorted({record["model"] for record in STEPS}))
-def test_predictions_still_agree_with_what_was_measured(model, monkeypatch):
+def test_predictions_agree_with_the_published_peaks(model, monkeypatch):
     monkeypatch.setattr(module, "device_of", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     off = []

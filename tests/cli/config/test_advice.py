@@ -1,4 +1,4 @@
-"""Each refusal says what to do; whoever does it has a run, not the next refusal."""
+"""Each error message advises something, and the advice works."""
 
 import json
 import re
@@ -17,7 +17,7 @@ SHAPE = {"n_layers": 1, "width": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 
 
 @pytest.fixture
 def flash_train(in_this_process, tiny):
-    """A run with the usual short settings, less the model's shape where there is one to begin from."""
+    """A short run; with `init_from` it takes the shape of that model."""
     run = in_this_process(command.main)
 
     def with_defaults(*arguments):
@@ -32,7 +32,7 @@ def flash_train(in_this_process, tiny):
 
 @pytest.fixture
 def model(tmp_path):
-    """Writes the folder of a model with so many embeddings; `values` go into its config.json."""
+    """A function that writes a model with this vocab_size; `values` go into its config.json."""
 
     def write(vocab_size=320, name="model", **values):
         shape = ModelConfig(vocab_size=vocab_size, **SHAPE)
@@ -69,8 +69,8 @@ def test_a_model_without_a_tokenizer_json(flash_train, model, tmp_path, files):
     assert works(flash_train, f"init_from={folder}", f"data.tokenizer={file}", f"run_dir={tmp_path / 'second'}")
 
 
-def test_a_model_in_the_home_folder_has_its_tokenizer_read(flash_train, model, tmp_path, monkeypatch):
-    """In a file of settings, where no command line expands `~`."""
+def test_a_tilde_in_init_from_is_expanded(flash_train, model, tmp_path, monkeypatch):
+    """A shell expands `~` on the command line, but not inside quotes."""
     write_tokenizer(model() / "tokenizer.json", ["<s>", "</s>"])
     monkeypatch.setenv("HOME", str(tmp_path))
     assert works(flash_train, "init_from='~/model'")
@@ -79,7 +79,7 @@ def test_a_model_in_the_home_folder_has_its_tokenizer_read(flash_train, model, t
 
 
 @pytest.mark.parametrize("specials", [["<a>", "<b>"], ["</s>", "<|endoftext|>"]], ids=["unknown", "two"])
-def test_an_end_token_that_is_not_known(flash_train, model, specials):
+def test_an_unknown_end_token(flash_train, model, specials):
     folder = model()
     write_tokenizer(folder / "tokenizer.json", specials)
     line = refusal(flash_train, f"init_from={folder}")
@@ -108,7 +108,7 @@ def test_tokens_for_bytes(flash_train, tmp_path, key):
     assert works(flash_train, f"{key}=</s>", f"data.tokenizer={file}")
 
 
-def test_a_pad_token_beyond_the_vocabulary_of_a_model_is_not_needed(flash_train, model, tmp_path):
+def test_a_pad_token_beyond_the_models_vocabulary_is_replaced_by_eos(flash_train, model, tmp_path):
     folder = model(vocab_size=258)
     write_tokenizer(folder / "tokenizer.json", ["<s>", "</s>", "<pad>"])
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}')
@@ -133,7 +133,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(flash_train, model, tmp_pat
 @pytest.mark.parametrize(
     "arguments", [["model=nano"], ["model=pretrained", "model.n_layers=3", "model.vocab_size=999"]]
 )
-def test_another_shape_than_that_of_the_model(flash_train, model, arguments):
+def test_another_shape_than_the_models(flash_train, model, arguments):
     given = [f"init_from={model()}", "data.tokenizer=bytes"]
     line = refusal(flash_train, *given, *arguments)
     choice, keys = re.search(r"allowed: (model=pretrained), and no (.+)", line).groups()
@@ -150,7 +150,7 @@ def test_a_rotary_rule_that_changes_with_the_length(flash_train, model):
     assert works(flash_train, *given, *settings)
 
 
-def test_yarn_of_a_model_without_its_original_length_is_read_as_transformers_does(flash_train, model):
+def test_yarn_without_an_original_length_is_accepted(flash_train, model):
     values = {"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     assert works(flash_train, f"init_from={model(**values)}", "data.tokenizer=bytes")
 
@@ -173,7 +173,7 @@ def needed(line):
     return settings.replace("NUMBER", "2").replace("TOKENS", "64").split()
 
 
-# Arguments, and what of the refusal takes their place or joins them; `{tmp}` is the test's folder.
+# Arguments, and the overrides that their error message advises; `{tmp}` is the test's folder.
 FOLLOWED = [
     (["model.vocab_size=100"], lambda line: [f"model.vocab_size={allowed(line)}"]),
     (["model.head_dim=7"], lambda line: ["model.head_dim=8"] if "must be even" in line else []),
@@ -211,7 +211,7 @@ FOLLOWED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="precision=fp16-mixed is no mistake on a GPU")
 @pytest.mark.parametrize(("arguments", "advice"), FOLLOWED, ids=[" ".join(arguments) for arguments, _ in FOLLOWED])
-def test_what_a_refusal_advises_works(flash_train, model, tmp_path, arguments, advice):
+def test_the_advice_works(flash_train, model, tmp_path, arguments, advice):
     folder = model()
     (tmp_path / "bad.txt").write_bytes(b"good text, and then \xff\xfe " * 40)
     write_tokenizer(tmp_path / "tokens.json", ["</s>"])
@@ -222,7 +222,7 @@ def test_what_a_refusal_advises_works(flash_train, model, tmp_path, arguments, a
     assert works(flash_train, *[text for text in arguments if text.partition("=")[0] not in keys], *followed)
 
 
-def test_another_rate_than_that_of_the_checkpoint(flash_train, tmp_path):
+def test_another_learning_rate_than_in_the_checkpoint(flash_train, tmp_path):
     works(flash_train, "stop_after=1", "optimizer.lr=0.01")
     line = refusal(flash_train, "resume=last", "optimizer.lr=0.1")
     assert works(flash_train, "resume=last", f"optimizer.lr={allowed(line)}")

@@ -1,4 +1,4 @@
-"""Every file under conf composes, passes validation and builds what it stands for."""
+"""Every file under conf composes, passes validation and builds its object."""
 
 import dataclasses
 import shlex
@@ -30,7 +30,7 @@ CHOICES = [path for path in FILES if path.parent != Path()]
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# What a choice can't do without.
+# Keys that a choice requires
 NEEDS = {
     "data/text": ["data.path=corpus"],
     "data/hub": ["data.name=corpus"],
@@ -53,7 +53,7 @@ def of_group(group: str) -> list[Path]:
     return found
 
 
-def test_the_groups_are_those_of_the_design():
+def test_the_groups():
     groups = {path.parent.name for path in CHOICES}
     assert groups == {
         *("attention", "data", "experiment", "hardware", "logger"),
@@ -67,7 +67,7 @@ def test_composes(choice):
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_says_what_it_is_for(file):
+def test_begins_with_a_comment(file):
     first = [line for line in (conf_dir() / file).read_text(encoding="utf-8").splitlines() if "@package" not in line][0]
     assert first.startswith("# ") and len(first) > 10
 
@@ -170,7 +170,7 @@ def test_schema_and_library_have_the_same_fields():
     assert names(OptimizerSchema) == names(OptimizerConfig)
 
 
-def test_every_rule_is_of_a_key_that_exists():
+def test_every_rule_has_a_key_that_exists():
     configs = [
         compose_config([f"data={name}", *NEEDS.get(f"data/{name}", [])]) for name in ("stdlib", "text", "hub", "recall")
     ]
@@ -185,7 +185,7 @@ def test_every_rule_is_of_a_key_that_exists():
         assert any(holders), key
 
 
-def test_choices_are_those_of_the_package():
+def test_schema_and_package_have_the_same_choices():
     assert set(RULES["attention.backend"].choices) == {"auto", *BACKENDS}
     assert {path.stem for path in of_group("attention")} == {"auto", *BACKENDS}
     assert RULES["precision"].choices == tuple(PRECISIONS)
@@ -193,14 +193,14 @@ def test_choices_are_those_of_the_package():
 
 
 def commands(page: Path) -> list[str]:
-    """Of training, in a page's code: each with its arguments, without comments and continued lines."""
+    """The training commands in a page's code: the arguments of each, without comments and continued lines."""
     lines = page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     found = [line.partition("  #")[0].replace("…", "x") for line in lines]
     return [line.partition("train.py ")[2] for line in found if line.startswith("python scripts/train.py ")]
 
 
 @pytest.mark.parametrize("arguments", [c for page in PAGES for c in commands(page)])
-def test_what_the_pages_say_composes(arguments):
+def test_commands_in_the_pages_compose(arguments):
     given = [text for text in shlex.split(arguments) if "=" in text]
     for text in given:
         key, _, values = text.partition("=")
@@ -217,7 +217,7 @@ def test_help_names_every_choice():
 
 
 @pytest.mark.parametrize(("given", "refused"), [(("data.packing=concat",), False), ((), True)])
-def test_compiled_blocks_want_one_packing(given, refused, tiny, tmp_path):
+def test_compiled_blocks_need_concat_packing(given, refused, tiny, tmp_path):
     config = compose_config([*tiny, "compile=true", "attention=sdpa", *given])
     if not refused:
         build(config, tmp_path)

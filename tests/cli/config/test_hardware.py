@@ -1,4 +1,4 @@
-"""What `hardware=auto` chooses, on machines that this one is not."""
+"""What `hardware=auto` chooses on various machines."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_auto_is_replaced_before_composing(monkeypatch, given):
     assert "hardware=cuda_small" in prepare([*given, "seq_len=128", "run_dir=run"])
 
 
-def test_auto_says_what_it_chose_and_why(monkeypatch, capsys):
+def test_auto_prints_its_choice_and_the_reason(monkeypatch, capsys):
     monkeypatch.setattr(hardware, "detect", lambda: Device("cuda", "RTX 4070", 11.7, (8, 9)))
     prepare(["max_steps=7", "run_dir=run"])
     (line,) = capsys.readouterr().out.splitlines()

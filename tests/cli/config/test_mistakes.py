@@ -1,4 +1,4 @@
-"""A mistake ends in one line on stderr that names the key, what was given and what is allowed; exit code 1."""
+"""A mistake ends with one line on stderr, which names the key, the value and what is allowed, and exit code 1."""
 
 import json
 import os
@@ -17,12 +17,7 @@ from flash_train.training import OptimizerConfig
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def flash_train(in_this_process):
-    return in_this_process(command.main)
-
-
-# Arguments → what the one line must say. None of these gets as far as importing Lightning.
+# Arguments → words that the line must have. All are found before Lightning is imported.
 AT_ONCE = [
     (["seq_len=abc"], ["seq_len=abc", "an integer"]),
     (["seq_len=1.5"], ["seq_len=1.5", "an integer"]),
@@ -98,12 +93,12 @@ AT_ONCE = [
 ]
 
 
-# Nothing is wrong with these but the machine: a status of their own tells scripts so.
+# Only the machine is wrong: these exit with 3, so that scripts can tell.
 UNAVAILABLE = (["attention=flash"], ["hardware=cuda"], ["hardware=cpu", "precision=fp16-mixed"])
 
 
 @pytest.mark.parametrize(("arguments", "says"), AT_ONCE, ids=lambda x: " ".join(x))
-def test_at_once(flash_train, monkeypatch, tmp_path, arguments, says):
+def test_mistakes_found_at_once(flash_train, monkeypatch, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
     code, lines = flash_train(*arguments)
     assert code == (3 if arguments in UNAVAILABLE else 1)
@@ -115,7 +110,7 @@ def test_at_once(flash_train, monkeypatch, tmp_path, arguments, says):
 
 
 def checkpoint(path: Path, **shape) -> Path:
-    """What a run of another model saved."""
+    """Write a checkpoint of another model; the file's name has its step."""
     values = {"vocab_size": 320, "n_layers": 1, "width": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
     values |= {"mlp_width": 32, "tied_embeddings": False, **shape}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +134,7 @@ def test_a_rate_that_the_checkpoint_would_override(flash_train, tiny, tmp_path):
     assert "optimizer.lr=0.1" in lines[0] and "allowed: 0.5" in lines[0]
 
 
-# Mistakes that only what the arguments point at can tell; `{tmp}` is the test's folder.
+# Mistakes that show only when files are opened or objects are built; `{tmp}` is the test's folder.
 WHEN_BUILT = [
     (["data.path={tmp}/nowhere"], ["data.path={tmp}/nowhere", "no such file or folder"]),
     (["data.path={tmp}/empty"], ["data.path={tmp}/empty", ".txt"]),
@@ -177,7 +172,7 @@ WHEN_BUILT = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="attention=flash and hardware=cuda are no mistakes on a GPU")
 @pytest.mark.parametrize(("arguments", "says"), WHEN_BUILT, ids=lambda x: " ".join(x))
-def test_when_built(flash_train, tiny, tmp_path, arguments, says):
+def test_mistakes_found_when_building(flash_train, tiny, tmp_path, arguments, says):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").touch()
     checkpoint(tmp_path / "done" / "step-000005.ckpt")
@@ -199,12 +194,12 @@ def test_when_built(flash_train, tiny, tmp_path, arguments, says):
     for words in says:
         assert words.format(tmp=tmp_path) in lines[0]
 
-    # Nothing was lost, and no empty directory of a run that never began is left.
+    # Nothing is lost, and no empty run directory is left.
     assert before.items() <= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}.items()
     assert not (tmp_path / "run").exists()
 
 
-def test_full_error_shows_where_it_came_from(monkeypatch):
+def test_hydra_full_error_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", ["flash-train", "seq_len=abc"])
     with pytest.raises(UsageError) as caught:
@@ -225,8 +220,8 @@ def test_a_loss_that_is_not_finite_names_the_step(flash_train, tiny):
     assert len(lines) == 1 and "step" in lines[0] and "optimizer.lr" in lines[0], lines
 
 
-def test_a_loss_that_is_not_finite_is_told_once(tiny, tmp_path):
-    """By the first of two ranks, which both find it."""
+def test_a_loss_that_is_not_finite_is_reported_once(tiny, tmp_path):
+    """Both ranks find it; only the first reports it."""
     overrides = ["optimizer.lr=1e30", "optimizer.gradient_clip=0", "trainer.progress_bar=false"]
     overrides += ["trainer.devices=2", "trainer.strategy=ddp"]
     done = subprocess.run(
@@ -243,7 +238,7 @@ def test_a_loss_that_is_not_finite_is_told_once(tiny, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_of_a_process_of_its_own(tmp_path):
+def test_a_mistake_in_a_separate_process(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), "seq_len=abc"],
         cwd=tmp_path,
@@ -257,7 +252,7 @@ def test_of_a_process_of_its_own(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_control_c_before_anything_runs_is_a_line(capsys):
+def test_control_c_before_anything_runs_prints_one_line(capsys):
     with pytest.raises(SystemExit) as stop, one_line_errors():
         raise KeyboardInterrupt
     assert stop.value.code == 130 and capsys.readouterr().err == "flash-train: stopped\n"

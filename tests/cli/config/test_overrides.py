@@ -1,4 +1,4 @@
-"""Paths reach the configuration as they were typed, whatever Hydra's grammar makes of their characters."""
+"""Paths reach the configuration as they were typed, even with characters that have a meaning in Hydra's grammar."""
 
 import os
 
@@ -32,7 +32,7 @@ PATHS = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("key", ["resume", "init_from", "run_dir", "data.cache_dir"])
-def test_a_path_is_taken_as_it_is(key, path):
+def test_a_path_is_taken_literally(key, path):
     config = compose_config(read([f"{key}={path}"]).overrides)
     for part in key.split("."):
         config = config[part]
@@ -46,7 +46,7 @@ def test_any_text_survives_quoting(text):
 
 @pytest.mark.parametrize("key", ["resume", "run_dir", "data.cache_dir", "data.path"])
 def test_an_unknown_home_folder_is_named(key, monkeypatch):
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME, under a user id that has no entry
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # happens without HOME, for a user id without an entry
     with pytest.raises(UsageError, match=rf"^{key}=~/x: no home folder is known for ~"):
         read([f"{key}=~/x"])
 
@@ -59,7 +59,7 @@ def test_home_is_expanded():
 @pytest.mark.parametrize(
     "text", ["resume=null", "resume='a b'", 'resume="a b"', "resume=", "seq_len=[ab]", "model=nano"]
 )
-def test_what_needs_no_quotes_is_left_alone(text):
+def test_text_that_needs_no_quotes_is_not_changed(text):
     assert read([text]).overrides == (text,)
 
 
@@ -88,7 +88,7 @@ def test_hydras_flags_are_passed_on(arguments, flags):
     assert "seq_len=1" in line.arguments()
 
 
-def test_the_other_ranks_take_what_lightning_adds_to_their_commands(monkeypatch):
+def test_further_ranks_accept_the_overrides_that_lightning_adds(monkeypatch):
     added = ("hydra.run.dir=x", "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert read([*added]).overrides == added
@@ -97,7 +97,7 @@ def test_the_other_ranks_take_what_lightning_adds_to_their_commands(monkeypatch)
 
 
 @pytest.mark.parametrize("flag", [["--help"], ["--hydra-help"], ["-sc", "install=bash"]])
-def test_help_is_not_kept_waiting(flag, monkeypatch):
+def test_help_does_not_look_for_hardware(flag, monkeypatch):
     monkeypatch.setattr("flash_train.cli.config.hardware.detect", None)
     assert prepare(flag) == flag
 
@@ -169,7 +169,7 @@ def test_a_mistake_in_the_grammar_says_what_to_do(text, says):
     assert str(caught.value).startswith(text.partition("=")[0])
 
 
-def test_resume_goes_on_in_the_directory_of_its_checkpoint():
+def test_resume_continues_in_the_directory_of_its_checkpoint():
     arguments = prepare(["hardware=cpu", "resume=some where/checkpoints/step-000001.ckpt"])
     assert compose_config(arguments).run_dir == "some where"
     arguments = prepare(["hardware=cpu", "resume=elsewhere/step-000001.ckpt"])
@@ -178,6 +178,6 @@ def test_resume_goes_on_in_the_directory_of_its_checkpoint():
     assert compose_config(arguments).run_dir == "b"
 
 
-def test_init_from_brings_its_shape(tmp_path):
+def test_init_from_selects_the_pretrained_shape(tmp_path):
     assert compose_config(prepare(["hardware=cpu", f"init_from={tmp_path}"])).model.name == "pretrained"
     assert compose_config(prepare(["hardware=cpu", f"init_from={tmp_path}", "model=350m"])).model.name == "350m"

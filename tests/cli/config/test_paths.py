@@ -1,4 +1,4 @@
-"""Where configuration and runs are found."""
+"""Paths of the configuration and of runs."""
 
 from pathlib import Path
 

@@ -4,7 +4,7 @@ import pytest
 
 from flash_train.cli.config.compose import compose_config
 
-# Each sets max_steps and the model: the default, hardware, an experiment.
+# All three set max_steps, the model and the learning rate: defaults, hardware, experiment
 HARDWARE = """# @package _global_
 defaults:
   - override /model: 350m
@@ -46,7 +46,7 @@ def test_hardware_over_defaults(extra):
 def test_experiment_over_hardware(extra, order):
     config = compose_config(["hardware=mine", "experiment=mine"][::order], extra)
     assert seen(config) == (22, "125m", 0.22)
-    assert config.batch_size == 11  # of which the experiment says nothing
+    assert config.batch_size == 11  # the experiment does not set it
 
 
 @pytest.mark.parametrize("order", [1, -1])

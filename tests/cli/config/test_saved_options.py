@@ -1,4 +1,4 @@
-"""`resume` reads the options of its run from config.yaml; what the command line gives wins."""
+"""`resume` reads the options of its run from config.yaml; the command line wins."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from flash_train.cli.config.saved_options import describe_options, with_saved_op
 
 @pytest.fixture
 def saved(tmp_path: Path, tiny: list[str]):
-    """A function that writes the configuration of a run, and gives the one that resumes it with further arguments."""
+    """A function that writes the config.yaml of a run and returns the configuration that resumes it."""
 
     def resume(*overrides: str, given: tuple[str, ...] = ()):
         run_dir = tmp_path / "run"
@@ -28,7 +28,7 @@ def saved(tmp_path: Path, tiny: list[str]):
     return resume
 
 
-def test_the_options_are_those_of_the_run(saved, tmp_path):
+def test_options_come_from_the_run(saved, tmp_path):
     values = ("optimizer.betas=[0.8,0.9]", "attention.dropout=0.25", "seed=7", "optimizer.eps=1e-7", "stop_after=2")
     config = saved(*values, "data.errors=skip", "trainer.accelerator=cpu", "logger=wandb", "logger.project='a, b'")
     assert (config.seq_len, config.batch_size, config.seed, config.attention.dropout) == (64, 2, 7, 0.25)
@@ -45,12 +45,12 @@ def test_the_options_are_those_of_the_run(saved, tmp_path):
         ("attention=standard", "attention.backend", "standard", ("attention.dropout", 0.25)),
         ("memory=checkpoint", "memory.mode", "checkpoint", ("seed", 7)),
         ("model=350m", "model.width", 1024, ("seq_len", 64)),
-        ("model=nano", "model.width", 16, ("model.name", "nano")),  # the same choice as the run's
+        ("model=nano", "model.width", 16, ("model.name", "nano")),  # the run has the same choice
         ("optimizer=adamw", "optimizer.lr", 0.5, ("seed", 7)),
         ("data=stdlib", "data.corpus", "stdlib", ("data.val_batches", 1)),
         ("data.packing=concat", "data.packing", "concat", ("data.val_batches", 1)),
         ("logger=wandb", "logger.name", "wandb", ("seed", 7)),
-        ("hardware=cpu", "max_steps", 3, ("precision", "bf16-true")),  # not the 25 steps in fp32 of its file
+        ("hardware=cpu", "max_steps", 3, ("precision", "bf16-true")),  # the choice's file has 25 steps in fp32
         ("experiment=long_context_131k", "seq_len", 131072, ("seed", 7)),
     ],
 )
@@ -61,7 +61,7 @@ def test_the_command_line_wins(saved, given, key, expected, kept):
     assert OmegaConf.select(config, kept[0]) == kept[1]
 
 
-def test_a_checkpoint_brings_the_options_of_its_run(tmp_path, tiny):
+def test_a_named_checkpoint_brings_the_options_of_its_run(tmp_path, tiny):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(compose_config([*tiny, "seed=9"])), encoding="utf-8")
@@ -71,7 +71,7 @@ def test_a_checkpoint_brings_the_options_of_its_run(tmp_path, tiny):
     assert (config.seed, config.run_dir) == (9, "other")
 
 
-def test_nothing_is_read_without_a_run(tmp_path):
+def test_without_a_run_nothing_is_read(tmp_path):
     for arguments in (["seq_len=64"], [f"run_dir={tmp_path}", "resume=last"], ["resume=elsewhere/step-000001.ckpt"]):
         assert with_saved_options(read(arguments)) == (read(arguments), None)
 
@@ -92,7 +92,7 @@ def test_nothing_is_read_without_a_run(tmp_path):
         (b"\0\0\0\0", "damaged"),
     ],
 )
-def test_a_damaged_file_is_named_in_one_line(tmp_path, content, says):
+def test_a_damaged_config_is_an_error_of_one_line(tmp_path, content, says):
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(UsageError, match=says) as caught:
         with_saved_options(read([f"run_dir={tmp_path}", "resume=last"]))
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, content, says):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_without_its_file_says_that_the_defaults_hold(tmp_path):
+def test_a_run_without_config_yaml_takes_the_defaults_and_says_so(tmp_path):
     line = read([f"run_dir={tmp_path}", "resume=last"])
     assert f"options: the defaults, except those on the command line, as there is no {tmp_path}" in str(
         describe_options(*with_saved_options(line))

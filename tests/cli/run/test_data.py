@@ -1,4 +1,4 @@
-"""Corpora from the command line: what a run says of them, and streamed ones that are resumed."""
+"""Corpora from the command line: the line that describes them, globs, unreadable files, streaming."""
 
 import json
 import shutil
@@ -8,8 +8,7 @@ import pytest
 
 from flash_train.cli.run.report import describe_data
 from flash_train.data import ByteTokenizer, PackedDataModule, TextCorpus
-from tests.cli.config.test_mistakes import flash_train  # noqa: F401
-from tests.cli.run.test_run import in_process, losses_of, summary_of  # noqa: F401
+from tests.support.cli.runs import losses_of, summary_of
 
 PART = {"documents": 1234, "tokens": 5_000_000, "bytes": 1, "rows": 80, "packing_efficiency": 0.95, "capacity": 8}
 INFO = {"corpus": "text", "corpus_hash": "0123456789abcdef", "seq_len": 16384, "train": PART}
@@ -17,7 +16,7 @@ INFO = {"corpus": "text", "corpus_hash": "0123456789abcdef", "seq_len": 16384, "
 
 @pytest.fixture
 def hub(tmp_path: Path, tiny, monkeypatch) -> list[str]:
-    """A streamed run on 6,000 short rows: each chunk has 256 rows or so of 64 tokens."""
+    """Overrides of a streamed run on 6,000 short rows; each chunk has about 256 rows of 64 tokens."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     rows = "".join(json.dumps({"body": f"row {i} " * (1 + i % 5), "n": i}) + "\n" for i in range(6000))
     (tmp_path / "set").mkdir()
@@ -26,7 +25,7 @@ def hub(tmp_path: Path, tiny, monkeypatch) -> list[str]:
     return [*tiny, "data=hub", f"data.name={tmp_path / 'set'}", "data.streaming=true", "data.text_field=body"]
 
 
-def test_documents_held_out_for_validation_are_said():
+def test_the_data_line_has_the_documents_held_out_for_validation():
     val = {**PART, "documents": 1, "tokens": 999, "rows": 2}
     assert describe_data({**INFO, "val": val}) == (
         "text, 1,234 documents, 5.0M tokens in 80 rows of 16,384 (95.00% used); "
@@ -37,7 +36,7 @@ def test_documents_held_out_for_validation_are_said():
     )
 
 
-def test_a_run_counts_its_documents(in_process, tiny, corpus, tmp_path):  # noqa: F811
+def test_a_run_counts_its_documents(in_process, tiny, corpus, tmp_path):
     out = in_process(*tiny)
     data = PackedDataModule(
         TextCorpus(corpus), ByteTokenizer(), seq_len=64, batch_size=2, cache_dir=tmp_path / "cache"
@@ -49,14 +48,14 @@ def test_a_run_counts_its_documents(in_process, tiny, corpus, tmp_path):  # noqa
     assert summary_of(tmp_path / "run")["data"]["val"]["documents"] == val
 
 
-def test_a_glob_of_folders_of_any_depth_is_found(in_process, tiny, corpus, tmp_path):  # noqa: F811
+def test_a_glob_of_folders_of_any_depth_is_found(in_process, tiny, corpus, tmp_path):
     in_process(*tiny, f"data.path='{corpus}/**/*.txt'")
     assert summary_of(tmp_path / "run")["status"] == "finished"
 
 
 @pytest.mark.parametrize("pattern", ["{corpus}/**/*.rst", "{corpus}/nowhere/**/*.txt", "{corpus}/no*/**/*.txt"])
-def test_a_glob_that_matches_nothing_is_one_line(flash_train, tiny, corpus, pattern):  # noqa: F811
-    for name in ("one", "two"):  # in which `glob` would walk for ever
+def test_a_glob_that_matches_nothing_is_one_line(flash_train, tiny, corpus, pattern):
+    for name in ("one", "two"):  # links in which `glob` would never end
         (corpus / name).symlink_to(corpus)
     pattern = pattern.format(corpus=corpus)
     code, lines = flash_train(*tiny, f"data.path='{pattern}'")
@@ -64,7 +63,7 @@ def test_a_glob_that_matches_nothing_is_one_line(flash_train, tiny, corpus, patt
     assert f"data.path={pattern}: no such file or folder, and no glob that matches any" in lines[0]
 
 
-def test_a_streamed_run_is_resumed_exactly(in_process, hub, tmp_path):  # noqa: F811
+def test_a_streamed_run_is_resumed_exactly(in_process, hub, tmp_path):
     hub = [*hub, "max_steps=40", "batch_size=30", "model.residual_dropout=0.1"]
     out = in_process(*hub, f"run_dir={tmp_path / 'whole'}")
     assert "data: hub, streamed, its first chunk has " in out
@@ -73,7 +72,7 @@ def test_a_streamed_run_is_resumed_exactly(in_process, hub, tmp_path):  # noqa: 
     in_process(*hub, f"run_dir={tmp_path / 'parts'}", "resume=last")
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole") and len(losses_of(tmp_path / "whole")) == 40
     chunks = sorted(path.name[-6:] for path in (tmp_path / "cache").iterdir())
-    assert chunks == ["000000", "000002", "000003"]  # the second was not read again
+    assert chunks == ["000000", "000002", "000003"]  # the second is not read again
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_streamed_run_is_resumed_exactly(in_process, hub, tmp_path):  # noqa: 
         ("a.rst", b"x", ["data.path=", "nothing to read there", "a.rst (another kind of file)", ".csv"]),
     ],
 )
-def test_files_that_cannot_be_read_end_in_one_line(flash_train, tiny, tmp_path, name, content, says):  # noqa: F811
+def test_files_that_cannot_be_read_end_in_one_line(flash_train, tiny, tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     code, lines = flash_train(*tiny, f"data.path={tmp_path / name}")
     assert code == 1 and len(lines) == 1, lines

@@ -1,4 +1,4 @@
-"""What an export keeps of the model that training began from: everything but what training changed."""
+"""An export keeps the files of the model that training began from, except for what training changed."""
 
 import json
 
@@ -13,12 +13,12 @@ from flash_train.cli import train as command
 from tests.data.test_tokenizer import write_tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|endoftext|>", "<|im_end|>"]  # ids 256 to 259
-STILL = "optimizer.lr=1e-30"  # a step that changes no weight
+STILL = "optimizer.lr=1e-30"  # a step leaves all weights as they are
 
 
 @pytest.fixture
 def source(tmp_path):
-    """A small Llama with all the files that transformers writes, and some that people add."""
+    """A small Llama with all files that transformers writes, and some that people add."""
     folder = tmp_path / "source"
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -60,7 +60,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def trained(tiny, corpus, tmp_path, in_this_process):
-    """Trains from a folder with these arguments; returns the run's directory and the lines on stderr."""
+    """A function that trains from a folder with these arguments and returns the run's directory."""
     run = in_this_process(command.main)
     shared = [text for text in tiny if not text.startswith(("model.", "run_dir=", "data.path="))]
 
@@ -80,7 +80,7 @@ def exported(run_dir, folder, *arguments):
 
 
 def files_of(folder):
-    """The content of every file but weights and what begins with a dot."""
+    """The content of every file except weights and hidden files."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     is_weights = {".safetensors", ".bin"}
     kept = [file for file in files if file.suffix not in is_weights and file.name[0] != "."]
@@ -101,9 +101,7 @@ def config_of(folder, name="config.json"):
 
 
 @pytest.mark.parametrize("version", [4, 5], ids="config-of-transformers-{}".format)
-def test_a_round_trip_without_a_change_changes_the_names_of_the_weights_alone(
-    source, trained, tmp_path, capsys, version
-):
+def test_a_round_trip_changes_only_the_names_of_the_weight_files(source, trained, tmp_path, capsys, version):
     if version == 4:
         rope = config_of(source)["rope_parameters"]
         older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "float32"}
@@ -118,7 +116,7 @@ def test_a_round_trip_without_a_change_changes_the_names_of_the_weights_alone(
     assert files_of(again) == files_of(source)
 
 
-def test_what_transformers_reads_is_the_same_before_and_after(source, trained, tmp_path):
+def test_transformers_reads_the_same_before_and_after(source, trained, tmp_path):
     out = exported(trained(source), tmp_path / "out")
     assert LlamaConfig.from_pretrained(out).to_dict() == LlamaConfig.from_pretrained(source).to_dict()
     assert GenerationConfig.from_pretrained(out).eos_token_id == [258, 259]
@@ -127,17 +125,15 @@ def test_what_transformers_reads_is_the_same_before_and_after(source, trained, t
 
 
 @pytest.mark.parametrize(("seq_len", "expected"), [(128, 512), (1024, 1024)])
-def test_the_length_is_the_larger_of_what_it_had_and_what_it_was_trained_at(
-    source, trained, tmp_path, seq_len, expected
-):
+def test_the_length_is_the_larger_one_of_model_and_training(source, trained, tmp_path, seq_len, expected):
     out = exported(trained(source, f"seq_len={seq_len}", "model.rope_scaling.factor=16"), tmp_path / "out")
     config = config_of(out)
     assert config["max_position_embeddings"] == expected
     assert config["rope_parameters"] == config_of(source)["rope_parameters"] | {"factor": 16.0}
 
 
-def test_a_length_that_a_rule_takes_from_the_old_length_is_written_out(source, trained, tmp_path):
-    """YaRN without its original length takes max_position_embeddings, which training at longer rows changes."""
+def test_a_yarn_rule_keeps_the_original_length(source, trained, tmp_path):
+    """Without its original length YaRN takes max_position_embeddings, which grows when training rows are longer."""
     edit(source / "config.json", rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4})
     out = exported(trained(source, "seq_len=1024"), tmp_path / "out")
     assert config_of(out)["max_position_embeddings"] == 1024
@@ -154,13 +150,13 @@ def test_settings_that_were_changed_are_written(source, trained, tmp_path):
     assert config == config_of(source) | expected | {"attention_dropout": 0.25}
 
 
-def test_the_dtype_is_that_of_the_weights(source, trained, tmp_path):
+def test_config_has_the_dtype_of_the_weights(source, trained, tmp_path):
     out = exported(trained(source), tmp_path / "out", "--dtype", "bf16")
     assert config_of(out) == config_of(source) | {"dtype": "bfloat16"}
     assert {tensor.dtype for tensor in weights_of(out).values()} == {torch.bfloat16}
 
 
-def test_an_end_token_that_was_given_is_what_every_file_says(source, trained, tmp_path):
+def test_a_given_end_token_is_in_every_file(source, trained, tmp_path):
     out = exported(trained(source, "data.eos=<|im_end|>", "data.bos="), tmp_path / "out")
     assert config_of(out)["eos_token_id"] == config_of(out, "generation_config.json")["eos_token_id"] == [259, 258]
     assert config_of(out)["bos_token_id"] is None
@@ -179,11 +175,11 @@ def test_a_bare_tokenizer_gets_the_file_that_names_its_tokens(source, trained, t
     assert (out / "tokenizer.json").read_bytes() == bare.read_bytes()
     assert AutoTokenizer.from_pretrained(out).eos_token == "<b>"
     assert config_of(out)["eos_token_id"] == config_of(out, "generation_config.json")["eos_token_id"] == 257
-    assert not (out / "chat_template.jinja").exists()  # it belongs to the tokenizer that the run did not use
+    assert not (out / "chat_template.jinja").exists()  # it belongs to a tokenizer that the run did not use
     assert (out / "README.md").read_bytes() == (source / "README.md").read_bytes()
 
 
-def test_a_run_on_bytes_has_no_tokenizer_and_says_so_to_the_next_run(source, trained, tmp_path):
+def test_a_run_on_bytes_exports_no_tokenizer_and_the_next_run_knows(source, trained, tmp_path):
     out = exported(trained(source, "data.tokenizer=bytes"), tmp_path / "out")
     assert not {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} & files_of(out).keys()
     assert config_of(out)["eos_token_id"] == config_of(out, "generation_config.json")["eos_token_id"] == 257
@@ -205,7 +201,7 @@ def test_a_resumed_run_remembers_the_first_model(source, trained, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["removed", "edited", "folder removed"])
-def test_a_file_that_is_another_by_now_is_named_and_not_written(source, trained, tmp_path, capsys, change):
+def test_a_file_that_changed_since_is_named_and_not_written(source, trained, tmp_path, capsys, change):
     run_dir = trained(source)
     expected = files_of(source)
     if change == "removed":
@@ -225,7 +221,7 @@ def test_a_file_that_is_another_by_now_is_named_and_not_written(source, trained,
         assert files_of(out) == expected
 
 
-def test_force_leaves_no_file_of_the_earlier_model(source, trained, tmp_path):
+def test_force_removes_the_files_of_the_earlier_model(source, trained, tmp_path):
     out = exported(trained(source), tmp_path / "out")
     (out / "notes.txt").write_text("mine")
     bytes_run = trained(source, "data.tokenizer=bytes", name="bytes")

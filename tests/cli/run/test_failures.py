@@ -1,4 +1,4 @@
-"""What can go wrong under way ends in one line, and tells scripts by its status what it was."""
+"""Failures during a run end in one line, and the exit status says which kind it was."""
 
 import os
 import time
@@ -39,7 +39,7 @@ def config():
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out of memory"),
     ],
 )
-def test_exhausted_memory(config, capsys, error, says):
+def test_exhausted_memory_exits_with_4_and_advice(config, capsys, error, says):
     with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config):
         raise error
     assert stop.value.code == OutOfMemoryError.status == 4
@@ -47,7 +47,7 @@ def test_exhausted_memory(config, capsys, error, says):
     assert says in line and "memory=checkpoint" in line
 
 
-def test_the_step_that_failed_is_written_down_with_a_way_out(config, tmp_path):
+def test_exhausted_memory_writes_a_table_and_advises_a_setting(config, tmp_path):
     model = ModelConfig(vocab_size=320, n_layers=8, width=256, n_heads=4, n_kv_heads=4, head_dim=64, mlp_width=704)
     with pytest.raises(OutOfMemoryError) as caught, known_failures(config) as under_way:
         under_way.step, under_way.run_dir = Step(model, 16384), tmp_path
@@ -58,8 +58,8 @@ def test_the_step_that_failed_is_written_down_with_a_way_out(config, tmp_path):
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
 
 
-def test_the_way_out_fits_the_device(config, tmp_path, monkeypatch):
-    """selective takes less, but more than there is."""
+def test_the_advised_setting_fits_the_device(config, tmp_path, monkeypatch):
+    """memory=selective saves something, but not enough."""
     model = ModelConfig(vocab_size=320, n_layers=8, width=256, n_heads=4, n_kv_heads=4, head_dim=64, mlp_width=704)
     limit = predict(Step(model, 16384, memory="checkpoint")).peak_bytes
     monkeypatch.setattr(failures, "capacity", lambda device: limit)
@@ -69,8 +69,8 @@ def test_the_way_out_fits_the_device(config, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monkeypatch, tmp_path):
-    """Lightning takes the model off the device before the error reaches the command."""
+def test_the_snapshot_is_taken_before_the_device_is_freed(tiny, in_this_process, monkeypatch, tmp_path):
+    """Lightning moves the model off the device before the error reaches the command."""
     seen = []
 
     def step(module, *_):
@@ -88,14 +88,14 @@ def test_the_device_is_looked_at_before_it_is_freed(tiny, in_this_process, monke
     moved, move = [], os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: moved.append(Path(new).name) or move(old, new))
     code, errors = in_this_process(main)(*tiny, "callbacks.memory_snapshot.every=1", "logger=wandb")
-    wandb.finish()  # which the end of the process does for a command
+    wandb.finish()  # a command's process does so when it ends
     assert code == OutOfMemoryError.status and "out_of_memory.md, out_of_memory.pickle" in errors[-1]
     assert logged == [(WandbLogger, 2)]
     assert seen == [(0, True)] and (tmp_path / "run" / "out_of_memory.pickle").is_file()
     assert {"out_of_memory.md", "out_of_memory.pickle"} <= set(moved)  # whole or not at all
 
 
-def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
+def test_a_snapshot_is_taken_only_when_cuda_memory_is_exhausted(monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: f"of {device}")
     cases = (("cuda", torch.OutOfMemoryError(), "of cuda"), ("cuda", ValueError(), None), ("cpu", MemoryError(), None))
     for device, error, expected in cases:
@@ -105,13 +105,13 @@ def test_a_snapshot_is_taken_of_exhausted_cuda_memory_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError(ALLOCATOR)])
-def test_memory_of_the_host_is_not_called_the_gpus(config, error):
+def test_exhausted_host_memory_is_not_reported_as_gpu_memory(config, error):
     with pytest.raises(UsageError, match="^out of memory at"), known_failures(config) as under_way:
         under_way.device = torch.device("cuda")
         raise error
 
 
-def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
+def test_only_the_first_rank_reports(config, capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(failures, "_wait_for_end_of", waited.append)
     with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config) as under_way:
@@ -121,22 +121,22 @@ def test_a_rank_that_is_not_the_first_says_nothing(config, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_the_first_rank_is_waited_for_and_not_for_ever(monkeypatch):
+def test_other_ranks_wait_for_the_first_but_not_forever(monkeypatch):
     monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 1.0)
     begin = time.monotonic()
-    failures._wait_for_end_of(os.getppid() + 1)  # it has ended, and another process has taken its place
+    failures._wait_for_end_of(os.getppid() + 1)  # the first rank has ended: the parent is another process
     assert time.monotonic() - begin < 1
     begin = time.monotonic()
     failures._wait_for_end_of(os.getppid())
     assert 1 <= time.monotonic() - begin < 10
 
 
-def test_the_allocator_of_this_machine(config):
+def test_pytorchs_real_allocation_error_is_recognised(config):
     with pytest.raises(OutOfMemoryError), known_failures(config):
         torch.empty(2**50, dtype=torch.uint8)
 
 
-def test_other_errors_stay_what_they_are(config):
+def test_other_errors_keep_their_type(config):
     with pytest.raises(RuntimeError, match="shape"), known_failures(config):
         raise RuntimeError("shape mismatch")
     with pytest.raises(UsageError) as caught, known_failures(config):

@@ -1,4 +1,4 @@
-"""A few of the draws of tests/support/cli/kills.py, which runs many by `python -m tests.support.cli.kills`."""
+"""A few kills; `python -m tests.support.cli.kills` runs many."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and process groups of Unix")
 def test_runs_that_are_killed_and_resumed_lose_nothing():
-    """In a process of its own: the runs are forked from one that has imported everything."""
+    """In a separate process, as the runs are forked from one that has imported everything."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cli.kills", "--kills", "6", "--seed", "1"],
         cwd=ROOT,

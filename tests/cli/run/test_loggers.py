@@ -1,4 +1,4 @@
-"""W&B needs no account and no network, and never asks."""
+"""W&B needs no account and no network, and never prompts."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from flash_train.cli.sweep.trial import without_wandb_run
 HOST = "api.wandb.ai"
 
 
-def test_no_login(tmp_path, monkeypatch):
+def test_without_a_login_runs_are_offline(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
     assert not has_login(HOST, {})
     assert wandb_mode("auto", {}) == "offline"
@@ -60,13 +60,13 @@ def test_a_login_without_a_connection_is_offline(monkeypatch):
     assert wandb_mode("auto", {**environ, "HTTPS_PROXY": "proxy:1"}) == "online"
 
 
-def test_a_server_of_ones_own():
+def test_a_private_server():
     with socket.create_server(("127.0.0.1", 0)) as server:
         environ = {"WANDB_API_KEY": "x", "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
         assert wandb_mode("auto", environ) == "online"
 
 
-def test_what_was_asked_for_is_done():
+def test_an_explicit_mode_wins():
     assert wandb_mode("online", {}) == "online"
     assert wandb_mode("offline", {"WANDB_API_KEY": "x"}) == "offline"
     assert wandb_mode("auto", {"WANDB_MODE": "disabled"}) is None
@@ -81,10 +81,10 @@ def test_what_was_asked_for_is_done():
         ("offline", "online", "offline", None),
         ("auto", "offline", None, None),
         ("auto", "disabled", None, None),
-        ("auto", "", "offline", None),  # as there is no login
+        ("auto", "", "offline", None),  # because there is no login
     ],
 )
-def test_a_run_at_the_server_goes_on(wanted, variable, mode, resume, tmp_path, monkeypatch):
+def test_a_run_at_the_server_is_resumed(wanted, variable, mode, resume, tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
     monkeypatch.setenv("WANDB_MODE", variable)
     calls = []
@@ -100,7 +100,7 @@ def test_a_run_at_the_server_goes_on(wanted, variable, mode, resume, tmp_path, m
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Begins the W&B run of `tmp_path/run` with overrides of the command line, in an environment without any login."""
+    """A function that begins the W&B run of `tmp_path/run` with these overrides; there is no login."""
     monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -113,7 +113,7 @@ def begin(tmp_path, monkeypatch):
 
 @pytest.fixture
 def options(monkeypatch):
-    """What `wandb.init` was called with, and the settings that W&B makes of them and its variables."""
+    """The settings that W&B derives from the arguments of each `wandb.init` and from its variables."""
     calls = []
 
     def init(**given):
@@ -132,10 +132,13 @@ def options(monkeypatch):
 
 
 def log_records(data: bytes, block: int = 32768) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, after W&B's seven bytes: checksum, length, and whole or a part."""
+    """The records of a log in LevelDB's format, behind W&B's seven bytes.
+
+    The header of a record has a checksum, a length, and whether the record is whole or a part of one.
+    """
     at, parts = 7, []
     while at + 7 <= len(data):
-        if block - at % block < 7:  # too little is left of the block for a header
+        if block - at % block < 7:  # the rest of the block is too short for a header
             at += block - at % block
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
@@ -147,7 +150,7 @@ def log_records(data: bytes, block: int = 32768) -> Iterator[bytes]:
 
 
 def history(run_dir: Path, run_id: str) -> list[dict]:
-    """The rows of an offline run, as W&B's upload would read them."""
+    """The rows of an offline run, read as W&B's upload reads them."""
     (path,) = run_dir.glob(f"wandb/offline-run-*-{run_id}/*.wandb")
     rows = []
     for data in log_records(path.read_bytes()):
@@ -159,7 +162,7 @@ def history(run_dir: Path, run_id: str) -> list[dict]:
     return rows
 
 
-def test_each_offline_part_is_a_run_of_one_group(begin, tmp_path):
+def test_offline_parts_are_runs_of_one_group(begin, tmp_path):
     ids = []
     for part in range(3):
         run = begin("logger.mode=offline")
@@ -168,7 +171,7 @@ def test_each_offline_part_is_a_run_of_one_group(begin, tmp_path):
             run.log({"train/loss": 10 * part + step, "trainer/global_step": 2 * part + step})
         ids.append(run.id)
         run.finish()
-    wandb.teardown()  # its service has written by then what it was given
+    wandb.teardown()  # waits until W&B's service has written everything
     assert len(set(ids)) == 3
     assert (tmp_path / "run" / "wandb" / "run_id").read_text().split() == ids
     for part, run_id in enumerate(ids):
@@ -186,11 +189,11 @@ def test_each_offline_part_is_a_run_of_one_group(begin, tmp_path):
         ("offline-run", False, False),
         ("offline-run synced", True, True),
         ("offline-run synced", False, False),
-        ("", True, True),  # an id that nothing was logged to, or whose files were removed
+        ("", True, True),  # nothing was logged under the id, or its files were removed
         ("", False, True),
     ],
 )
-def test_a_run_is_resumed_where_neither_part_replaces_the_other(before, online, same, tmp_path):
+def test_an_id_is_reused_only_where_no_part_would_replace_another(before, online, same, tmp_path):
     files = WandbFiles.of(tmp_path, {})
     files.remember("abcd1234")
     if before:
@@ -201,7 +204,7 @@ def test_a_run_is_resumed_where_neither_part_replaces_the_other(before, online, 
     assert (run_id == "abcd1234", part) == (same, 1 if same else 2)
 
 
-def test_variables_of_wandb_are_heeded(begin, options, monkeypatch, tmp_path):
+def test_variables_of_wandb_are_respected(begin, options, monkeypatch, tmp_path):
     variables = {"PROJECT": "p", "NAME": "n", "RUN_GROUP": "g", "RUN_ID": "i", "RESUME": "must", "ENTITY": "e"}
     variables |= {"DIR": str(tmp_path), "SILENT": "false", "CONSOLE": "wrap", "MODE": "online", "TAGS": "a,b"}
     for name, value in variables.items():
@@ -221,14 +224,14 @@ def test_the_command_line_wins_over_variables_of_wandb(begin, options, monkeypat
     assert (found.project, found.run_name, found.run_group, found.mode) == ("q", "m", "h", "offline")
 
 
-def test_without_variables_the_names_are_those_of_the_run(begin, options, tmp_path):
+def test_without_variables_names_come_from_the_run(begin, options, tmp_path):
     begin()
     (found,) = options
     assert (found.project, found.run_name, found.root_dir) == ("flash-train", "run", str(tmp_path / "run"))
     assert (found.silent, found.console) == (True, "off")
 
 
-def test_the_folder_that_a_variable_names_is_the_one_to_upload_from(begin, monkeypatch, tmp_path):
+def test_the_hint_names_the_folder_given_by_wandb_dir(begin, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
     ids = []
@@ -247,12 +250,12 @@ def test_a_refused_run_leaves_no_file(begin, tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(UsageError, match="logger=wandb: Invalid project name 'a/b'") as raised:
         begin("logger.mode=offline", "logger.project=a/b")
-    assert "no server" not in str(raised.value)  # which is no way out here
+    assert "no server" not in str(raised.value)  # advice that does not apply here
     assert list((tmp_path / "run").iterdir()) == []
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A server that knows no key."""
+    """A server that rejects every key."""
 
     def do_POST(self):
         self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -282,10 +285,10 @@ def test_a_run_that_the_server_refuses_leaves_the_parts_before_as_they_were(begi
         server.shutdown()
         server.server_close()
     after = {path: path.is_symlink() or path.is_dir() or path.read_bytes() for path in tmp_path.rglob("*")}
-    # W&B links to the newest run, which is removed, or not yet where it is refused early.
+    # W&B's links point to the newest run. That one is removed, or was never made.
     links = {tmp_path / "run" / "wandb" / name for name in ("latest-run", "debug.log", "debug-internal.log")}
     assert after.keys() - links == before.keys() - links
-    assert all(path.exists() for path in links & after.keys())  # none leads nowhere
+    assert all(path.exists() for path in links & after.keys())  # no link is broken
     assert all(after[path] == before[path] for path in after if path.suffix == ".wandb" or path.name == "run_id")
 
 

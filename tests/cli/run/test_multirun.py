@@ -1,4 +1,4 @@
-"""`-m`: what the end of one run means for those behind it, and for the exit status."""
+"""`-m`: how the end of one run affects the runs after it and the exit status."""
 
 import signal
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from flash_train.cli import train as command
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError
 from flash_train.cli.config.overrides import read
 from flash_train.cli.run.interrupt import Interrupted
@@ -14,11 +13,6 @@ from flash_train.cli.run.multirun import Multirun, swept_values
 from flash_train.cli.run.run_table import EndedRun, run_table
 from flash_train.training import CausalLMModule
 from flash_train.training.callbacks import StopAfter
-
-
-@pytest.fixture
-def flash_train(in_this_process):
-    return in_this_process(command.main)
 
 
 def own_lines(lines: list[str]) -> list[str]:
@@ -36,22 +30,22 @@ def test_a_run_that_cannot_run_here_is_reported_and_the_others_run(flash_train, 
     assert not (tmp_path / "run" / str(number)).exists()
 
 
-def test_none_can_run_here(flash_train, tiny):
-    """What is known before any run begins is told of each in its turn, too."""
+def test_where_no_run_can_run_the_status_is_3(flash_train, tiny):
+    """Each run has its line, even where the reason is known before any run begins."""
     code, lines = flash_train("-m", *tiny, "precision=fp16-mixed", "seed=0,1")
     assert code == 3 and len(lines) == 3, lines
     assert lines[1].startswith("flash-train: run 1 (seed=1): precision=fp16-mixed: needs a GPU")
     assert lines[2] == "flash-train: no run ended ok (2 unavailable); the message of each says why"
 
 
-def test_each_run_is_one_of_wandb_though_a_variable_names_one(flash_train, tiny, monkeypatch, tmp_path):
+def test_each_run_has_its_own_wandb_run_even_if_a_variable_names_one(flash_train, tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "named")
     assert flash_train("-m", *tiny, "seed=0,1", "max_steps=1", "logger=wandb", "logger.mode=offline")[0] == 0
     ids = {(tmp_path / "run" / name / "wandb" / "run_id").read_text().strip() for name in "01"}
     assert len(ids) == 2 and "named" not in ids
 
 
-def test_exhausted_memory_ends_one_run(flash_train, tiny, monkeypatch, tmp_path):
+def test_exhausted_memory_ends_only_its_run(flash_train, tiny, monkeypatch, tmp_path):
     step = CausalLMModule.training_step
 
     def first_fails(module, *arguments):
@@ -65,7 +59,7 @@ def test_exhausted_memory_ends_one_run(flash_train, tiny, monkeypatch, tmp_path)
     assert code == 0 and line.startswith("flash-train: run 0 (seed=0): out of GPU memory")
     ids = [(tmp_path / "run" / name / "wandb" / "run_id").read_text() for name in "01"]
     assert ids[0] != ids[1]
-    assert len(list((tmp_path / "run" / "1" / "wandb").glob("offline-run-*"))) == 1  # not in the run that failed
+    assert len(list((tmp_path / "run" / "1" / "wandb").glob("offline-run-*"))) == 1  # not in run 0, which failed
 
 
 def test_another_mistake_ends_the_sweep(flash_train, tiny, tmp_path):
@@ -121,7 +115,7 @@ def test_statuses(capsys):
         runs.end()
 
 
-def test_what_is_left_is_said():
+def test_runs_that_were_not_begun_are_counted():
     with (
         pytest.raises(UsageError, match=r"run 0 \(a=1\): wrong; runs not begun: 1 of 2"),
         Multirun(("a=1", "a=2")).next(),
@@ -132,7 +126,7 @@ def test_what_is_left_is_said():
     assert stop.value.code == 143
 
 
-def test_swept():
+def test_a_run_is_named_by_what_is_swept():
     line = read(["-m", "seed=0,1", "seq_len=64", "model=nano,125m"])
     assert swept_values(line, ("seed=1", "seq_len=64", "model=nano")) == "seed=1, model=nano"
 
@@ -161,7 +155,7 @@ def test_a_sweep_ends_with_a_table_of_its_runs(flash_train, tiny, capsys, monkey
     assert [row.split()[:4] for row in rows] == [["0", "seed=0", "ok", "1"], ["1", "seed=1", "ok", "1"]]
 
 
-def test_a_table_of_runs_that_lack_values(tmp_path):
+def test_missing_values_are_dashes_in_the_table(tmp_path):
     (tmp_path / "summary.json").write_text('{"steps": 3, "train_loss": 1.25, "mfu": null}')
     table = run_table([EndedRun("seq_len=64", "ok", tmp_path), EndedRun("seq_len=128", "oom", tmp_path / "nowhere")])
     assert table.splitlines() == [

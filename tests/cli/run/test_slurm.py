@@ -1,4 +1,4 @@
-"""Under SLURM: tasks that do not fit the run's devices, a job queued again, and the checkpoint of its signal."""
+"""Under SLURM: tasks that do not match the devices, requeued jobs, and the checkpoint that SLURM's signal saves."""
 
 import csv
 import json
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_train.cli import train as command
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.paths import run_dir_of, slurm_checkpoints
 from flash_train.cli.run.slurm import last_checkpoint, with_requeued_run
@@ -16,11 +15,6 @@ JOB = {
     **{"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"},
     **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
 }
-
-
-@pytest.fixture
-def flash_train(in_this_process):
-    return in_this_process(command.main)
 
 
 @pytest.fixture
@@ -50,7 +44,9 @@ def steps_of(run_dir: Path) -> list[int]:
         ),
     ],
 )
-def test_tasks_that_are_not_the_devices_are_one_line(flash_train, tiny, slurm, tmp_path, variables, devices, parts):
+def test_tasks_that_do_not_match_the_devices_are_a_mistake(
+    flash_train, tiny, slurm, tmp_path, variables, devices, parts
+):
     slurm(**variables)
     strategy = ["trainer.strategy=ddp"] if devices > 1 else []
     code, (line,) = flash_train(*tiny, f"trainer.devices={devices}", *strategy)
@@ -58,12 +54,12 @@ def test_tasks_that_are_not_the_devices_are_one_line(flash_train, tiny, slurm, t
     assert not (tmp_path / "run").exists()
 
 
-def test_an_interactive_job_and_torchrun_have_no_tasks_of_slurm(flash_train, tiny, slurm):
+def test_interactive_jobs_are_not_checked(flash_train, tiny, slurm):
     slurm(SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_JOB_NAME="interactive")
     assert flash_train(*tiny, "max_steps=1")[0] == 0
 
 
-def test_a_job_queued_once_more_resumes_by_the_same_command(flash_train, tiny, slurm, tmp_path, capsys):
+def test_a_requeued_job_resumes_by_the_same_command(flash_train, tiny, slurm, tmp_path, capsys):
     slurm()
     assert flash_train(*tiny, "max_steps=4", "stop_after=2")[0] == 0
     code, (line,) = flash_train(*tiny, "max_steps=4")
@@ -73,7 +69,7 @@ def test_a_job_queued_once_more_resumes_by_the_same_command(flash_train, tiny, s
     assert steps_of(tmp_path / "run")[-1] == 4
 
 
-def test_only_a_command_that_would_begin_in_a_run_with_a_checkpoint_is_changed(tmp_path):
+def test_only_a_requeued_command_whose_run_has_a_checkpoint_is_changed(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-000002.ckpt").touch()
     again = {"SLURM_RESTART_COUNT": "1"}
@@ -101,7 +97,7 @@ def test_a_job_that_began_from_a_named_checkpoint_resumes_its_own_run(tmp_path):
 
 @pytest.mark.parametrize("own", [None, 1, 3])
 def test_resume_last_finds_the_checkpoint_of_slurms_signal(flash_train, tiny, tmp_path, own):
-    """As Lightning's own handler saves it: `hpc_ckpt_2.ckpt` in the run's folder, here of step 2."""
+    """Lightning's handler saves `hpc_ckpt_2.ckpt` in the run's folder; here it has step 2."""
     run = tmp_path / "run"
     options = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=null"]
     assert flash_train(*tiny, "max_steps=5", "stop_after=3", *options)[0] == 0
@@ -153,7 +149,7 @@ def test_with_nothing_whole_the_reason_is_an_error(tmp_path):
 
 
 def test_the_checkpoint_of_slurms_signal_is_taken_past_a_damaged_later_one(flash_train, tiny, tmp_path):
-    """The advice of the refusal, `resume=last`, works, too."""
+    """The advice of the error message, `resume=last`, works."""
     run = tmp_path / "run"
     options = ["trainer.checkpoint_every=1", "trainer.keep_checkpoints=null"]
     assert flash_train(*tiny, "max_steps=5", "stop_after=3", *options)[0] == 0
@@ -168,7 +164,7 @@ def test_the_checkpoint_of_slurms_signal_is_taken_past_a_damaged_later_one(flash
     assert steps_of(run)[-1] == 3
 
 
-def test_a_folder_with_the_checkpoint_of_slurms_signal_alone_holds_a_run(flash_train, tiny, tmp_path):
+def test_a_folder_with_only_the_checkpoint_of_slurms_signal_holds_a_run(flash_train, tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hpc_ckpt_1.ckpt").touch()
     code, (line,) = flash_train(*tiny)

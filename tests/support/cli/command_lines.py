@@ -1,6 +1,6 @@
-"""Mutated command lines: what a typo, a wrong type or a shell's quoting may make of a right one.
+"""Mutated command lines: typos, wrong types and quoting mistakes in lines that were right.
 
-`mutated_lines` draws them from a seed. Each has a command, its arguments, and the keys and flags that were mutated.
+`mutated_lines` draws them from a seed.
 """
 
 import random
@@ -76,9 +76,9 @@ def mutated_lines(count: int, seed: int, base: Sequence[str], checkpoint: str, f
     """Draw command lines.
 
     Args:
-        base: overrides of a training run that begins.
-        checkpoint: of a run, for the commands that read one.
-        folder: in which a command may write.
+        base: overrides of a valid training run.
+        checkpoint: a run's checkpoint, for the commands that read one.
+        folder: where a command may write.
     """
     draw = random.Random(seed)
     keys = every_key()
@@ -109,7 +109,7 @@ SWEEP = ("seq_len", "attention", "dropout", "packing", "memory", "precision", "m
 
 
 def _mutate(draw: random.Random, arguments: list[str], keys: Sequence[str]) -> list[str]:
-    """Change the arguments in place; the keys or flags that were changed."""
+    """Change the arguments in place; returns the keys or flags that were changed."""
     key, value = draw.choice(keys), draw.choice(VALUES)
     if draw.random() < 0.5:
         value = _plausible(draw, key)
@@ -172,13 +172,13 @@ OPTIONS = {
 
 
 def _with_mutated_options(draw: random.Random, command: str, checkpoint: str, folder: str) -> Line:
-    """A command whose options argparse reads."""
+    """A command whose options are read by argparse."""
     positional = {
         "export": [checkpoint, f"{folder}/exported"],
         "tune_attention": ["64"],
         "collect_runs": [checkpoint, "--out", f"{folder}/records.json"],
     }.get(command, [])
-    arguments, mutated = list(positional), list(positional)  # there is no finished run, so an error may name that
+    arguments, mutated = list(positional), list(positional)  # an error may name these, as there is no finished run
     for _ in range(draw.choice((1, 1, 2))):
         option, value = draw.choice(OPTIONS[command]), draw.choice(VALUES)
         kind = draw.choice(("value", "value", "typo", "none", "positional", "drop"))

@@ -1,9 +1,9 @@
 """Runs that are killed at random moments and resumed until they end: `python -m tests.support.cli.kills --kills 60`.
 
-Each run is a tiny one on the CPU through the console script, with workers that load its data and with validations that
-take much of its time. Its output goes to a `tee`, to a pipe, or to a terminal. A draw kills it; `resume=last` continues
-it; and so on until the run ends. Then its metrics.csv must have each step once, with the losses and validations of an
-undisturbed run, bit for bit, and its summary must say that it is finished.
+Each run is a tiny one on the CPU, through the console script, with workers that load its data and validations that take
+much of its time. Its output goes to a `tee`, a pipe or a terminal. It is killed in a random way, resumed by
+`resume=last`, killed again, and so on until it ends. Then metrics.csv must have each step once, with the losses and
+validations of an unbroken run, bit for bit, and summary.json must say that the run is finished.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# All that the command imports as it runs, so that it lies in this process
+# Imported here so that forked processes have it already
 from flash_train.cli import train
 
 STEPS, VAL_EVERY, CHECKPOINT_EVERY = 60, 4, 3
-END_SECONDS = 300.0  # a process that takes longer to end hangs
+END_SECONDS = 300.0  # a process that takes longer hangs
 COLUMNS = ("train/loss", "train/gradient_norm", "train/learning_rate", "val/loss", "val/bits_per_byte")
 OPTIONS = [
     *("data=text", "data.num_workers=2", "data.val_batches=6", "seq_len=64", "batch_size=2", "hardware=cpu"),
@@ -49,7 +49,8 @@ class Kind:
 
     Args:
         output: tee, pipe or terminal; the last two are closed before the signal is sent.
-        sends: None sends nothing: closing a terminal sends SIGHUP, and after a closed pipe the run must go to its end.
+        sends: the signal; None sends none. A terminal that closes sends SIGHUP itself; after a closed pipe the run must
+            finish.
         group: whether the whole process group receives it, or the main process alone.
     """
 
@@ -79,9 +80,9 @@ KINDS = (
 
 
 class Process:
-    """The training command, with its output somewhere that can be closed.
+    """The training command, with an output that can be closed.
 
-    It is forked from this process, which has imported everything: a run then takes a second, not ten.
+    It is forked from this process, which has imported everything already: a run then takes a second instead of ten.
     """
 
     def __init__(self, arguments: list[str], folder: Path, output: str) -> None:
@@ -91,11 +92,11 @@ class Process:
         if self.pid == 0:
             os.close(ours)
             _become_command(["flash-train", *arguments], folder, theirs, output)
-        with suppress(ProcessLookupError, PermissionError):  # the child does so, too: whoever comes first
+        with suppress(ProcessLookupError, PermissionError):  # parent and child both do so, as either may be first
             if output != "terminal":
                 os.setpgid(self.pid, self.pid)
         os.close(theirs)
-        # A terminal's other end is not in its process group, and nor is whoever reads a pipe from another machine.
+        # The reader of a terminal or of a remote pipe is not in the run's process group.
         group = {"process_group": self.pid} if output == "tee" else {}
         with open(folder / "log.txt", "ab") as log:
             self.reader = subprocess.Popen(["cat"], stdin=ours, stdout=log, stderr=subprocess.DEVNULL, **group)
@@ -138,7 +139,7 @@ class Process:
 
 
 def _become_command(arguments: list[str], folder: Path, output: int, kind: str) -> NoReturn:
-    """In a forked process: what a shell and the interpreter do for `flash-train`, from its start to its exit."""
+    """In a forked process: do what a shell and the interpreter do for `flash-train`, from start to exit."""
     status = 120  # Python's, where its output cannot be flushed
     try:
         if kind == "terminal":
@@ -178,7 +179,7 @@ def _become_command(arguments: list[str], folder: Path, output: int, kind: str) 
 
 
 def rows_of(run_dir: Path) -> list[dict[str, str]]:
-    """The whole lines of metrics.csv."""
+    """The rows of metrics.csv, without a last line that is incomplete."""
     path = run_dir / "metrics.csv"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
@@ -194,7 +195,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def losses_of(run_dir: Path) -> list[tuple[str, ...]]:
-    """What must not depend on how often a run was stopped, as the digits in the file."""
+    """The columns that must not depend on how often a run was stopped, as the digits in the file."""
     return [(row["step"], *(row.get(name, "") for name in COLUMNS)) for row in rows_of(run_dir)]
 
 
@@ -214,8 +215,8 @@ def corpus(folder: Path) -> list[str]:
     return [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}"]
 
 
-def undisturbed(folder: Path, options: list[str]) -> list[tuple[str, ...]]:
-    """The losses of a run that is not killed."""
+def unbroken(folder: Path, options: list[str]) -> list[tuple[str, ...]]:
+    """The losses of a run that nobody kills."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from flash_train.cli.train import main; main()"]
     subprocess.run(
@@ -225,7 +226,7 @@ def undisturbed(folder: Path, options: list[str]) -> list[tuple[str, ...]]:
 
 
 def check_whole(run_dir: Path, expected: list[tuple[str, ...]]) -> None:
-    """Nothing is lost, and the run is closed."""
+    """Check that nothing is lost and that the run is finished."""
     summary = record_of(run_dir)
     assert (summary["status"], summary["steps"]) == ("finished", STEPS), summary
     found = losses_of(run_dir)
@@ -241,10 +242,10 @@ def check_whole(run_dir: Path, expected: list[tuple[str, ...]]) -> None:
 
 
 def kill_and_resume(folder: Path, kinds: list[Kind], draw: random.Random) -> Iterator[str]:
-    """Run one run to its end, killed in each of these ways while it lasts; yields a line for each kill."""
+    """Kill and resume a run in each of these ways; a run that finishes is begun again. Yields a line for each kill."""
     folder.mkdir()
     options = [*OPTIONS, *corpus(folder)]
-    expected = undisturbed(folder, options)
+    expected = unbroken(folder, options)
     run_dir = folder / "run"
     for kind in kinds:
         if done(run_dir):
@@ -253,7 +254,7 @@ def kill_and_resume(folder: Path, kinds: list[Kind], draw: random.Random) -> Ite
         before, record_before = last_step(run_dir), record_of(run_dir)
         resume = ["resume=last"] if checkpoints_of(run_dir) else []
         process = Process([*options, f"run_dir={run_dir}", *resume], folder, kind.output)
-        # Most kills come in training and validation, some before them, some at the end.
+        # Most kills hit training and validation, some come before them, some at the end.
         step = min(STEPS, before + draw.choice([0, 1, 1, 2, 5, 9, 30, STEPS]))
         delay = draw.choice([0.0, 0.05, 0.3]) * draw.random()
         wait_until(process, run_dir, step)
@@ -265,7 +266,7 @@ def kill_and_resume(folder: Path, kinds: list[Kind], draw: random.Random) -> Ite
         at, saved = last_step(run_dir), int(there[-1].stem.removeprefix("step-")) if there else 0
         assert at >= seen, f"{kind.name}: rows up to step {seen} were there, and after it up to {at}"
         recorded = record_of(run_dir).get("status")
-        if kind.saves and recorded == "interrupted" and record_of(run_dir) != record_before:  # else it had not begun
+        if kind.saves and recorded == "interrupted" and record_of(run_dir) != record_before:  # it had begun
             assert saved == at, f"{kind.name}: the last row is of step {at}, the last checkpoint of step {saved}"
             assert status in (129, 130, 143), f"{kind.name}: exit status {status}"
         if kind.name == "a closed pipe":
@@ -283,7 +284,7 @@ def kill_and_resume(folder: Path, kinds: list[Kind], draw: random.Random) -> Ite
 
 
 def record_of(run_dir: Path) -> dict[str, Any]:
-    """What summary.json says; nothing where there is none."""
+    """The content of summary.json; empty if there is none."""
     path = run_dir / "summary.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
@@ -301,7 +302,7 @@ def main() -> None:
     draw = random.Random(arguments.seed)
     kinds = [kind for _ in range(0, arguments.kills, len(KINDS)) for kind in draw.sample(KINDS, len(KINDS))]
     start = time.monotonic()
-    folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed at the exit of each forked process
+    folder = Path(tempfile.mkdtemp())  # each forked process would remove a TemporaryDirectory at its exit
     try:
         for number, line in enumerate(kill_and_resume(folder / "kills", kinds[: arguments.kills], draw), 1):
             print(f"{number:>3}  {line}", flush=True)
