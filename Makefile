@@ -38,7 +38,7 @@ imports:  ## check that imports point down only
 
 check: lint types imports  ## lint, types and imports
 
-readme:  ## fill the README's tables from docs/results
+readme:  ## fill the tables of the README and of docs/ from docs/results
 	python scripts/update_readme.py
 
 ci:  ## what continuous integration runs: the README's test command in a new environment, then check

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Attention speed, compared with FlashAttention-2 and cuDNN; see flash_train/cli/bench_attention.py."""
+"""The speed of attention, compared with FlashAttention-2 and cuDNN; see flash_train/cli/bench_attention.py."""
 
 import sys
 

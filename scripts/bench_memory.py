@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measured and predicted memory; see flash_train/cli/bench_memory.py."""
+"""Predicted and measured memory; see flash_train/cli/bench_memory.py."""
 
 import sys
 

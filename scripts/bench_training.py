@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Training speed, compared with a peer; see flash_train/cli/bench_training.py."""
+"""Training, compared with transformers and Liger; see flash_train/cli/bench_training.py."""
 
 import sys
 

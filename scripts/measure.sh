@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The commands behind the figures in docs/results: scripts/measure.sh OUT PART…
 #
-# Everything is written to the folder OUT. A part that was stopped goes on when it is started again with the same OUT.
-# The last part, `collect`, turns what is there into docs/results/*.json; update_readme.py makes tables and pictures.
-# Environment: COMMIT is recorded where this is no git checkout. One H200: about 10 minutes a part, `attention` 20.
+# Everything is written to the folder OUT. A part that was stopped continues when it is started again with the
+# same OUT.
+# The last part, `collect`, turns the folder into docs/results/*.json; update_readme.py makes tables and pictures.
+# Environment: outside a git checkout, COMMIT is recorded. On one H200 a part takes about 10 minutes, `attention` 20.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,7 @@ ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees wh
   python scripts/ablate.py run_dir="$out/ablation/$1" "${model[@]}" data.packing=concat logger=none "${@:2}"
 }
 
-find_max() { # ATTENTION OVERRIDE…: in short documents, as attention over one of 500,000 tokens takes minutes a step
+find_max() { # ATTENTION OVERRIDE…: short documents, because attention over 500,000 tokens takes minutes a step
   [ -e "$out/documents.jsonl" ] || python - "$out/documents.jsonl" <<'EOF'
 import json, pathlib, sys, sysconfig
 
@@ -44,7 +45,7 @@ train() { # NAME OVERRIDE…
 for part; do
   case $part in
     ablation) ablate short "$short" "$all" 'sweep.dropout=[0.0]' ;;
-    ablation_long) # the chunks of long rows take minutes a step: fewer of them, for the time
+    ablation_long) # chunked attention over long rows takes minutes a step: fewer steps
       ablate long "$long" "$fast" 'sweep.dropout=[0.0]'
       ablate long_chunked_32k 'sweep.seq_len=[32768]' 'sweep.attention=[chunked]' 'sweep.dropout=[0.0]' max_steps=3
       ablate long_chunked_64k 'sweep.seq_len=[65536]' 'sweep.attention=[chunked]' 'sweep.dropout=[0.0]' max_steps=2
@@ -53,7 +54,7 @@ for part; do
     ablation_dropout_long) ablate dropout_long "$long" "$fast" 'sweep.dropout=[0.1]' ;;
     find_max)
       find_max flash
-      find_max standard 'find_max.memory=[none,checkpoint]' # selective runs standard attention again whole: as checkpoint
+      find_max standard 'find_max.memory=[none,checkpoint]' # selective recomputes all of standard attention, as checkpoint does
       ;;
     memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
     attention) python scripts/bench_attention.py --out "$out/attention_h200.json" "${commit[@]}" ;;

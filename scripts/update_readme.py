@@ -1,12 +1,12 @@
 """Fill the tables of README.md and docs/*.md from docs/results/*.json: `python scripts/update_readme.py`.
 
-With --check it changes nothing, and its exit status says whether all is up to date.
+With --check it changes nothing and exits with 1 if a table or picture is not up to date.
 
-A table stands between <!-- results:NAME --> and <!-- /results:NAME -->, and comes from docs/results/NAME.json, or for
-NAME.PART from that of NAME, which holds {"records": [...]}: for `training`, `recall`, `ablation` and `find_max` what
-collect_runs gathers, for `attention_h200` and `attention_h100`, `memory`, `training_peer` and `start` what their
-benchmarks write. Those that have a picture are drawn as docs/results/NAME.png. Where there is no such file, neither
-table nor picture stays.
+A table stands between <!-- results:NAME --> and <!-- /results:NAME --> in any page. NAME and NAME.PART come from
+docs/results/NAME.json, which holds {"records": [...]}. collect_runs writes the records of `training`, `recall`,
+`ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`, `memory`, `training_peer` and
+`start`. Some records also have a picture, docs/results/NAME.png. Without a record its tables are empty, and its
+picture is removed.
 """
 
 import argparse
@@ -35,6 +35,15 @@ OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "… portable"}
 NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "flex": "FlexAttention", "varlen_attn": "varlen_attn"}
 PEERS = {"flash_train": "this project", "transformers": "transformers + Liger"}
 PARTS = ("forward", "backward", "optimizer")
+#: cases of the short table of attention, in the words of a reader who does not know the names of the cases
+SHORT_CASES = {
+    "d128-h16-n16384-causal": "head_dim 128, causal",
+    "d64-h32-n16384-causal": "head_dim 64, causal",
+    "d256-h8-n16384-causal": "head_dim 256, causal",
+    "d128-h16-n16384-full": "head_dim 128, full",
+    "d128-h16-n16384-causal-dropout0.1": "head_dim 128, causal, dropout 0.1",
+}
+SHORT_PEERS = ("fa2", "cudnn", "flex")
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
@@ -57,10 +66,11 @@ def training_table(records: Records) -> str:
 def training_peer_table(records: Records) -> str:
     """What was compared, and a row per case and implementation."""
     words = (
-        "Training beside what one would write today, a Llama of `transformers` with Liger's operations: the same\n"
-        "weights (`1b3` with a vocabulary of 32,768), tokens and AdamW, bf16, one document a row; where ours keeps\n"
-        "less, the peer checkpoints its layers. Ours runs in Lightning's `Trainer`, with its gradients' norm and its\n"
-        f"log. The losses of every step agree within 0.5 % ({records[0]['gpu']}).\n\n"
+        "The peer is what one would write today: a Llama of `transformers` with Liger's operations. Both have the\n"
+        "same weights (`1b3` with a vocabulary of 32,768), tokens and AdamW, in bf16, with one document per row.\n"
+        "Where ours keeps less for the backward, the peer checkpoints its layers. Ours runs in Lightning's `Trainer`,\n"
+        "with the norm of the gradients and logging. The losses of every step agree within 0.5 %\n"
+        f"({records[0]['gpu']}).\n\n"
     )
     rows = [
         (
@@ -78,17 +88,45 @@ def training_peer_table(records: Records) -> str:
     ]
     parts = f"{' · '.join(PARTS)} (ms)"
     return words + table(
-        ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "of it attention", "ratio"), rows
+        ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "attention (ms)", "ratio"), rows
     )
 
 
-def start_words(records: Records) -> str:
+def training_peer_short(records: Records) -> str:
+    """A row per case, both implementations in it."""
+    words = (
+        "Training 1.3 B parameters in bf16, compared with a Llama of `transformers` with Liger's operations. With\n"
+        "`memory=selective` the peer checkpoints its layers. The losses agree within 0.5 % "
+        f"({records[0]['gpu']}):\n\n"
+    )
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        by_case.setdefault(record["case"], {})[record["implementation"]] = record
+    rows = []
+    for found in by_case.values():
+        both = [found.get(name, {}) for name in PEERS]
+        first = next(iter(found.values()))
+        rows.append(
+            (
+                f"{first['seq_len']:,}",
+                first["memory"],
+                *(number(one.get("tokens_per_second"), ",.0f") for one in both),
+                number(both[0].get("ratio_to_transformers"), ".2f"),
+                *(number(one.get("mfu"), ".1%") for one in both),
+                *(number(one.get("peak_memory_gib"), ".1f") for one in both),
+            )
+        )
+    header = ("seq_len", "memory=", "tokens/s", "peer", "ratio", "MFU", "peer", "peak GiB", "peer")
+    return words + table(header, rows, left=2)
+
+
+def start_sentences(records: Records) -> str:
     """A sentence per case."""
     cold, warm = ([record for record in records if record["cache"] == cache] for cache in ("cold", "warm"))
     return "".join(
         f"From the command to the first optimizer step (`{first['case']}`, `data=stdlib`, {first['gpu']}): "
         f"{again['seconds']:.0f} s;\n"
-        f"the first time, when kernels are compiled and texts turned into tokens, {first['seconds']:.0f} s.\n"
+        f"the first time, with kernels to compile and text to tokenise, {first['seconds']:.0f} s.\n"
         for first, again in zip(cold, warm, strict=True)
     )
 
@@ -101,7 +139,7 @@ def milliseconds(record: dict[str, Any], part: str) -> float | None:
 def attention_table(records: Records) -> str:
     """A row per case: each implementation's rates, forward · backward, and our ratios to cuDNN.
 
-    Sparse cases follow in a table of their own, in parts of the time without the pattern.
+    Sparse cases follow in a table of their own, as fractions of the time without the pattern.
     """
     sparse = [record for record in records if record.get("density", 1) < 1]
     records = [record for record in records if record not in sparse]
@@ -118,8 +156,21 @@ def attention_table(records: Records) -> str:
     return dense + ("\n" + sparse_table(sparse) if sparse else "")
 
 
+def attention_short(records: Records) -> str:
+    """A row per case of ``SHORT_CASES``, without our portable kernels and without the peers of packed rows."""
+    names = {"hopper": OWN["hopper"], **{name: NAMES[name] for name in SHORT_PEERS}}
+    gpu = records[0]["gpu"]
+    words = f"The attention operator over 16,384 tokens in TFLOP/s, forward · backward, bf16 ({gpu}):\n\n"
+    rows = []
+    for case, found in by_case(records, "tflops").items():
+        if case in SHORT_CASES:
+            rates = (joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names)
+            rows.append((SHORT_CASES[case], *rates))
+    return words + table(("case", *names.values()), rows)
+
+
 def sparse_table(records: Records) -> str:
-    """A row per case: the part of the blocks that is attended, and of the dense time that it takes."""
+    """A row per case: the share of the blocks that is attended, and the time as a fraction of the dense time."""
     names = own_names(records) | measured(NAMES, records)
     density = {record["case"]: record["density"] for record in records}
     rows = [
@@ -171,8 +222,10 @@ def recall_table(records: Records) -> str:
 
 
 def memory_summary(records: Records) -> str:
-    words = "A step's peak by its configuration alone, beside `max_memory_allocated`; each step is in"
-    return f"{words} [docs/memory.md](docs/memory.md):\n\n{memory_results.summary_table(records)}"
+    words = (
+        "The peak of a step, predicted from its configuration, compared with `max_memory_allocated`. All steps are in"
+    )
+    return f"{words}\n[Memory](memory.md#how-good-the-prediction-is).\n\n{memory_results.summary_table(records)}"
 
 
 def memory_steps(records: Records) -> str:
@@ -183,7 +236,7 @@ def memory_steps(records: Records) -> str:
 
 
 def find_max_table(records: Records) -> str:
-    words = "The longest row that trains, to 2 %, of `find_max=true`:"
+    words = "The longest row that trains, within 2 %, as `find_max=true` finds it:"
     return f"{words}\n\n{longest.table(list(map(longest.from_record, records)))}"
 
 
@@ -194,8 +247,8 @@ def find_max_details(records: Records) -> str:
 
 def ablation_summary(records: Records) -> str:
     rows = ablation_rows(records)
-    words = "Milliseconds of an optimizer step and peak GiB, by attention; all of it is in"
-    text = f"{words} [docs/ablation.md](docs/ablation.md):\n\n{ablation.by_length(rows)}"
+    words = "Milliseconds of an optimizer step and peak GiB, by attention. All measurements are in"
+    text = f"{words} [Ablations](ablation.md).\n\n{ablation.by_length(rows)}"
     if slower := ablation.where_slower(rows, "flash"):
         text += "\nWhere `flash` is not the fastest:\n\n" + "".join(f"- {place}\n" for place in slower)
     return text
@@ -209,13 +262,13 @@ def ablation_details(records: Records) -> str:
     common = [f"{most_steps(records)} steps", *first["settings"], *versions]
     text = ablation.describe_all(ablation_rows(records), common)
     if shorter := [record for record in records if record["steps"] < most_steps(records) and record["status"] == "ok"]:
-        cells = (f"attention={r['axes']['attention']} seq_len={r['axes']['seq_len']} ({r['steps']})" for r in shorter)
-        text += f"\nOf fewer steps, for the time they take, and so without losses: {', '.join(cells)}.\n"
+        trials = (f"attention={r['axes']['attention']} seq_len={r['axes']['seq_len']} ({r['steps']})" for r in shorter)
+        text += f"\nThese take long, and so have fewer steps and no losses: {', '.join(trials)}.\n"
     return f"{text}\n{picture}\n"
 
 
 def ablation_rows(records: Records) -> list[ablation.Row]:
-    """The cells; those of fewer steps than others without their losses, which lie elsewhere on the curve."""
+    """The trials. Those with fewer steps have no losses, which would be of another point of the curve."""
     rows, most = [], most_steps(records)
     for record in records:
         measured, losses = dict(record["measured"]), dict(record["losses"])
@@ -233,8 +286,10 @@ def most_steps(records: Records) -> int:
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_table,
     "training_peer": training_peer_table,
-    "start": start_words,
+    "training_peer.summary": training_peer_short,
+    "start": start_sentences,
     "attention_h200": attention_table,
+    "attention_h200.summary": attention_short,
     "attention_h100": attention_table,
     "recall": recall_table,
     "memory": memory_summary,
@@ -285,9 +340,9 @@ def joined(values: Iterable[float | None], form: str) -> str:
 
 
 def fill(page: str, results: Path) -> str:
-    """A page with every table for which there are results written anew, and no other.
+    """The page with all its tables made from their records; tables without a record are empty.
 
-    Raises ValueError for a marker whose table nobody knows how to make.
+    Raises ValueError for a marker that is not in ``TABLES``.
     """
 
     def filled(match: re.Match[str]) -> str:
@@ -308,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def update(root: Path, check: bool) -> int:
-    """Write pages and pictures anew; with `check` only say, by 1, that some are not up to date."""
+    """Write pages and pictures that are not up to date; with `check` only return 1 if there are any."""
     results = root / "docs" / "results"
     pages = {path: path.read_text(encoding="utf-8") for path in (root / "README.md", *sorted(root.glob("docs/*.md")))}
     after = {path: fill(text, results) for path, text in pages.items()}
@@ -328,7 +383,7 @@ def update(root: Path, check: bool) -> int:
 
 
 def outdated(picture: Path, source: Path) -> bool:
-    """Whether a picture is not that of its records: missing, drawn from others, or left of some that are gone."""
+    """Whether a picture is missing, was drawn from other records, or has no records any more."""
     if source.is_file() != picture.is_file():
         return True
     return source.is_file() and fingerprint(source).encode() not in picture.read_bytes()

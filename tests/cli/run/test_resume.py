@@ -80,9 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over(in_process, tiny, tmp_path, damage)
     (tmp_path / "run" / "checkpoints" / "step-000003.ckpt").write_bytes(damage)
     out = in_process(*tiny, "max_steps=4", "resume=last")
     (line,) = [line for line in out.splitlines() if line.startswith("checkpoint: ")]
-    assert line == (
-        "checkpoint: step-000003.ckpt cannot be read; step-000002.ckpt, the newest complete one, is taken"
-    )
+    assert line == ("checkpoint: step-000003.ckpt cannot be read; step-000002.ckpt, the newest complete one, is taken")
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
 
 

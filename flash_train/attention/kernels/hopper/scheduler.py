@@ -72,7 +72,8 @@ def find_work_tile(tile_id, scheduler, BLOCK: gl.constexpr, WALKS_KEYS: gl.const
     long tiles begin earlier.
 
     WALKS_KEYS: the kernel loops over keys, and a work tile is one of queries; else it is one of keys. Heads are the
-    heads of the tiled tensor. REVERSED: the last tile of an entry comes first; under a causal mask it takes the longest.
+    heads of the tiled tensor. REVERSED: the last tile of an entry comes first; it takes the longest under a causal
+    mask.
     """
     slots, heads, last = _groups(scheduler, BLOCK, WALKS_KEYS)
     group = gl.minimum(tile_id // (slots * scheduler.heads_at_once), last)
