@@ -95,7 +95,7 @@ def test_rows_of_a_few_tokens_are_profiled(monkeypatch, tiny, tmp_path):
 def test_two_steps_are_too_few_to_profile(monkeypatch, capsys, tiny):
     with pytest.raises(SystemExit):
         run(monkeypatch, *tiny, "max_steps=2")
-    assert "max_steps=2: the last step is recorded" in capsys.readouterr().err
+    assert "max_steps=2: must be 3 or more; the last step is recorded" in capsys.readouterr().err
 
 
 def test_a_profile_that_cannot_fit_is_refused_too(monkeypatch, capsys, tiny, tmp_path):

@@ -71,7 +71,7 @@ def test_impossible_counts_are_named():
         RecallCorpus(n_pairs=65)
     with pytest.raises(ValueError, match="n_keys \\+ n_values ≤ 256"):
         RecallCorpus(n_keys=200, n_values=64)
-    with pytest.raises(ValueError, match="seq_len=64: data=recall needs more than 2 \\* n_pairs = 64 tokens"):
+    with pytest.raises(ValueError, match="seq_len=64: must be greater than 2 \\* n_pairs = 64 with data=recall"):
         RecallRows(RecallCorpus(), 64, seed=0, stream="train")
 
 

@@ -95,12 +95,15 @@ def test_reads_the_older_and_the_plain_form():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
-        ({"rope_type": "longrope", "short_factor": [1.0]}, "'longrope' is not supported"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic': must be linear, yarn, llama3"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0]},
+            "rope_type='longrope': must be linear, yarn, llama3",
+        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "mscale": 0.7},
-            "'yarn' with mscale is not supported",
+            "rope_type='yarn': must not have mscale",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def test_the_length_in_the_config(tmp_path, scaling, length, expected):
     ("overrides", "message"),
     [
         ({"qk_norm": True, "width": 64}, r"model\.qk_norm=true cannot be exported: the Llama layout has no norm"),
-        ({"width": 50}, r"needs model\.width to be a multiple of model\.n_heads; got 50 and 4"),
+        ({"width": 50}, r"model\.width=50: must be a multiple of model\.n_heads=4"),
     ],
 )
 def test_refuses_to_export_what_llama_cannot_hold(tmp_path, overrides, message):
@@ -214,7 +214,10 @@ def test_refuses_weights_of_another_configuration(tmp_path):
         ({"num_hidden_layers": 1}, r"has an unexpected model\.layers\.1"),
         ({"intermediate_size": 96}, r"gate_proj\.weight has shape \(80, 48\), but config\.json says \(96, 48\)"),
         ({"hidden_size": "remove"}, r"config\.json lacks hidden_size"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            r"rope_type='dynamic': must be linear, yarn, llama3",
+        ),
     ],
 )
 def test_refuses_models_that_are_no_plain_llama_in_one_line(tmp_path, changes, message):

@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, capsys):
     assert names(run_dir / "checkpoints") == ["step-000006.ckpt"]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not written" in line]
     path = run_dir / "checkpoints" / "step-000004.ckpt"
-    assert line == f"{path} not written (No space left on device); the run continues"
+    assert line == f"flash-train: {path} not written (No space left on device); the run continues"
     ours, theirs = (torch.load(newest_checkpoint(f / "checkpoints"), weights_only=True)["state_dict"]
                     for f in (run_dir, tmp_path / "through"))  # fmt: skip
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -65,12 +65,12 @@ def test_rows_are_written_as_soon_as_there_is_room(ends, tmp_path, monkeypatch, 
     words = "not written (No space left on device); the run continues"
     assert trainer.global_step == 6
     if ends == 4:
-        assert said == [f"{run_dir}: metrics.csv {words}"]
+        assert said == [f"flash-train: {run_dir}: metrics.csv {words}"]
         assert losses(run_dir) == losses(through)
         assert json.loads((run_dir / "summary.json").read_text())["status"] == "finished"
         assert (run_dir / "loss.png").is_file()
     else:
-        assert said == [f"{run_dir}: {name} {words}" for name in ("metrics.csv", "plots", "summary.json")]
+        assert said == [f"flash-train: {run_dir}: {name} {words}" for name in ("metrics.csv", "plots", "summary.json")]
         assert [*MetricsTable(run_dir / "metrics.csv").rows] == [1, 2]
 
 

@@ -83,7 +83,7 @@ def test_a_job_that_cannot_be_queued_keeps_its_checkpoint_and_says_so(status, tm
     assert newest_checkpoint(tmp_path / "run" / "checkpoints").name == "step-000003.ckpt"
     reason = "denied" if status else r"\[Errno 2\] No such file or directory: 'scontrol'"
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "scontrol" in line]
-    assert line == f"scontrol requeue 1234 failed: {reason.replace(chr(92), '')}"
+    assert line == f"flash-train: scontrol requeue 1234 failed: {reason.replace(chr(92), '')}"
 
 
 def test_another_signal_queues_nothing(tmp_path, job):

@@ -55,7 +55,7 @@ def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     assert signal.getsignal(number) == before
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "stopping" in line]
     again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
-    assert line == f"{signal.Signals(number).name}: stopping after this step{again}"
+    assert line == f"flash-train: {signal.Signals(number).name}: stopping after this step{again}"
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):

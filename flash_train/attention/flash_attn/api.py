@@ -14,7 +14,7 @@ Args:
     alibi_slopes: (heads,) or (batch, heads), floating-point: the bias ``-slope * abs(i + seqlen_k - seqlen_q - j)``.
         Unlike flash-attn's, they get a gradient if they require one.
     deterministic: require bitwise repeatable gradients. This runs the portable kernels, whose gradients always are
-        repeatable; Hopper's kernels have repeatable gradients under ``torch.use_deterministic_algorithms``.
+        repeatable; other kernels have repeatable gradients under ``torch.use_deterministic_algorithms``.
     return_attn_probs: return ``(out, softmax_lse, None)``. flash-attn's third value is for its own tests: the weights
         with the dropout mask in their signs, or an empty tensor if ``dropout_p`` is 0. Here it is always None; use
         ``keep_mask`` for the dropout mask.

@@ -21,7 +21,8 @@ from flash_train.profiling.memory.prediction import Prediction, predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words
 
-#: bytes that cuBLAS keeps per thread on Hopper or later, and on other devices (`CUBLAS_WORKSPACE_CONFIG`'s defaults).
+#: bytes that cuBLAS keeps per thread on a device of compute capability 9.0 or later, and on others: the defaults of
+#: `CUBLAS_WORKSPACE_CONFIG`.
 #: Two threads multiply matrices: the one that runs the forward, and autograd's.
 WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
 THREADS = 2

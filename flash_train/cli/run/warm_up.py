@@ -1,6 +1,6 @@
 """Warm-up: compile the kernels of a run's steps while PyTorch Lightning is imported.
 
-Triton compiles a kernel at its first launch. Each of Hopper's attention kernels takes seconds, and all kernels of a
+Triton compiles a kernel at its first launch. Each attention kernel in Gluon takes seconds, and all kernels of a
 step take about as long as the import. Only Triton's front end holds Python's lock; the rest of the compiler, the
 assembler and the C compiler run in parallel to the import. Kernels in Triton's cache are loaded here, so that the first
 step need not load them.

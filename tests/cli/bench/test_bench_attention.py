@@ -73,14 +73,14 @@ def test_a_run_that_was_stopped_keeps_its_records(tmp_path):
     [
         ({"commit": "def"}, "differs in commit"),
         ({"gpu": "NVIDIA A100", "torch": "2.12.0"}, "differs in gpu, torch"),
-        ({"commit": None}, "does not say which code runs"),
-        ({"commit": "abc-dirty"}, "does not say which code runs"),
+        ({"commit": None}, "does not identify the code"),
+        ({"commit": "abc-dirty"}, "does not identify the code"),
     ],
 )
 def test_records_of_another_commit_or_machine_are_not_kept(tmp_path, capsys, changed, said):
     path = tmp_path / "records.json"
     path.write_text(json.dumps({"versions": HERE | changed, "records": record(CASES[0])}))
-    assert known_records(path, HERE | (changed if "say" in said else {})) == []
+    assert known_records(path, HERE | (changed if "identify" in said else {})) == []
     assert said in capsys.readouterr().out
 
 

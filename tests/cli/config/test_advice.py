@@ -103,7 +103,7 @@ def test_any_token_can_be_given(flash_train, tmp_path, token):
 @pytest.mark.parametrize("key", ["data.eos", "data.bos"])
 def test_tokens_for_bytes(flash_train, tmp_path, key):
     line = refusal(flash_train, f"{key}=</s>")
-    assert f"{key}=</s>: bytes have a begin and an end token" in line and "data.tokenizer=FILE with it" in line
+    assert f"{key}=</s>: bytes have their own begin and end tokens" in line and "data.tokenizer=FILE with it" in line
     file = write_tokenizer(tmp_path / "tokens.json", ["<s>", "</s>"])
     assert works(flash_train, f"{key}=</s>", f"data.tokenizer={file}")
 
@@ -124,9 +124,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(flash_train, model, tmp_pat
     other.add_tokens(["quick", "brown"])
     other.save(str(folder / "tokenizer.json"))
     line = refusal(flash_train, f"init_from={folder}")
-    assert (
-        "makes 259 ids" in line and "257; allowed: data.tokenizer=FILE, the tokenizer that it was trained with" in line
-    )
+    assert "has 259 ids" in line and "257; allowed: data.tokenizer=FILE, the tokenizer that it was trained with" in line
     assert works(flash_train, f"init_from={folder}", f"data.tokenizer={own}")
 
 

@@ -31,7 +31,7 @@ def test_another_schedule_is_reported(in_process, tiny, tmp_path):
     (line,) = [line for line in out.splitlines() if line.startswith("schedule: ")]
     with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
         rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file) if row["train/learning_rate"]]
-    assert line.startswith("schedule: max_steps=8 bends it anew, as the run was planned for 4: ")
+    assert line.startswith("schedule: max_steps=8 changes it, as the run was planned for 4: ")
     assert line.endswith(f"from {rates[3]:.3g} to {rates[4]:.3g}")
 
 

@@ -183,7 +183,7 @@ def test_a_dynamic_rule_is_refused_with_the_fixed_rule_of_the_same_frequencies(f
 
 def test_a_rule_without_its_factor_is_refused_with_one_that_works(folder):
     path = folder(rope_scaling={"type": "linear"})
-    with pytest.raises(UsageError, match="rope_type 'linear' lacks its factor") as refusal:
+    with pytest.raises(UsageError, match="rope_type='linear': has no factor") as refusal:
         built(path)
     model, _ = built(path, *(text.replace("NUMBER", "4") for text in SETTING.findall(str(refusal.value))))
     assert model.rope_scaling == RopeScaling("linear", 4.0)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_train.attention.kernels.arguments import mask_rule
-from flash_train.attention.kernels.call import Call
+from flash_train.attention.kernels.call import Bounds, Call
 from flash_train.attention.kernels.device.mask import (
     block_start,
     count_edges,
@@ -143,7 +143,7 @@ class Question:
         states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
         return Call(
             cu_q, cu_k, None, None, None, states, lowered.tensors, lowered.terms,
-            [lowered.left, lowered.right, lowered.tail, *sizes], [0] * 4, 1.0, 0.0, 256,
+            Bounds(lowered.left, lowered.right, lowered.tail, *sizes), (0, 0, 0, 0), 1.0, 0.0, 256,
         )  # fmt: skip
 
     def expected(self, which: int, head: int, tile: Tile, walks_keys: bool) -> Reading:
@@ -208,7 +208,7 @@ def check(question: Question, which: int, head: int, tile: Tile, counts: Counter
                 last = states[:, -1]  # the loop does not end here: the block may be whole up to the end
                 states[:, -1] = torch.where(last == SKIPPED, SKIPPED, said.states[:, -1].clamp(min=PARTIAL))
         assert torch.equal(said.states, states), f"blocks differ: {where}\n{said.states}\n{states}"
-        if question.call.has_lists and question.call.terms and question.call.bounds[2] < 0:
+        if question.call.has_lists and question.call.terms and question.call.bounds.tail < 0:
             counts["whole in spite of terms"] += int((said.states == WHOLE).sum())
         for state in (SKIPPED, PARTIAL, WHOLE):
             counts[f"{'keys' if walks_keys else 'queries'} {NAMES[state]}"] += int((said.states == state).sum())
