@@ -37,10 +37,10 @@ from flash_train.cli.bench.records import (
     measure_cases,
     selected_cases,
 )
+from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
-from flash_train.cli.run.model_config import build_model_config
 from flash_train.model import ModelConfig, Transformer
 from flash_train.model.ops import IGNORE_INDEX
 from flash_train.model.pretrained import load_pretrained, save_pretrained

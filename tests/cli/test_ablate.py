@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from flash_train.cli import ablate
+from flash_train.cli.components import loggers
+from flash_train.cli.components.loggers import log_table
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import read
-from flash_train.cli.run import loggers
 from flash_train.cli.run import memory_check as predict_command
-from flash_train.cli.run.loggers import log_table
 from flash_train.cli.sweep import tables
 from flash_train.cli.sweep.plan import plan
 from flash_train.cli.sweep.trial import Result, keep, known_result

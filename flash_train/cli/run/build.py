@@ -9,14 +9,14 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from flash_train.attention.kernels.families import is_own
+from flash_train.cli.components.data import build_data, data_notes
+from flash_train.cli.components.loggers import build_logger
+from flash_train.cli.components.model_config import build_model_config, choose_attention, device_of, plain
+from flash_train.cli.components.module import init_module, load_init
+from flash_train.cli.components.rotary import rotary_note
+from flash_train.cli.components.trainer import build_run_trainer
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.run.data import build_data, data_notes
-from flash_train.cli.run.loggers import build_logger
-from flash_train.cli.run.model_config import build_model_config, choose_attention, device_of, plain
-from flash_train.cli.run.module import init_module, load_init
 from flash_train.cli.run.resume import check_resume, find_checkpoint
-from flash_train.cli.run.rotary import rotary_note
-from flash_train.cli.run.trainer import build_run_trainer
 from flash_train.data import PackedDataModule
 from flash_train.training import CausalLMModule
 

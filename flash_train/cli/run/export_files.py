@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flash_train.cli.run.tokenizer import MARK
+from flash_train.cli.components.tokenizer import MARK
 from flash_train.data.special_tokens import MODEL_CONFIG, SPECIAL_MAP, TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, file_fingerprint
 from flash_train.files import write_bytes, write_text

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
+from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from flash_train.cli.run.build import Run
-from flash_train.cli.run.loggers import log_artifact
 from flash_train.cli.run.memory_check import alternatives, capacity, flash_runs
 from flash_train.cli.run.report import finish
 from flash_train.files import write_bytes, write_text

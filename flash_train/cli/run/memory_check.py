@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 
 from flash_train.attention.backends import flash_unavailable
 from flash_train.attention.kernels.families import PORTABLE, fastest_on, is_own
+from flash_train.cli.components.model_config import device_of, model_and_backend
+from flash_train.cli.components.tokenizer import build_tokenizer
 from flash_train.cli.config.errors import OutOfMemoryError
-from flash_train.cli.run.model_config import device_of, model_and_backend
-from flash_train.cli.run.tokenizer import build_tokenizer
 from flash_train.model import ModelConfig
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.precision import PRECISIONS

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 
+from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.run.build import Run
-from flash_train.cli.run.loggers import log_artifact
 from flash_train.cli.run.memory_check import step_of
 from flash_train.files import write_bytes
 from flash_train.model.recompute import MEMORY_MODES

@@ -8,8 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from flash_train.cli.components.loggers import sync_hint
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint
-from flash_train.cli.run.loggers import sync_hint
 from flash_train.training.callbacks.record import is_unfinished
 
 FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.png", "throughput.png", "memory.png")

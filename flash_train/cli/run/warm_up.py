@@ -22,8 +22,8 @@ from flash_train.attention.backends import interpreting
 from flash_train.attention.dropout import draw_state
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels.families import is_own
+from flash_train.cli.components.model_config import device_of, model_and_backend
 from flash_train.cli.config.errors import is_out_of_memory
-from flash_train.cli.run.model_config import device_of, model_and_backend
 from flash_train.model import ModelConfig, Transformer
 from flash_train.precision import PRECISIONS
 

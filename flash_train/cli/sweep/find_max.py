@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flash_train.cli.components.loggers import log_table
+from flash_train.cli.components.model_config import device_of
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
-from flash_train.cli.run.loggers import log_table
 from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity, step_before_run
-from flash_train.cli.run.model_config import device_of
 from flash_train.cli.run.outcome import require_success
 from flash_train.cli.sweep.find_max_options import Search
 from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trial

@@ -121,7 +121,7 @@ def report(sweep: Sweep, results: dict[Trial, Result]) -> None:
     settings = sweep.trials[0].config.logger
     try:
         if settings.name == "wandb":
-            from flash_train.cli.run.loggers import log_table  # imports Lightning, which takes seconds
+            from flash_train.cli.components.loggers import log_table  # imports Lightning, which takes seconds
 
             log_table(settings, sweep.run_dir, "ablation", header(rows), [values(row) for row in rows])
             written.append("wandb/")

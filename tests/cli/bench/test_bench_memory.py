@@ -15,9 +15,9 @@ from flash_train.cli.bench.memory_cases import (
     traffic_cases,
 )
 from flash_train.cli.bench_memory import main, measure_step, verdict
+from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.validate import validate
-from flash_train.cli.run.model_config import build_model_config
 from tests.cli.conftest import TINY_MODEL
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flash_train.cli.bench_memory import FIXED
+from flash_train.cli.components import model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.run import memory_check as module
-from flash_train.cli.run import model_config
 from flash_train.profiling.memory.prediction import predict
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "memory.json"

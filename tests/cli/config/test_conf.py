@@ -9,6 +9,11 @@ import torch
 import yaml
 
 from flash_train.attention.kernels.families import is_own
+from flash_train.cli.components.data import build_corpus, build_data
+from flash_train.cli.components.loggers import build_logger
+from flash_train.cli.components.model_config import build_model_config, choose_attention
+from flash_train.cli.components.module import build_optimizer
+from flash_train.cli.components.trainer import build_run_trainer
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import read
@@ -16,11 +21,6 @@ from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import ModelSchema, OptimizerSchema, RopeScalingSchema
 from flash_train.cli.config.validate import RULES, validate
 from flash_train.cli.run.build import build
-from flash_train.cli.run.data import build_corpus, build_data
-from flash_train.cli.run.loggers import build_logger
-from flash_train.cli.run.model_config import build_model_config, choose_attention
-from flash_train.cli.run.module import build_optimizer
-from flash_train.cli.run.trainer import build_run_trainer
 from flash_train.model import MEMORY_MODES, ModelConfig, RopeScaling, Transformer
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.step import BACKENDS

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from flash_train.cli.run.module import build_module
+from flash_train.cli.components.module import build_module
 from tests.support.cli.runs import losses_of, run, start, summary_of
 
 FILES = {"config.yaml", "metrics.csv", "summary.json", "loss.png", "throughput.png", "memory.png", "checkpoints"}
@@ -61,7 +61,7 @@ def test_the_sample_has_as_many_tokens_as_asked_for(in_process, tiny, tmp_path, 
         asked.append((max_new_tokens, max_seconds))
         return [ord("x")] * max_new_tokens
 
-    monkeypatch.setattr("flash_train.cli.run.trainer.generate", generate)
+    monkeypatch.setattr("flash_train.cli.components.trainer.generate", generate)
     tiny = [text for text in tiny if not text.startswith("run_dir")]
     assert "─ sample ─" not in in_process(*tiny, f"run_dir={tmp_path / 'none'}", "callbacks.sample.tokens=0")
     for number, option in enumerate(("callbacks.sample.tokens=7", "callbacks.sample.seconds=null")):
@@ -115,7 +115,7 @@ def test_a_run_is_freed_before_the_next(in_process, tiny, monkeypatch):
         built.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr("flash_train.cli.run.module.build_module", count)
+    monkeypatch.setattr("flash_train.cli.components.module.build_module", count)
     enabled = gc.isenabled()
     gc.disable()  # a collection by chance would hide the leak
     try:

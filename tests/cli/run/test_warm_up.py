@@ -24,10 +24,10 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from flash_train.attention import Packing, backends
 from flash_train.attention.kernels import families
 from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run import warm_up
-from flash_train.cli.run.model_config import build_model_config
 from flash_train.model import Transformer
 from tests.support.fused import fused_on_cpu
 

@@ -11,8 +11,8 @@ import torch
 from triton import knobs
 
 from flash_train.attention import Packing
+from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.run.model_config import build_model_config
 from flash_train.cli.run.warm_up import warming_up
 from flash_train.model import Transformer
 

@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from flash_train.cli.components.model_config import build_model_config, load_shape
+from flash_train.cli.components.rotary import rotary_note
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.run.model_config import build_model_config, load_shape
-from flash_train.cli.run.rotary import rotary_note
 from flash_train.model import ModelConfig, RopeScaling, Transformer, save_pretrained
 from flash_train.model.rope import rope_frequencies
 

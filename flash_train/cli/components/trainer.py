@@ -8,9 +8,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
+from flash_train.cli.components.data import validated
+from flash_train.cli.components.model_config import device_of, plain
 from flash_train.cli.config.errors import blame
-from flash_train.cli.run.data import validated
-from flash_train.cli.run.model_config import device_of, plain
 from flash_train.data import PackedDataModule, RecallCorpus, Tokenizer
 from flash_train.model import generate
 from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, build_trainer

@@ -15,10 +15,10 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 from wandb.proto import wandb_internal_pb2
 
+from flash_train.cli.components.loggers import build_logger, has_login, reachable, sync_hint, wandb_mode
+from flash_train.cli.components.wandb_files import WandbFiles
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.run.loggers import build_logger, has_login, reachable, sync_hint, wandb_mode
-from flash_train.cli.run.wandb_files import WandbFiles
 from flash_train.cli.sweep.trial import without_wandb_run
 
 HOST = "api.wandb.ai"

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from flash_train.cli.components.wandb_files import WandbFiles
 from flash_train.cli.config.errors import blame
-from flash_train.cli.run.wandb_files import WandbFiles
 
 Mode = Literal["online", "offline"]
 

@@ -4,9 +4,9 @@ import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
+from flash_train.cli.components.model_config import plain
+from flash_train.cli.components.rotary import keeps_rule
 from flash_train.cli.config.errors import blame
-from flash_train.cli.run.model_config import plain
-from flash_train.cli.run.rotary import keeps_rule
 from flash_train.data import PackedDataModule, RecallCorpus
 from flash_train.model import ModelConfig, PretrainedSource, load_pretrained
 from flash_train.training import CausalLMModule, OptimizerConfig

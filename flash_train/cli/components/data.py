@@ -2,10 +2,10 @@
 
 from omegaconf import DictConfig
 
+from flash_train.cli.components.model_config import plain
+from flash_train.cli.components.tokenizer import build_tokenizer, describe_tokens
 from flash_train.cli.config.errors import blame
 from flash_train.cli.config.schema import DataSchema
-from flash_train.cli.run.model_config import plain
-from flash_train.cli.run.tokenizer import build_tokenizer, describe_tokens
 from flash_train.data import Corpus, PackedDataModule, RecallCorpus, Validated, load_corpus
 
 COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()

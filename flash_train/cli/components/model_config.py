@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.attention import resolve_backend
+from flash_train.cli.components.rotary import keeps_rule, merged_rule
 from flash_train.cli.config.errors import UnavailableError, UsageError, blame
-from flash_train.cli.run.rotary import keeps_rule, merged_rule
 from flash_train.model import ModelConfig, pretrained_config
 from flash_train.precision import PRECISIONS
 
