@@ -83,7 +83,7 @@ def call_pairs(
         q, k: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,) if packed, else None.
         block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), ``SKIPPED`` where nothing attends.
-        bounds: those of ``kernels.call.Bounds``.
+        bounds: the fields of ``kernels.call.Bounds``.
     """
     left, right, _, block_q, block_k = Bounds(*bounds)
     mask = Window(None if left < 0 else left, None if right < 0 else right)

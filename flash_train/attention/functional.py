@@ -130,7 +130,7 @@ def attention(
 
 
 def _connected(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """The output, of which inputs have a gradient of zeros where nothing was computed, as of a batch of none."""
+    """Return the output. If nothing was computed, as for an empty batch, the inputs get gradients of zeros."""
     if out.requires_grad or not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return out
     return out + sum(x[..., :0].sum() for x in inputs)

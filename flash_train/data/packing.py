@@ -120,8 +120,8 @@ def _assign_rows(pieces: list[int], seq_len: int) -> np.ndarray:
 class _OpenRows:
     """Rows that are not full, by their free tokens (`room`). `take` finds the fullest sufficient one in O(1).
 
-    A two-level bitmap: bit r, in words of about √seq_len bits, says whether a row with r free tokens is open; a summary
-    word has a bit per non-empty word. A search finds the lowest set bit at or above an index, once per level.
+    A two-level bitmap. Its words have about √seq_len bits. Bit r says whether a row with r free tokens is open; a
+    summary word has a bit per non-empty word. A search finds the lowest set bit at or above an index, once per level.
     """
 
     def __init__(self, seq_len: int) -> None:

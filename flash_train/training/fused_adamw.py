@@ -191,7 +191,7 @@ def _check_tensors(tensors: list[Tensor], dtype: torch.dtype, device: torch.devi
 
 @dataclass
 class _BlockTable:
-    """Which program updates which block of which weight, and the addresses of the tensors."""
+    """The table that maps each program to a weight and a block in it, and the addresses of the tensors."""
 
     sizes: list[int]
     device_sizes: Tensor

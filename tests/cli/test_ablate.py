@@ -1,4 +1,4 @@
-"""Ablations: wrong axes are told before anything runs; a sweep is stopped, gone on with, and reported."""
+"""Ablations: wrong axes are reported before anything runs; a sweep is stopped, continued and reported."""
 
 import csv
 import os
@@ -198,7 +198,7 @@ def test_mistakes_and_help_do_not_wait_for_pytorch(tmp_path):
 
 @pytest.fixture
 def small_gpu(monkeypatch):
-    """The commands find a GPU of 16 GiB; its prediction is that of a CPU."""
+    """The commands find a GPU of 16 GiB; the predicted memory is the same as on a CPU."""
     monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
     monkeypatch.setattr(predict_command, "capacity", lambda device: 16 * GIB)
 
@@ -275,7 +275,7 @@ def test_table_at_wandb(tmp_path):
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen:
-    """The script in a process whose memory is limited, as is that of its children."""
+    """The script in a process whose memory is limited. The limit holds for its children too."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments],
         cwd=cwd,

@@ -101,7 +101,7 @@ def _flash_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> 
 
 
 class _DenseCall(NamedTuple):
-    """The parameters of ``cached_attention_dense`` behind those of the rows; ``masks.parts`` has those of the mask."""
+    """The parameters of ``cached_attention_dense`` after the rows; the mask in the form of ``masks.parts``."""
 
     rng: Tensor | None
     alibi_slopes: Tensor | None

@@ -63,7 +63,7 @@ def attend_by_operator(
 
 
 class _Call(NamedTuple):
-    """The operator's parameters behind q, k and v: those of ``attention``, with the mask as ``masks.parts`` has it."""
+    """The operator's parameters after q, k and v; the mask in the form of ``masks.parts``."""
 
     alibi_slopes: Tensor | None
     sinks: Tensor | None
@@ -84,7 +84,7 @@ N_TENSORS = _Call._fields.index("mask_tensors")  #: parameters that are a tensor
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; the arguments are those of ``_Call``."""
+    """Return the output and the natural log-sum-exp; ``arguments`` are the fields of ``_Call``."""
     call = _Call(*arguments)
     mask = put_together(call.mask_names, call.mask_integers, call.mask_tensors)
     spec = AttentionSpec(mask, call.scale, call.softcap, call.dropout)

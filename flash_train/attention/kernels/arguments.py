@@ -116,9 +116,10 @@ def score_arguments(call: Call) -> Score:
 def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
     """Dropout for a kernel whose steps take ``walked`` keys (or queries, where it walks those).
 
-    A tile draws whole calls where they lie on its grid. One of 16 beside a term of the mask does not: Triton 3.6 and
-    3.7 look through the draws for the width of what was loaded, and where a term loaded bytes, take weights for packed
-    halves of them, which enter the product over 16 keys twice or not at all.
+    A call of Philox draws for a block of pairs. A tile takes whole calls if its first query and key lie on the grid of
+    these blocks, except that a tile of 16 keys never does if the mask has terms. There Triton 3.6 and 3.7 miscompile:
+    they derive the width of the weights from the bytes that the term loaded, and some weights enter the product twice
+    or not at all.
     """
     if call.rng is None:
         return Dropout(None, None, None, None, None, None, None)

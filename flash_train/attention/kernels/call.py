@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
 class Call(NamedTuple):
     """What one call computes, apart from q, k and v.
 
-    The tensors come first, those of the mask's terms last among them; then the settings, which are plain values.
+    The tensors come first, the last of them for the terms of the mask. The settings follow; they are plain values.
     ``terms`` names the element-wise terms of the mask, comma-separated, and ``term_tensors`` holds their tensors in
     order. ``origin`` is ``RngState.origin``, ``keep_threshold`` is ``AttentionSpec.keep_threshold``.
     """
@@ -147,7 +147,7 @@ def call_of(
     """The call that computes ``spec``.
 
     Args:
-        len_q, len_k: rows of the queries and of the keys; packed, those of the whole tensors.
+        len_q, len_k: rows of the queries and of the keys; packed, the rows of the whole tensors.
         state: dropout's seed and offset, int64 (2,); None without dropout.
         packed: whether sequences may differ in length: they are packed, or lie in a cache.
     """

@@ -56,8 +56,8 @@ class KernelFamily:
         capability: the compute capability that the kernels need; None where ``flash_unavailable`` says all.
         chip: the name of the GPUs with this capability.
         has_decode: whether there is a kernel for attention to a cache.
-        repeatable: whether gradients are bitwise the same at every call. Those of other families are under
-            ``torch.use_deterministic_algorithms(True)``.
+        repeatable: whether gradients are bitwise the same at every call. The gradients of other families are the same
+            only under ``torch.use_deterministic_algorithms(True)``.
         widest_dq_accumulator: the largest head dimension for which the backward accumulates dQ in memory, in fp32; 0
             where it never does. Only 16-bit calls whose head dimension is a multiple of 8 do.
     """

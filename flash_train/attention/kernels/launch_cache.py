@@ -1,8 +1,8 @@
-"""Launches that are planned once: a later call of the same form only puts its own tensors into them.
+"""Launches that are planned once. A later call of the same form only fills in its own tensors.
 
-All that a launch is told beside addresses (grid, tiles, strides, what TMA describes, which of Triton's compiled forms
-runs) follows from the shapes, strides and dtypes of a call's tensors and from its plain values. To find it takes
-several times as long as the launch itself.
+Except for addresses, everything about a launch (grid, tiles, strides, TMA descriptors, the compiled kernel) follows
+from the shapes, strides and dtypes of the call's tensors and from its plain values. Computing it takes several times
+as long as the launch itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Unknown(Exception):
 
 
 class Form(NamedTuple):
-    """What Triton and TMA are told of a tensor, but for its address."""
+    """What Triton and TMA need to know about a tensor, except its address."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,8 +49,8 @@ class Group(NamedTuple):
 class Plan(NamedTuple):
     """A compiled kernel with its grid, and its arguments, in which places are left for a call's tensors.
 
-    Tensors are known by their numbers among those of the call and those ``made`` by its launches. ``arguments``, but
-    for ``descriptors`` of TMA's: (place, number of the base, class, other fields).
+    Tensors are numbered: first the call's, then the tensors that its launches make. ``arguments`` leaves out TMA
+    descriptors, which are in ``descriptors``: (place, number of the base tensor, class, other fields).
     """
 
     compiled: Any

@@ -47,7 +47,7 @@ def list_tiles(
 
 
 def lists_launch(call: Call, rule: MaskRule, walks_keys: bool) -> tuple[Launch, ...]:
-    """What must run before a kernel that is told ``rule``: nothing where it has no lists."""
+    """Return the launches that must run before a kernel that takes ``rule``: none if the rule has no lists."""
     if rule.tiles is None:
         return ()
     states = call.block_map

@@ -103,7 +103,7 @@ def test_pretrained_takes_the_shape_of_init_from():
 def test_attention_is_resolved(choice):
     config = composed(choice)
     assert config.attention.backend == choice.stem
-    if not is_own(choice.stem):  # which have tests of their own, in words, where they can't run
+    if not is_own(choice.stem):  # our own backends have tests for machines that cannot run them
         assert choose_attention(config, torch.device("cpu"), 64)[0] in ("sdpa", "standard", "chunked")
 
 

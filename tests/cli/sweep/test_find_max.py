@@ -21,7 +21,7 @@ def split(*arguments):
 
 
 def test_choices_are_those_of_their_homes():
-    """They stand once more where a mistake is told at once."""
+    """The options repeat them, because mistakes are reported before the library is imported."""
     assert tuple(MEMORY_MODES) == options.MEMORY and set(options.ATTENTIONS) == set(BACKENDS) and options.UNIT == UNIT
 
 

@@ -1,4 +1,4 @@
-"""Launches Hopper's kernels: tiles and grids, what is kept between them, and in words what they cannot run."""
+"""Launch Hopper's kernels: grids, the buffers between kernels, and the calls that they cannot run."""
 
 from __future__ import annotations
 

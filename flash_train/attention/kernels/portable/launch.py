@@ -215,7 +215,7 @@ def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
 
 
 def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
-    """(entries, query rows, key rows); packed, the rows are those of the whole tensor."""
+    """(entries, query rows, key rows); packed, the rows of the whole tensors."""
     if call.cu_seqlens_q is None:
         return q.shape[0], q.shape[1], k.shape[1]
     return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]

@@ -16,8 +16,8 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
-#: majors of compute capabilities that have rows of their own beside those for their shared memory: 10, data-center
-#: Blackwell, whose sums lie in a memory of their own and pass through shared memory on their way to registers
+#: major compute capabilities with rows of their own in the table: 10, data-center Blackwell, whose accumulators are in
+#: tensor memory and pass through shared memory on their way to registers
 OWN_ROWS = (10,)
 VARIANTS = ("causal", "full", "dropout-causal", "dropout-full", "terms")
 
