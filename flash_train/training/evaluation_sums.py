@@ -10,7 +10,7 @@ from flash_train.training.token_mean import sum_dtype
 
 
 class EvaluationSums:
-    """Sums over the batches of one validation or test on this rank."""
+    """BackwardBuffers over the batches of one validation or test on this rank."""
 
     def __init__(self, device: torch.device) -> None:
         # loss, labelled tokens, right answers, skipped batches

@@ -1,4 +1,4 @@
-"""From a call to the kernels' arguments."""
+"""Convert a call to the kernels' arguments, and launch a kernel with them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its grid and its arguments: to be run, or only compiled.
+    """A kernel with its grid and its arguments. It can be run, or only compiled.
 
-    ``first`` are launches that must run before it. ``made`` are tensors among the arguments that came into being with
-    this launch, for it to fill.
+    ``first`` are launches that must run before it. ``made`` are tensors among the arguments that were allocated for
+    this launch, which fills them.
     """
 
     kernel: Any
@@ -44,11 +44,10 @@ class Launch:
         self.start()
 
     def start(self) -> Any:
-        """It alone. Returns what Triton compiled for it.
+        """Launch this kernel without ``first``. Returns the kernel that Triton compiled.
 
         Raises:
-            RuntimeError: under the tracing of ``torch.compile``, whose tensors and numbers are made up: only a
-                registered operator may launch.
+            RuntimeError: ``torch.compile`` is tracing. Its tensors are fake, so only a registered operator may launch.
         """
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
@@ -56,12 +55,12 @@ class Launch:
 
 
 def contiguous_columns(x: Tensor) -> Tensor:
-    """The kernels take any strides but the last, which must be 1."""
+    """Return x with stride 1 in the last dimension, copied if needed. The kernels take any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def addressable(x: Tensor) -> Tensor:
-    """As ``contiguous_columns``; rows lie less than 2**23 elements apart, as ``row_pointers`` takes 256 in 32 bits."""
+    """``contiguous_columns``, with rows less than 2**23 elements apart: ``row_pointers`` takes 256 rows in 32 bits."""
     return contiguous_columns(x if x.stride(-3) < 2**23 else x.contiguous())
 
 
@@ -76,12 +75,17 @@ def stats(x: Tensor) -> Rows:
 
 
 def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> MaskRule:
-    """The mask for a kernel; one that cannot follow lists gives no tile, and gets the block map as a term."""
+    """Return the mask for a kernel.
+
+    Args:
+        tile: the kernel's tile, if the kernel can follow lists of tiles. Without it the block map becomes a term.
+        walks_keys: the kernel loops over keys; otherwise over queries.
+    """
     left, right, tail, *_ = (None if bound == UNUSED else bound for bound in call.bounds)
     tensors = iter(call.term_tensors)
     terms = [device_term(name, tensors) for name in call.terms.split(",") if name]
     if call.has_lists and tile is not None:
-        return MaskRule(left, right, tuple(terms), tail, *_lists(call, tile, walks_keys))
+        return MaskRule(left, right, tuple(terms), tail, *_tile_list_fields(call, tile, walks_keys))
     if call.block_map is not None:
         blocks = call.block_map.contiguous()
         strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
@@ -91,9 +95,11 @@ def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> 
     return MaskRule(left, right, tuple(terms), tail)
 
 
-def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
-    """The fields of ``MaskRule`` about which tiles to visit for each row of blocks, or for each column of them, with
-    room for the lists: ``lists.lists_launch`` fills it."""
+def _tile_list_fields(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+    """Return the fields of ``MaskRule`` that list the tiles to visit, for each row of blocks or for each column.
+
+    The lists are allocated here and filled by ``tile_lists.lists_launch``.
+    """
     block_q, block_k = call.bounds.block
     entries, heads, rows, columns = call.block_map.shape
     if walks_keys:
@@ -114,7 +120,7 @@ def score_arguments(call: Call) -> Score:
 
 
 def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
-    """Dropout for a kernel whose steps take ``walked`` keys (or queries, where it walks those).
+    """Return dropout's arguments for a kernel that loops over ``walked`` keys, or queries, in each step.
 
     A call of Philox draws for a block of pairs. A tile takes whole calls if its first query and key lie on the grid of
     these blocks, except that a tile of 16 keys never does if the mask has terms. There Triton 3.6 and 3.7 miscompile:
@@ -129,7 +135,7 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
 
 
 def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:
-    """What is fixed when a kernel is compiled."""
+    """Return the compile-time constants of a portable kernel."""
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -145,7 +151,7 @@ def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: to
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' own."""
+    """Make the device of x current, since Triton launches on the current device."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)

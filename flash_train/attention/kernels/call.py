@@ -1,6 +1,6 @@
-"""The parameters of the attention operators, once: ``Call`` holds them, and their schemas are made from its fields.
+"""The parameters of the attention operators. ``Call`` lists them once; the operators' schemas are made from its fields.
 
-Nothing here needs Triton: the operators are registered on every machine.
+Nothing here imports Triton, because the operators are registered on every machine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from flash_train.attention.index_tensors import readable
 from flash_train.attention.spec import AttentionSpec
 
-UNUSED = -1  #: a bound that is not there
+UNUSED = -1  #: the value of a bound that the mask does not have
 
 
 class Bounds(NamedTuple):
-    """The integers of a mask, each ``UNUSED`` where the mask has none.
+    """The integers of a mask. A bound that the mask does not have is ``UNUSED``.
 
-    ``left`` and ``right`` are the band's. The element-wise terms concern the last ``tail`` keys only. ``block_q`` and
-    ``block_k`` are the sizes of a block of ``Call.block_map``.
+    ``left`` and ``right`` bound the band. ``tail``: element-wise terms apply to the last ``tail`` keys only.
+    ``block_q`` and ``block_k`` are the sizes of a block of ``Call.block_map``.
     """
 
     left: int
@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one call computes, apart from q, k and v.
+    """All parameters of an attention call except q, k and v.
 
     The tensors come first, the last of them for the terms of the mask. The settings follow; they are plain values.
     ``terms`` names the element-wise terms of the mask, comma-separated, and ``term_tensors`` holds their tensors in
@@ -59,12 +59,12 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Any], settings: Sequence[Any]) -> Call:
-        """The call of these ``tensors`` and ``settings``, in the order of the properties."""
+        """Make a call from the values of its properties ``tensors`` and ``settings``."""
         return cls._make((*tensors[:N_TENSORS], tensors[N_TENSORS:], *settings))
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[Any]) -> Call:
-        """The call from an operator's arguments, among which tuples of integers are lists."""
+        """Make a call from an operator's arguments, where tuples of integers have become lists."""
         parameters = [*arguments]
         parameters[_BOUNDS], parameters[_ORIGIN] = Bounds._make(parameters[_BOUNDS]), tuple(parameters[_ORIGIN])
         return cls._make(parameters)
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
     @property
     def has_lists(self) -> bool:
-        """Whether there is a block map that tiles can follow; any other is one more element-wise term."""
+        """Whether the kernels follow lists of tiles made from the block map; otherwise it is an element-wise term."""
         return self.block_map is not None and all(size >= 16 and size & (size - 1) == 0 for size in self.bounds.block)
 
     @property
@@ -97,18 +97,18 @@ class Call(NamedTuple):
         return self.keep_threshold / 256
 
     def readable(self) -> Call:
-        """The call with tensors that kernels can read element after element, copied where they are strided views.
+        """Return the call with contiguous tensors; strided views are copied.
 
-        A block map keeps its strides: its readers take them as arguments.
+        A block map keeps its strides, because kernels take them as arguments.
         """
-        for x in self.tensors:  # in every call: a generator would take longer
+        for x in self.tensors:  # runs in every call; a generator would take longer
             if x is not None and not x.is_contiguous():
                 tensors = [x if x is self.block_map else readable(x) for x in self.tensors]
                 return Call.of(tensors, self.settings)
         return self
 
 
-N_TENSORS = Call._fields.index("term_tensors")  #: parameters that are a tensor each
+N_TENSORS = Call._fields.index("term_tensors")  #: number of fields that are one tensor each
 _BOUNDS, _ORIGIN = (Call._fields.index(name) for name in ("bounds", "origin"))
 
 _SCHEMA_TYPES = {
@@ -126,7 +126,7 @@ _SCHEMA_TYPES = {
 
 @functools.cache
 def schema_of(fields: type, *left_out: str) -> str:
-    """The annotated fields of a class as parameters in a schema of ``torch.library``, but those ``left_out``."""
+    """Return the annotated fields of a class, except ``left_out``, as parameters in a ``torch.library`` schema."""
     hints = get_type_hints(fields)
     return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items() if name not in left_out)
 
@@ -144,12 +144,12 @@ def call_of(
     *,
     packed: bool,
 ) -> Call:
-    """The call that computes ``spec``.
+    """Return the call that computes ``spec``.
 
     Args:
         len_q, len_k: rows of the queries and of the keys; packed, the rows of the whole tensors.
         state: dropout's seed and offset, int64 (2,); None without dropout.
-        packed: whether sequences may differ in length: they are packed, or lie in a cache.
+        packed: whether sequences may differ in length, as they do in packed tensors and in caches.
     """
     lowered = spec.mask.lower()
     blocks = spec.mask.block_map(len_q, len_k, packed)

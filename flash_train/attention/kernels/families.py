@@ -1,7 +1,7 @@
 """The registry of kernel families. A new family is one folder next to this file and one entry in ``FAMILIES``.
 
-Only the compute capability of a device is read here. A family's ``launch`` module, with its compiler and its kernels,
-is imported when the family is first asked about a call that its device could run.
+This module reads only the compute capability of a device. A family's ``launch`` module imports its compiler and its
+kernels, so it is imported when the family first gets a call that its device could run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # it imports Triton, which this module does without
 
 
 class LaunchModule(Protocol):
-    """What the ``launch`` module of a family defines.
+    """The functions that the ``launch`` module of a family defines.
 
-    ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and its backward, or None where
-    they can. Every family's backward takes the ``out`` and ``lse`` of any family's forward.
+    ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and its backward; None if they
+    can. Every family's backward takes the ``out`` and ``lse`` of any family's forward.
     """
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
@@ -53,13 +53,13 @@ class KernelFamily:
         name: the value of ``backend`` that asks for this family alone.
         title: the kernels in a message, in the plural.
         module: where its ``LaunchModule`` is.
-        capability: the compute capability that the kernels need; None where ``flash_unavailable`` says all.
+        capability: the compute capability that the kernels need; None if ``flash_unavailable`` checks enough.
         chip: the name of the GPUs with this capability.
         has_decode: whether there is a kernel for attention to a cache.
         repeatable: whether gradients are bitwise the same at every call. The gradients of other families are the same
             only under ``torch.use_deterministic_algorithms(True)``.
         widest_dq_accumulator: the largest head dimension for which the backward accumulates dQ in memory, in fp32; 0
-            where it never does. Only 16-bit calls whose head dimension is a multiple of 8 do.
+            if it never does. It does so for 16-bit calls whose head dimension is a multiple of 8.
     """
 
     name: str
@@ -76,15 +76,15 @@ class KernelFamily:
         return cast(LaunchModule, importlib.import_module(self.module))
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why the kernels cannot run on this device, or None where they can."""
+        """Return why the kernels cannot run on this device, or None if they can."""
         return None if self.capability is None else device_unavailable(device, self.capability, self.chip)
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-        """Why the kernels cannot run the call's forward, or None where they can."""
+        """Return why the kernels cannot run the call's forward, or None if they can."""
         return self.unavailable(q.device) or self.launch.refusal(q, k, v, call)
 
     def backward_refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-        """Why the kernels cannot run the call's backward, or None where they can."""
+        """Return why the kernels cannot run the call's backward, or None if they can."""
         return self.unavailable(q.device) or self.launch.backward_refusal(q, k, v, call)
 
     def accumulates_dq(self, head_dim: int, itemsize: int) -> bool:
@@ -94,7 +94,7 @@ class KernelFamily:
 
 @functools.cache
 def device_unavailable(device: torch.device, capability: tuple[int, int], chip: str) -> str | None:
-    """Why kernels for this compute capability cannot run on the device, or None where they can."""
+    """Return why kernels for this compute capability cannot run on the device, or None if they can."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -120,7 +120,7 @@ HOPPER = KernelFamily(
     widest_dq_accumulator=128,
 )
 
-#: by name, in the order in which ``flash`` asks them; the portable one is last, for it runs every call
+#: by name, in the order in which ``flash`` tries them; the portable one is last, because it runs every call
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in (HOPPER, PORTABLE)}
 
 
@@ -130,10 +130,10 @@ def is_own(backend: str) -> bool:
 
 
 def fastest_on(device: torch.device) -> KernelFamily:
-    """The first family that can run on the device."""
+    """Return the first family that can run on the device."""
     return next((family for family in FAMILIES.values() if family.unavailable(device) is None), PORTABLE)
 
 
 def families_of(backend: str) -> tuple[KernelFamily, ...]:
-    """The families that ``backend``, one of this project's, lets run a call's forward, the first to be asked first."""
+    """Return the families that may run a call's forward under ``backend``, in the order in which they are tried."""
     return tuple(FAMILIES.values()) if backend == "flash" else (FAMILIES[backend],)

@@ -18,16 +18,16 @@ from triton.compiler import CompiledKernel
 from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
 
-MOST = 4096  #: plans that are kept; where lengths change with every call, all are forgotten then
+MAX_PLANS = 4096  #: when more plans are cached, as if every call has other lengths, all are dropped
 
 Build = Callable[..., Iterable[Launch]]
 
 
-class Unknown(Exception):
-    """A tensor that was copied for one launch alone."""
+class _TemporaryTensor(Exception):
+    """An argument is a tensor that was copied for one launch."""
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What Triton and TMA need to know about a tensor, except its address."""
 
     shape: tuple[int, ...]
@@ -37,8 +37,10 @@ class Form(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A tuple, a named one or a kernel's list of arguments, with places left for tensors, at any depth. ``tensors``:
-    (place, number); ``groups``: (place, group)."""
+    """A tuple, a named tuple or a kernel's list of arguments, with empty places for its tensors and nested tuples.
+
+    ``tensors``: (place, number of the tensor). ``groups``: (place, nested group).
+    """
 
     kind: type
     parts: list[Any]
@@ -47,26 +49,29 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A compiled kernel with its grid, and its arguments, in which places are left for a call's tensors.
+    """A compiled kernel with its grid and its arguments, which have empty places for a call's tensors.
 
     Tensors are numbered: first the call's, then the tensors that its launches make. ``arguments`` leaves out TMA
     descriptors, which are in ``descriptors``: (place, number of the base tensor, class, other fields).
     """
 
     compiled: Any
-    grid: tuple[int, ...]  #: three
+    grid: tuple[int, ...]  #: always three numbers
     arguments: Group
     descriptors: list[tuple[int, int, type, dict[str, Any]]]
 
 
-class Planned(NamedTuple):
-    """What a call of a form runs, and shape and dtype of tensors that its launches make, numbered behind its own."""
+class LaunchPlan(NamedTuple):
+    """The kernels that a call of one form runs, and shape and dtype of the tensors that its launches allocate.
+
+    These tensors are numbered after the call's own.
+    """
 
     plans: tuple[Plan, ...]
     made: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-_plans: dict[tuple[Any, ...], Planned | None] = {}
+_plans: dict[tuple[Any, ...], LaunchPlan | None] = {}
 
 
 def launch_all(
@@ -75,9 +80,9 @@ def launch_all(
     """Run the launches of ``build(*inputs, *made, call, *options)``, one after the other.
 
     Args:
-        build: makes them; of its arguments alone, and the first time of their form only.
-        inputs: tensors from outside.
-        made: this call's own, whose forms follow from all else.
+        build: returns the launches; they must depend on its arguments only. It runs once for each form of arguments.
+        inputs: tensors from the caller.
+        made: tensors that were allocated for this call. Their forms must follow from the other arguments.
         options: hashable.
     """
     key = _key(build, inputs, made, call, options)
@@ -93,24 +98,24 @@ def launch_all(
         for launch in build(*inputs, *made, call, *options):
             launch.run()
         return
-    apart = _apart(given)
+    apart = _distinct(given)
     n_tensors = len(inputs) + len(made)
     call = Call.of(apart[n_tensors:], call.settings)
     launched = [(launch, launch.start()) for launch in _flat(build(*apart[:n_tensors], call, *options))]
-    if len(_plans) >= MOST:
+    if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[key] = _plan_all(launched, apart)
 
 
 def _flat(launches: Iterable[Launch]) -> Iterator[Launch]:
-    """All of them, each behind those that must run before it."""
+    """Yield all launches, each after the launches that must run before it."""
     for launch in launches:
         yield from launch.first
         yield launch
 
 
-def _apart(given: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors, each an object of its own: one that was given twice need not be the next time."""
+def _distinct(given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors as distinct objects: one that is given twice now may be two tensors in the next call."""
     first = {id(x): number for number, x in reversed([*enumerate(given)])}
     return [x if x is None or first[id(x)] == number else x.detach() for number, x in enumerate(given)]
 
@@ -122,7 +127,7 @@ def _key(
     call: Call,
     options: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """What the launches follow from; None where they are not planned: off CUDA."""
+    """Return everything that the launches depend on, or None if they are not cached, as off CUDA."""
     device = inputs[0].device
     if device.type != "cuda":
         return None
@@ -130,26 +135,26 @@ def _key(
         build,
         options,
         device,
-        knobs.runtime.debug,  # Triton compiles for it, and for the next
+        knobs.runtime.debug,  # Triton compiles another kernel for other values of this and the next one
         knobs.compilation.instrumentation_mode,
         call.settings,
         *[x is None for x in made],
-        # as `form_of` has it, whose names a call does without
+        # the fields of `form_of`, without the cost of a named tuple
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *call.tensors)],
     )
 
 
-def form_of(x: Tensor) -> Form:
-    return Form(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+def form_of(x: Tensor) -> TensorForm:
+    return TensorForm(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> Planned | None:
+def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> LaunchPlan | None:
     made = [x for launch, _ in launched for x in launch.made]
     numbers = {id(x): number for number, x in enumerate((*given, *made))}
     plans = []
     for launch, compiled in launched:
         constants = [launch.constants[name] for name in launch.kernel.arg_names[len(launch.arguments) :]]
-        if not isinstance(compiled, CompiledKernel):  # a hook of Triton's kept it from compiling
+        if not isinstance(compiled, CompiledKernel):  # a hook of Triton skipped the compilation
             return None
         plain = [None if hasattr(x, "base") else x for x in launch.arguments]
         try:
@@ -157,12 +162,12 @@ def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | N
             descriptors = [
                 (place, _number(x.base, numbers), type(x), {k: v for k, v in vars(x).items() if k != "base"})
                 for place, x in enumerate(launch.arguments)
-                if hasattr(x, "base")  # a descriptor of TMA's
+                if hasattr(x, "base")  # a TMA descriptor
             ]
-        except Unknown:
+        except _TemporaryTensor:
             return None
         plans.append(Plan(compiled, (*launch.grid, 1, 1)[:3], arguments, descriptors))
-    return Planned(tuple(plans), tuple((x.shape, x.dtype) for x in made))
+    return LaunchPlan(tuple(plans), tuple((x.shape, x.dtype) for x in made))
 
 
 def _group(kind: type, parts: Iterable[Any], numbers: dict[int, int]) -> Group:
@@ -174,7 +179,7 @@ def _group(kind: type, parts: Iterable[Any], numbers: dict[int, int]) -> Group:
             group.groups.append((place, _group(type(part), part, numbers)))
         else:
             continue
-        group.parts[place] = None  # which would keep the tensor
+        group.parts[place] = None  # the plan must not keep the tensor alive
     return group
 
 
@@ -184,12 +189,12 @@ def _has_tensor(parts: tuple[Any, ...]) -> bool:
 
 def _number(x: Tensor, numbers: dict[int, int]) -> int:
     if id(x) not in numbers:
-        raise Unknown
+        raise _TemporaryTensor
     return numbers[id(x)]
 
 
 def _filled(plan: Plan, given: Sequence[Tensor | None]) -> list[Any]:
-    """The arguments, with these tensors in their places."""
+    """Return the arguments with these tensors in their places."""
     arguments = _parts(plan.arguments, given)
     for place, number, kind, fields in plan.descriptors:
         described: Any = object.__new__(kind)

@@ -1,4 +1,4 @@
-"""Which family of kernels runs a call: the first that does not refuse it."""
+"""Choose the kernel family that runs a call: the first that does not refuse it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flash_train.attention.kernels.families import PORTABLE, families_of
 
 
 def forward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
-    """``LaunchModule.forward`` of the family that runs the call.
+    """Return ``LaunchModule.forward`` of the family that runs the call.
 
     Args:
         backend: ``flash``, or the name of a family.
@@ -28,7 +28,7 @@ def forward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Cal
 
 
 def backward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
-    """``LaunchModule.backward`` of the family that runs the call's backward: portable, where the others refuse it."""
+    """Return ``LaunchModule.backward`` of the first family that does not refuse the call's backward."""
     for family in families_of(backend):
         if family.backward_refusal(q, k, v, call) is None:
             return family.launch.backward
@@ -36,7 +36,7 @@ def backward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Ca
 
 
 def explain_choice(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """Which kernels run the call's forward and its backward, and why the families before them do not.
+    """Say which kernels run the call's forward and its backward, and why the families before them do not.
 
     Raises:
         ValueError: as ``forward_of``.
@@ -52,7 +52,7 @@ def explain_choice(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
 
 
 def _first_able(refusals: dict[str, str | None]) -> str:
-    """The first kernels that have no reason against the call, with the reasons of those before them."""
+    """Return the title of the first kernels that do not refuse the call, with the reasons why the ones before it do."""
     reasons: list[str] = []
     for title, reason in refusals.items():
         if reason is None:

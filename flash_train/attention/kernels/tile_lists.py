@@ -1,4 +1,4 @@
-"""Which tiles a kernel visits, from a map of blocks: ascending lists, one for each row of blocks, or each column."""
+"""Lists of the tiles that a kernel visits, made from a block map: ascending, one for each row or column of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.masks import PARTIAL, SKIPPED
 
-MOST_AT_ONCE = 1024  #: blocks that a program looks at together
+MAX_BLOCKS = 1024  #: blocks that a program reads at once
 _SKIPPED, _PARTIAL = tl.constexpr(SKIPPED), tl.constexpr(PARTIAL)
 
 
@@ -19,8 +19,8 @@ def list_tiles(
     states, of_entry, of_head, of_row, of_block, tiles, counts, n_heads, n_rows, n_blocks, repeats,
     ASKS_TERMS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Fills ``MaskRule``'s ``tiles`` and ``counts``: of each block that is visited, ``repeats`` tiles, and behind the
-    last one tiles past the sequence's end. ``of_entry`` and so on are strides of ``states``.
+    """Fill ``MaskRule``'s ``tiles`` and ``counts``. Each visited block gives ``repeats`` tiles; after the last one the
+    list is filled with tiles past the sequence's end. ``of_entry`` and so on are strides of ``states``.
 
     Grid (entries or 1, times heads or 1, times rows).
     """
@@ -58,8 +58,8 @@ def lists_launch(call: Call, rule: MaskRule, walks_keys: bool) -> tuple[Launch, 
     repeats = rule.capacity // max(n_blocks, 1)
     arguments = (states, of_entry, of_head, of_row, of_block, rule.tiles, rule.counts, heads, rows, n_blocks, repeats)
     constants = {
-        "ASKS_TERMS": bool(rule.terms) and rule.tail is None,  # a tail says by itself which keys they concern
-        "BLOCKS": min(triton.next_power_of_2(max(n_blocks, 1)), MOST_AT_ONCE),
+        "ASKS_TERMS": bool(rule.terms) and rule.tail is None,  # with a tail, the key positions say where terms apply
+        "BLOCKS": min(triton.next_power_of_2(max(n_blocks, 1)), MAX_BLOCKS),
         "num_warps": 1,
     }
     return (Launch(list_tiles, (entries * heads * rows,), arguments, constants, made=(rule.tiles, rule.counts)),)

@@ -51,7 +51,7 @@ def measure(backend: str, length: int, direction: str) -> dict[str, int]:
 
 
 def total(output: str) -> dict[str, int]:
-    """Sums the output of `ncu --csv` over kernels: bytes by direction, and the number of kernels.
+    """BackwardBuffers the output of `ncu --csv` over kernels: bytes by direction, and the number of kernels.
 
     Raises:
         Unmeasured: no kernel was recorded.

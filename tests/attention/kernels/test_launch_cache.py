@@ -76,7 +76,7 @@ class Operands:
                 torch.randn(4) if sinks else None,
             )
         )  # fmt: skip
-        self.sums = hopper.make_sums(self.q, self.call, with_dq=not ordered and not needs_slopes)
+        self.buffers = hopper.make_backward_buffers(self.q, self.call, with_dq=not ordered and not needs_slopes)
         self.tiles = tiles
 
     def all(self):
@@ -84,7 +84,7 @@ class Operands:
         forward = (self.q, self.k, self.v, self.out, self.lse)
         begin = (self.q, self.k, self.v, self.out, self.dout, self.lse, self.dlse)
         end = (self.dq, self.dk, self.dv, self.dslope)
-        sums = (self.sums.delta, self.sums.lse2, self.sums.dq, self.sums.counters)
+        sums = (self.buffers.delta, self.buffers.lse2, self.buffers.dq, self.buffers.counters)
         yield launch._forward_launches, forward, (self.tiles.forward,)
         yield launch._backward_launches, (*begin, self.delta, self.lse2, *end), (self.tiles,)
         yield hopper._forward_launches, (*forward, self.counter), ()
@@ -107,7 +107,7 @@ def same(a, b):
 
 @pytest.fixture
 def absent_gpu(monkeypatch):
-    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    monkeypatch.setattr(hopper.grid, "processors", lambda device: 132)
     monkeypatch.setattr(launch_cache, "CompiledKernel", str)
 
 
@@ -190,8 +190,8 @@ def test_keys_differ_for_different_launches():
 
 def test_the_cache_has_a_limit(monkeypatch):
     monkeypatch.setattr(launch_cache, "_plans", {})
-    monkeypatch.setattr(launch_cache, "MOST", 3)
-    monkeypatch.setattr(launch_cache, "_plan_all", lambda made, given: launch_cache.Planned((), ()))
+    monkeypatch.setattr(launch_cache, "MAX_PLANS", 3)
+    monkeypatch.setattr(launch_cache, "_plan_all", lambda made, given: launch_cache.LaunchPlan((), ()))
     made = []
 
     def build(q, call):

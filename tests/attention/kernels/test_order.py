@@ -57,14 +57,14 @@ def waiting(costs):
 )  # fmt: skip
 def test_processors_end_together(entries, tokens, heads, kv_heads, head_dim, monkeypatch):
     """Causal: a tile of queries costs one step per block of keys before it, a tile of keys two per block after it."""
-    monkeypatch.setattr(launch, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(launch.grid, "processors", lambda device: PROCESSORS)
     q = torch.empty(entries, tokens, heads, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(entries, tokens, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
     block = 64 * (tiles.LONG if head_dim == 64 else tiles.FORWARD[head_dim]).consumers
-    taken, _ = order(entries, tokens, heads, launch._heads_at_once(q, k, UNPACKED, block), True, block)
+    taken, _ = order(entries, tokens, heads, launch.grid.heads_at_once(q, k, UNPACKED, block), True, block)
     assert waiting([1.5 + tile for tile in taken]) < 0.02
     block = tiles.BACKWARD[head_dim].block_n
-    taken, n = order(entries, tokens, kv_heads, launch._kv_heads_at_once(q, k, UNPACKED, block), False, block)
+    taken, n = order(entries, tokens, kv_heads, launch.grid.kv_heads_at_once(q, k, UNPACKED, block), False, block)
     assert waiting([3.7 + 2 * heads // kv_heads * (n - tile) for tile in taken]) < 0.02
 
 

@@ -115,7 +115,7 @@ def test_a_step_launches_the_kernels_of_the_warm_up(overrides, launches):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_step_launches_the_warmed_up_kernels_of_hopper(dropout, head_dim, seq_len, packing, launches, monkeypatch):
     monkeypatch.setattr(families, "device_unavailable", lambda *_: None)
-    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    monkeypatch.setattr(hopper.grid, "processors", lambda device: 132)
     options = (f"seq_len={seq_len}", f"data.packing={packing}", f"model.head_dim={head_dim}")
     config = compose_config((*TINY, "precision=bf16-true", f"attention.dropout={dropout}", *options))
     warmed, others = kernels_of_warm_up_and_step(config, launches)

@@ -175,13 +175,13 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
     long = hopper_tiles.forward_tile(block_d(variant.head_dim), 2 * hopper_tiles.LONG_WALK, call)
     if long != hopper_tiles.forward_tile(block_d(variant.head_dim), LENGTH, call):
         yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
-    sums = hopper.make_sums(q, call)
+    sums = hopper.make_backward_buffers(q, call)
     yield "prepare", None, hopper.prepare_launch(k, q, q, lse, lse, sums, call)
     if block_d(variant.head_dim) <= hopper_tiles.WIDEST_SUM:
         yield "backward", None, hopper.backward_launch(q, k, k, q, sums, q, k, k, call)
         yield "finish", None, hopper.finish_launch(sums, q, k, call)
     dslope = None if call.alibi_slopes is None else lse
-    alone = hopper.make_sums(q, call, with_dq=False)
+    alone = hopper.make_backward_buffers(q, call, with_dq=False)
     yield "dkdv", None, hopper.backward_launch(q, k, k, q, alone, q, k, k, call)
     yield "dq", None, hopper.dq_launch(q, k, k, q, alone, q, dslope, call)
 

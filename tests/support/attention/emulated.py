@@ -44,10 +44,10 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
             replaced={tma_reduce_add: gluon.tma_reduce_add}, in_order=launch.kernel is hopper_backward, **constants,
         )  # fmt: skip
 
-    make_sums = hopper.make_sums
+    make_backward_buffers = hopper.make_backward_buffers
 
-    def poisoned(*args, **options) -> hopper.Sums:
-        sums = make_sums(*args, **options)
+    def poisoned(*args, **options) -> hopper.BackwardBuffers:
+        sums = make_backward_buffers(*args, **options)
         for x in (sums.delta, sums.lse2, sums.dq):
             if x is not None:
                 x.fill_(float("nan"))
@@ -59,9 +59,9 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         patch.object(arguments.Launch, "start", start),
         patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
         patch.object(families, "device_unavailable", lambda *_: None),
-        patch.object(hopper, "processors", lambda device: programs),
-        patch.object(hopper, "_task_counter", lambda q: counter),
-        patch.object(hopper, "make_sums", poisoned),
+        patch.object(hopper.grid, "processors", lambda device: programs),
+        patch.object(hopper, "_work_tile_counter", lambda q: counter),
+        patch.object(hopper, "make_backward_buffers", poisoned),
     ):
         yield ran
     assert counter.item() == 0

@@ -25,7 +25,7 @@ def launches(documents: int) -> Iterator[Launch]:
     lse, counter = torch.empty(launch.lse_shape(q)), torch.zeros(1, dtype=torch.int32)
     cu = torch.linspace(0, TOKENS, documents + 1).to(torch.int32)
     call = Call(*operands_of(q, k, AttentionSpec(Causal()), Packing(cu, cu), None, (0, 0, 0, 0), None, None))
-    sums = hopper.make_sums(q, call)
+    sums = hopper.make_backward_buffers(q, call)
     yield hopper.forward_launch(q, k, k, q, lse, counter, call)
     yield hopper.prepare_launch(k, q, q, lse, None, sums, call)
     yield hopper.backward_launch(q, k, k, q, sums, q, k, k, call)
@@ -40,7 +40,7 @@ def launches(documents: int) -> Iterator[Launch]:
 
 def main() -> None:
     _driver().capability = (9, 0)
-    hopper.processors = lambda device: 132
+    hopper.grid.processors = lambda device: 132
     forms: dict[str, set[str]] = {}
     for documents in DOCUMENTS:
         for found in launches(documents):

@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_train.attention.kernels.launch_cache import Form
+from flash_train.attention.kernels.launch_cache import TensorForm
 
-MOST_ROWS = 1 << 30  #: rows of an entry: coordinates have 32 bits, and a packed entry's rows end here
+MAX_ROWS = 1 << 30  #: rows of an entry; TMA coordinates have 32 bits, and a packed entry's rows end here
 PACKED_STEP = 1 << 34  #: elements: sum of the strides of a packed tensor's two leading dimensions
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -46,14 +46,14 @@ def _form(
         sizes, strides, block = [shape[0], shape[2], shape[1], shape[3]], [batch, head, row, 1], [1, 1, rows, columns]
     else:
         row, head, _ = step
-        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], MOST_ROWS, shape[2]]
+        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], MAX_ROWS, shape[2]]
         strides = [PACKED_STEP - row, row, head, row, 1]
         block = [1, 1, 1, rows, columns]
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
 
 
 @functools.lru_cache(maxsize=4096)
-def describable(form: Form) -> bool:
+def describable(form: TensorForm) -> bool:
     """Whether TMA accepts a tensor's strides and address."""
     if math.prod(form.shape) == 0:  # nothing is launched for an empty tensor
         return True
@@ -78,7 +78,7 @@ def _form_of_rows(size: int, block: int) -> dict[str, Any]:
     )
 
 
-def describe_sum(x: Tensor, columns: int) -> TensorDescriptor:
+def describe_accumulator(x: Tensor, columns: int) -> TensorDescriptor:
     """A descriptor of the pieces of the dQ accumulator x, fp32 (heads, rows, head_dim): see ``backward_rows``.
 
     A piece has 64 x ``columns`` contiguous numbers, described as [columns / 2, 128].

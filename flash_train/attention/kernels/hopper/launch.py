@@ -21,21 +21,28 @@ from flash_train.attention.kernels.arguments import (
     strided,
 )
 from flash_train.attention.kernels.call import Call
+from flash_train.attention.kernels.hopper import grid
 from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
 from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
 from flash_train.attention.kernels.hopper.backward_rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_wide
 from flash_train.attention.kernels.hopper.descriptors import (
-    MOST_ROWS,
+    MAX_ROWS,
     describable,
     describe,
+    describe_accumulator,
     describe_rows,
-    describe_sum,
 )
 from flash_train.attention.kernels.hopper.dq_sum import AHEAD
 from flash_train.attention.kernels.hopper.forward import hopper_forward
-from flash_train.attention.kernels.hopper.tiles import WIDEST_SUM, ForwardTile, backward_tile, dq_tile, forward_tile
-from flash_train.attention.kernels.launch_cache import Form, form_of, launch_all
+from flash_train.attention.kernels.hopper.tiles import (
+    WIDEST_ACCUMULATOR,
+    ForwardTile,
+    backward_tile,
+    dq_tile,
+    forward_tile,
+)
+from flash_train.attention.kernels.launch_cache import TensorForm, form_of, launch_all
 from flash_train.attention.kernels.portable.launch import (
     lengths_of,
     make_output,
@@ -43,29 +50,30 @@ from flash_train.attention.kernels.portable.launch import (
     slope_gradient,
     slots_of,
 )
-from flash_train.attention.kernels.portable.tiles import block_d, cdiv, processors
+from flash_train.attention.kernels.portable.tiles import block_d
 from flash_train.attention.kernels.tile_lists import lists_launch
-
-CACHE_BYTES = 24 << 20  #: of rows that are walked at a time: half of the chip's second-level cache
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """As ``portable.launch.forward``, where ``refusal`` has no reason."""
+    """Compute the same as ``portable.launch.forward``, for calls that ``refusal`` does not refuse."""
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            launch_all(_forward_launches, (q, k, v), (out, lse, _task_counter(q)), call)
+            launch_all(_forward_launches, (q, k, v), (out, lse, _work_tile_counter(q)), call)
     return out, lse
 
 
 _counters: dict[int, Tensor] = {}
 
 
-def _task_counter(q: Tensor) -> Tensor:
-    """An int32 of 0, as every launch leaves it: one for all launches on a device's default stream, where they follow
-    each other. Elsewhere every launch has its own: a graph may be replayed on any stream and takes its memory from a
-    pool that it frees, as do the runs by which `torch.compile` prepares one."""
-    if not q.is_cuda or torch._C._cuda_getCurrentRawStream(q.device.index) != 0:  # without a Python object of it
+def _work_tile_counter(q: Tensor) -> Tensor:
+    """Return an int32 of 0, the scheduler's counter. Every launch leaves it at 0.
+
+    All launches on a device's default stream share one, because they run one after the other. On other streams every
+    launch has its own: a CUDA graph may be replayed on any stream, and its memory comes from a pool that is freed with
+    it. The warm-up runs of `torch.compile` before such a graph use that pool too.
+    """
+    if not q.is_cuda or torch._C._cuda_getCurrentRawStream(q.device.index) != 0:  # this call makes no Stream object
         return q.new_zeros(1, dtype=torch.int32)
     if q.device.index not in _counters:
         _counters[q.device.index] = q.new_zeros(1, dtype=torch.int32)
@@ -87,26 +95,26 @@ def backward(
     call: Call,
     needs_slopes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As ``portable.launch.backward``, where ``backward_refusal`` has no reason.
+    """Compute the same as ``portable.launch.backward``, for calls that ``backward_refusal`` does not refuse.
 
-    Five products a pair, with dQ summed in any order. Where that must not be (``torch.use_deterministic_algorithms``),
-    for the gradient of slopes, and where head_dim is more than 128, dQ has a kernel of its own, and two products more.
+    The backward takes five products per pair and accumulates dQ in any order. dQ has its own kernel, with two more
+    products, under ``torch.use_deterministic_algorithms``, for the gradient of slopes, and if head_dim is above 128.
     """
     dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
     out, lse = contiguous_columns(out), contiguous_columns(lse)
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    alone = block_d(q.shape[-1]) > WIDEST_SUM or needs_slopes or torch.are_deterministic_algorithms_enabled()
+    alone = block_d(q.shape[-1]) > WIDEST_ACCUMULATOR or needs_slopes or torch.are_deterministic_algorithms_enabled()
     dslope = torch.zeros_like(lse) if needs_slopes else None
-    sums = make_sums(q, call, with_dq=not alone)
+    buffers = make_backward_buffers(q, call, with_dq=not alone)
     with on_device(q):
         if q.shape[:-1].numel() > 0:
-            made = (sums.delta, sums.lse2, sums.dq, sums.counters, dq, dk, dv, dslope)
+            made = (buffers.delta, buffers.lse2, buffers.dq, buffers.counters, dq, dk, dv, dslope)
             launch_all(_backward_launches, (q, k, v, out, dout, lse, dlse), made, call)
         else:
             dk, dv = dk.zero_(), dv.zero_()
     slopes = None if dslope is None else slope_gradient(dslope, call)
-    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(sums.of_rows(call, lse), lse, call)
+    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(buffers.of_rows(call, lse), lse, call)
 
 
 def _backward_launches(
@@ -119,7 +127,7 @@ def _backward_launches(
     dlse: Tensor | None,
     delta: Tensor,
     lse2: Tensor,
-    sum_dq: Tensor | None,
+    dq_accumulator: Tensor | None,
     counters: Tensor | None,
     dq: Tensor,
     dk: Tensor,
@@ -127,24 +135,26 @@ def _backward_launches(
     dslope: Tensor | None,
     call: Call,
 ) -> Iterator[Launch]:
-    sums = Sums(delta, lse2, sum_dq, counters)
-    yield prepare_launch(k, out, dout, lse, dlse, sums, call)
-    yield backward_launch(q, k, v, dout, sums, dq, dk, dv, call)
-    if sum_dq is None:
-        yield dq_launch(q, k, v, dout, sums, dq, dslope, call)
+    buffers = BackwardBuffers(delta, lse2, dq_accumulator, counters)
+    yield prepare_launch(k, out, dout, lse, dlse, buffers, call)
+    yield backward_launch(q, k, v, dout, buffers, dq, dk, dv, call)
+    if dq_accumulator is None:
+        yield dq_launch(q, k, v, dout, buffers, dq, dslope, call)
     else:
-        yield finish_launch(sums, dq, k, call)
+        yield finish_launch(buffers, dq, k, call)
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """Why these kernels cannot run the call's forward, or None where they can."""
+    """Return why these kernels cannot run the call's forward, or None if they can."""
     first = None if call.rng is None else call.origin[2:]
     blocks = call.bounds.block if call.has_lists else None
     return _refusal(form_of(q), form_of(k), form_of(v), first, blocks)
 
 
-@functools.lru_cache(maxsize=4096)  # every call asks, mostly the same, and finding out takes as long as a launch
-def _refusal(q: Form, k: Form, v: Form, first: tuple[int, int] | None, blocks: tuple[int, int] | None) -> str | None:
+@functools.lru_cache(maxsize=4096)  # the checks take as long as a launch
+def _refusal(
+    q: TensorForm, k: TensorForm, v: TensorForm, first: tuple[int, int] | None, blocks: tuple[int, int] | None
+) -> str | None:
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if k.shape[-3] == 0:
         return "there are no keys"
@@ -155,8 +165,8 @@ def _refusal(q: Form, k: Form, v: Form, first: tuple[int, int] | None, blocks: t
     for name, form in (("q", q), ("k", k), ("v", v)):
         if not describable(form):
             return f"{name} has strides {form.stride}: TMA takes multiples of 16 bytes below 2**40, the last 1"
-        if form.shape[-3] > MOST_ROWS:
-            return f"{name} has {form.shape[-3]} rows: the coordinates of TMA reach {MOST_ROWS}"
+        if form.shape[-3] > MAX_ROWS:
+            return f"{name} has {form.shape[-3]} rows: the coordinates of TMA reach {MAX_ROWS}"
     for name, columns in (("q", head_dim), ("v", head_dim_v)):
         if columns % 8:
             return f"{name}'s head_dim {columns} is not a multiple of 8"
@@ -168,14 +178,14 @@ def _refusal(q: Form, k: Form, v: Form, first: tuple[int, int] | None, blocks: t
 
 
 def backward_refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """Why these kernels cannot run the call's backward, or None where they can."""
+    """Return why these kernels cannot run the call's backward, or None if they can."""
     reason = refusal(q, k, v, call)
     if reason is not None:
         return reason
     if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
-        return "heads that share keys have block patterns of their own"
+        return "heads that share keys have different block patterns"
     if q.shape[-2] * PAD * slots_of(q, call.cu_seqlens_q, PAD) >= 2**31:
-        return "there are 2**31 rows or more, of all heads together"
+        return "all heads together have 2**31 rows or more"
     return None
 
 
@@ -189,9 +199,9 @@ def forward_launch(
     call: Call,
     tile: ForwardTile | None = None,
 ) -> Launch:
-    """``counter``: an int32 of 0, also behind the launch."""
+    """``counter``: an int32 of 0; the launch leaves it at 0."""
     columns = block_d(q.shape[-1])
-    tile = tile or forward_tile(columns, _mean_rows(k, call.cu_seqlens_k), call)
+    tile = tile or forward_tile(columns, grid.mean_rows(k, call.cu_seqlens_k), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     rule = mask_rule(call, tile.portable, walks_keys=True)
@@ -199,7 +209,7 @@ def forward_launch(
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(out, 64, columns), stats(lse), counter, call.cu_seqlens_q, call.cu_seqlens_k, rule,
         score_arguments(call), call.sinks, dropout_arguments(call), entries, rows_q, rows_k, n_heads,
-        _heads_at_once(q, k, call, 64 * tile.consumers),
+        grid.heads_at_once(q, k, call, 64 * tile.consumers),
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -213,25 +223,25 @@ def forward_launch(
         "num_warps": 4,
         "maxnreg": {2: 168, 3: 128}[tile.consumers],
     }
-    grid = (min(_tasks(q, call.cu_seqlens_q, 64 * tile.consumers), processors(q.device)),)
-    return Launch(hopper_forward, grid, arguments, constants, lists_launch(call, rule, walks_keys=True))
+    programs = (min(grid.count_work_tiles(q, call.cu_seqlens_q, 64 * tile.consumers), grid.processors(q.device)),)
+    return Launch(hopper_forward, programs, arguments, constants, lists_launch(call, rule, walks_keys=True))
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What the backward keeps between its kernels, in rows padded to whole blocks (``rows``)."""
+class BackwardBuffers:
+    """The tensors that one backward kernel leaves for the next, in rows padded to whole blocks (``backward_rows``)."""
 
     delta: Tensor  #: fp32 (heads, padded)
     lse2: Tensor  #: fp32 (heads, padded)
-    dq: Tensor | None  #: fp32 (heads, padded, columns), in pieces (``rows``); None where dQ has a kernel of its own
-    counters: Tensor | None  #: int32 (2, key heads of all entries or more): see ``sums``; None without dQ
+    dq: Tensor | None  #: fp32 accumulator (heads, padded, columns), in pieces; None if dQ has its own kernel
+    counters: Tensor | None  #: int32 (2, key heads of all entries, or more): see ``dq_sum``; None without dq
 
     @property
     def padded(self) -> int:
         return self.delta.shape[1]
 
     def of_rows(self, call: Call, lse: Tensor) -> Tensor:
-        """delta in the shape of ``lse``."""
+        """Return delta in the shape of ``lse``."""
         if call.cu_seqlens_q is None:
             by_entry = self.delta.view(lse.shape[1], lse.shape[0], -1)
             return by_entry[:, :, : lse.shape[2]].transpose(0, 1)
@@ -241,34 +251,43 @@ class Sums:
         return self.delta[:, (first // PAD + entry) * PAD + row - first]
 
 
-def make_sums(q: Tensor, call: Call, with_dq: bool = True) -> Sums:
+def make_backward_buffers(q: Tensor, call: Call, with_dq: bool = True) -> BackwardBuffers:
     heads, columns = q.shape[-2], block_d(q.shape[-1])
     padded = PAD * slots_of(q, call.cu_seqlens_q, PAD)
     delta, lse2 = q.new_empty((2, heads, padded), dtype=torch.float32).unbind()
     if not with_dq:
-        return Sums(delta, lse2, None, None)
-    units = heads * (q.shape[0] if call.cu_seqlens_q is None else 1)  # at least as many as there are of keys
-    sum_dq = q.new_empty((heads, padded, columns), dtype=torch.float32)
-    return Sums(delta, lse2, sum_dq, q.new_empty((2, units), dtype=torch.int32))
+        return BackwardBuffers(delta, lse2, None, None)
+    units = heads * (q.shape[0] if call.cu_seqlens_q is None else 1)  # at least as many as key heads
+    dq_accumulator = q.new_empty((heads, padded, columns), dtype=torch.float32)
+    return BackwardBuffers(delta, lse2, dq_accumulator, q.new_empty((2, units), dtype=torch.int32))
 
 
 def prepare_launch(
-    k: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, sums: Sums, call: Call
+    k: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, buffers: BackwardBuffers, call: Call
 ) -> Launch:
     entries, rows, _ = lengths_of(out, k, call)
     group = out.shape[-2] // k.shape[-2]
-    at_once, last = _groups(out, k, call)
+    at_once, last = grid.head_groups(out, k, call)
     arguments = (
-        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse), sums.delta,
-        sums.lse2, sums.dq, sums.counters, call.cu_seqlens_q, call.keep_rate, entries, rows, sums.padded,
-        0 if sums.counters is None else sums.counters.numel(), AHEAD.value * at_once * group, last * at_once * group,
+        strided(out), strided(dout), stats(lse), None if dlse is None else stats(dlse), buffers.delta,
+        buffers.lse2, buffers.dq, buffers.counters, call.cu_seqlens_q, call.keep_rate, entries, rows, buffers.padded,
+        0 if buffers.counters is None else buffers.counters.numel(), AHEAD.value * at_once * group,
+        last * at_once * group,
     )  # fmt: skip
     constants = {"HEAD_DIM": out.shape[-1], "BLOCK_D": block_d(out.shape[-1]), "BLOCK": PAD}
-    return Launch(hopper_prepare, (sums.padded // PAD, out.shape[-2]), arguments, constants)
+    return Launch(hopper_prepare, (buffers.padded // PAD, out.shape[-2]), arguments, constants)
 
 
 def backward_launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: Sums, dq: Tensor, dk: Tensor, dv: Tensor, call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    buffers: BackwardBuffers,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    call: Call,
 ) -> Launch:
     columns, group = block_d(q.shape[-1]), q.shape[-2] // k.shape[-2]
     tile = backward_tile(columns, call)
@@ -276,20 +295,20 @@ def backward_launch(
     entries, rows_q, rows_k = lengths_of(q, k, call)
     rule = mask_rule(call, tile, walks_keys=False)
     kernel: Any = hopper_backward_wide
-    sum_dq: tuple[Any, ...] = ()
+    dq_accumulator: tuple[Any, ...] = ()
     with_dq: dict[str, Any] = {}
-    if columns <= WIDEST_SUM:
-        kernel, with_dq = hopper_backward, {"WITH_DQ": sums.dq is not None}
-        sum_dq = (None, None, None)
-        if sums.dq is not None:
-            pieces = describe_sum(sums.dq, dq_columns(tile.block_m, columns))
-            sum_dq = (pieces, sums.counters, describe(dq, 64, columns))
+    if columns <= WIDEST_ACCUMULATOR:
+        kernel, with_dq = hopper_backward, {"WITH_DQ": buffers.dq is not None}
+        dq_accumulator = (None, None, None)
+        if buffers.dq is not None:
+            pieces = describe_accumulator(buffers.dq, dq_columns(tile.block_m, columns))
+            dq_accumulator = (pieces, buffers.counters, describe(dq, 64, columns))
     arguments = (
         describe(q, *queries), describe(k, *keys), describe(v, *keys), describe(dout, *queries),
-        describe_rows(sums.lse2, tile.block_m), describe_rows(sums.delta, tile.block_m), *sum_dq,
+        describe_rows(buffers.lse2, tile.block_m), describe_rows(buffers.delta, tile.block_m), *dq_accumulator,
         describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
         dropout_arguments(call), call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2],
-        _kv_heads_at_once(q, k, call, tile.block_n), processors(q.device), sums.padded,
+        grid.kv_heads_at_once(q, k, call, tile.block_n), grid.processors(q.device), buffers.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -300,8 +319,8 @@ def backward_launch(
         "num_warps": 4,
         "maxnreg": 168,
     }
-    grid = (_tasks(k, call.cu_seqlens_k, tile.block_n),)
-    return Launch(kernel, grid, arguments, constants, lists_launch(call, rule, walks_keys=False))
+    programs = (grid.count_work_tiles(k, call.cu_seqlens_k, tile.block_n),)
+    return Launch(kernel, programs, arguments, constants, lists_launch(call, rule, walks_keys=False))
 
 
 def dq_launch(
@@ -309,7 +328,7 @@ def dq_launch(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    sums: Sums,
+    buffers: BackwardBuffers,
     dq: Tensor,
     dslope: Tensor | None,
     call: Call,
@@ -321,10 +340,10 @@ def dq_launch(
     rule = mask_rule(call, tile.portable, walks_keys=True)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
-        describe(dout, 64, columns), sums.lse2, sums.delta, describe(dq, 64, columns),
+        describe(dout, 64, columns), buffers.lse2, buffers.delta, describe(dq, 64, columns),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
         dropout_arguments(call), call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
-        _heads_at_once(q, k, call, tile.portable.block_m), sums.padded,
+        grid.heads_at_once(q, k, call, tile.portable.block_m), buffers.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -335,68 +354,21 @@ def dq_launch(
         "num_warps": 4,
         "maxnreg": 168,
     }
-    grid = (_tasks(q, call.cu_seqlens_q, tile.portable.block_m),)
-    return Launch(hopper_backward_dq, grid, arguments, constants, lists_launch(call, rule, walks_keys=True))
+    programs = (grid.count_work_tiles(q, call.cu_seqlens_q, tile.portable.block_m),)
+    return Launch(hopper_backward_dq, programs, arguments, constants, lists_launch(call, rule, walks_keys=True))
 
 
-def finish_launch(sums: Sums, dq: Tensor, k: Tensor, call: Call) -> Launch:
+def finish_launch(buffers: BackwardBuffers, dq: Tensor, k: Tensor, call: Call) -> Launch:
     entries, rows, _ = lengths_of(dq, k, call)
-    columns, slots = block_d(dq.shape[-1]), sums.padded // PAD
+    columns, slots = block_d(dq.shape[-1]), buffers.padded // PAD
     tile = backward_tile(columns, call)
-    heads = _heads_of_all(k, call)
-    at_once, last = _groups(dq, k, call)
-    left = slots * dq.shape[-2] // heads * (heads - last * at_once)  # the rest the backward has finished: ``sums``
+    heads = grid.all_kv_heads(k, call)
+    at_once, last = grid.head_groups(dq, k, call)
+    left = slots * dq.shape[-2] // heads * (heads - last * at_once)  # the backward has converted the others: ``dq_sum``
     arguments = (
-        sums.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, sums.padded,
+        buffers.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, buffers.padded,
         slots, dq.shape[-2],
     )  # fmt: skip
     piece = int(dq_columns(tile.block_m, columns))
     constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": columns, "BLOCK": PAD, "COLUMNS": piece}
     return Launch(hopper_finish, (left,), arguments, constants)
-
-
-def _groups(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
-    """Key heads that the backward takes at once, and the number of its last group of them: as ``tasks.task_beside``."""
-    at_once = _kv_heads_at_once(q, k, call, backward_tile(block_d(q.shape[-1]), call).block_n)
-    return at_once, max(_heads_of_all(k, call) // at_once - 2, 0)
-
-
-def _heads_of_all(k: Tensor, call: Call) -> int:
-    """Of all entries."""
-    return k.shape[-2] * (k.shape[0] if call.cu_seqlens_k is None else 1)
-
-
-def _heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
-    """Query heads whose keys and values are to lie in the cache together: see ``tasks.find_task``."""
-    group = q.shape[-2] // k.shape[-2]
-    tasks = group * _tasks_of_head(q, call.cu_seqlens_q, block)
-    row = 2 * k.shape[-1] * k.dtype.itemsize
-    return group * _at_once(k, call.cu_seqlens_k, tasks, row * _mean_rows(k, call.cu_seqlens_k))
-
-
-def _kv_heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
-    """Key heads, with the queries, gradients and sums of dQ of one of the heads that share each."""
-    tasks = _tasks_of_head(k, call.cu_seqlens_k, block)
-    row = q.shape[-1] * (2 * q.dtype.itemsize + 4)
-    return _at_once(k, call.cu_seqlens_k, tasks, row * _mean_rows(q, call.cu_seqlens_q))
-
-
-def _at_once(k: Tensor, cu_seqlens: Tensor | None, tasks: int, size: int) -> int:
-    """Key heads of ``tasks`` and ``size`` bytes each that are one task for each processor, if the cache holds them."""
-    heads = k.shape[-2] * (k.shape[0] if cu_seqlens is None else 1)
-    return max(1, min(heads, round(processors(k.device) / tasks), CACHE_BYTES // size))
-
-
-def _tasks_of_head(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
-    """Of a head of one entry; packed, of all entries."""
-    return cdiv(x.shape[1], block) if cu_seqlens is None else slots_of(x, cu_seqlens, block)
-
-
-def _mean_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Rows of an entry; packed, the mean, whose lengths only the device knows."""
-    return x.shape[1] if cu_seqlens is None else cdiv(x.shape[0], cu_seqlens.numel() - 1)
-
-
-def _tasks(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
-    """As ``tasks.count_tasks``."""
-    return x.shape[-2] * slots_of(x, cu_seqlens, block)

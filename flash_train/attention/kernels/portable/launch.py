@@ -1,4 +1,4 @@
-"""Launches the forward and the backward kernels."""
+"""Launch the portable forward and backward kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flash_train.attention.kernels.tile_lists import lists_launch
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """Output like q, and the natural log-sum-exp: fp32 (batch, heads, seqlen), packed (heads, total)."""
+    """Return the output like q and the natural log-sum-exp, fp32 (batch, heads, seqlen), packed (heads, total)."""
     q, k, v = addressable(q), addressable(k), addressable(v)
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
@@ -43,11 +43,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = N
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """None: these kernels run every call."""
+    """Return None: these kernels run every call."""
 
 
 def backward_refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """None: these kernels run every call."""
+    """Return None: these kernels run every call."""
 
 
 def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
@@ -66,7 +66,7 @@ def backward(
     needs_slopes: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """dq, dk, dv, and the gradients of slopes (where wanted) and sinks; bitwise the same at every call."""
+    """Return dq, dk, dv and the gradients of slopes (if needed) and sinks; they are bitwise the same at every call."""
     q, k, v, out, dout = addressable(q), addressable(k), addressable(v), addressable(out), addressable(dout)
     lse, dlse = contiguous_columns(lse), None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -110,7 +110,7 @@ def _backward_launches(
 
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: Tile) -> Launch:
-    rule, score, dropout = _what(call, tile, walks_keys=True)
+    rule, score, dropout = _common_arguments(call, tile, walks_keys=True)
     arguments = (
         *map(strided, (q, k, v, out)), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, call.sinks,
         dropout, *lengths_of(q, k, call),
@@ -145,7 +145,7 @@ def dkdv_launch(
     call: Call,
     tile: Tile,
 ) -> Launch:
-    rule, score, dropout = _what(call, tile, walks_keys=False)
+    rule, score, dropout = _common_arguments(call, tile, walks_keys=False)
     arguments = (
         *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dk), strided(dv), call.cu_seqlens_q,
         call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *lengths_of(q, k, call),
@@ -167,7 +167,7 @@ def dq_launch(
     call: Call,
     tile: Tile,
 ) -> Launch:
-    rule, score, dropout = _what(call, tile, walks_keys=True)
+    rule, score, dropout = _common_arguments(call, tile, walks_keys=True)
     arguments = (
         *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dq),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, dropout,
@@ -179,7 +179,7 @@ def dq_launch(
 
 
 def slope_gradient(rows: Tensor, call: Call) -> Tensor:
-    """The rows' parts summed to the shape of the slopes, in a fixed order."""
+    """Sum the rows' gradients to the shape of the slopes, in a fixed order."""
     assert call.alibi_slopes is not None
     if call.alibi_slopes.dim() == 1:
         return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.alibi_slopes.dtype)
@@ -191,7 +191,8 @@ def slope_gradient(rows: Tensor, call: Call) -> Tensor:
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
-    """A sink's weight exp(sink - lse) gives nothing to the output: its gradient is -weight * D in every row."""
+    """Return the gradient of the sinks. A sink's weight exp(sink - lse) adds nothing to the output, so each row
+    contributes -weight * delta."""
     assert call.sinks is not None
     weight = torch.exp(call.sinks.float()[:, None] - lse)
     rows = torch.where(lse != float("-inf"), weight * delta, 0.0) / -call.keep_rate
@@ -199,7 +200,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
 
 
 def make_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the output and its log-sum-exp."""
+    """Allocate the output and its log-sum-exp."""
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
@@ -208,20 +209,20 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 
 def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
-    """Programs along the rows of x: see ``device.schedule.find_tile``."""
+    """Return the number of programs along the rows of x: see ``device.schedule.find_tile``."""
     if cu_seqlens is None:
         return x.shape[0] * cdiv(x.shape[1], block)
     return x.shape[0] // block + cu_seqlens.numel()
 
 
 def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
-    """(entries, query rows, key rows); packed, the rows of the whole tensors."""
+    """Return (entries, query rows, key rows); packed, the rows of the whole tensors."""
     if call.cu_seqlens_q is None:
         return q.shape[0], q.shape[1], k.shape[1]
     return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]
 
 
-def _what(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+def _common_arguments(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
     walked = tile.block_n if walks_keys else tile.block_m
     return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call, walked)
 

@@ -1,4 +1,4 @@
-"""Launching the decode kernels."""
+"""Launch the decode kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flash_train.attention.kernels.portable.tiles import Tile, block_d, cdiv, de
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: CacheRows, call: Call, num_splits: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q to the keys of the rows.
+    """Compute the attention of q to the cached keys.
 
     Args:
         q: (batch, len_q, heads, head_dim).
@@ -96,7 +96,7 @@ def merge_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sinks
 
 
 def cache_argument(x: Tensor, rows: CacheRows) -> Cache:
-    """A cache and its rows for the kernel, which reads every index tensor element after element."""
+    """Return a cache and its rows as the kernel takes them. It reads index tensors as contiguous."""
     batch, row, head = x.stride()[:3]
     batch_idx, leftpad, pages = readable(rows.batch_idx), readable(rows.leftpad), readable(rows.block_table)
     if pages is None:
@@ -105,5 +105,5 @@ def cache_argument(x: Tensor, rows: CacheRows) -> Cache:
 
 
 def _splits(device: torch.device, programs: int, capacity: int, tile: Tile) -> int:
-    """Parts that give each processor two programs, and each program four blocks of keys or more."""
+    """Return the number of parts that gives each SM two programs, and each program at least four blocks of keys."""
     return max(1, min(2 * processors(device) // programs, cdiv(capacity, 4 * tile.block_n)))

@@ -1,8 +1,8 @@
-"""Tile shapes: how much of the problem one program holds.
+"""Tile shapes: the part of the problem that one program computes.
 
-The table is ``tiles.json``: a row per shared-memory limit (KiB a program), bits of the inputs, head dimension and
-variant of the call, and in some the major of the compute capability that it is for. ``scripts/tune_attention.py``
-measures rows and writes them; nothing is tuned at run time.
+The table is ``tiles.json``: a row for each shared-memory limit (KiB per program), bits of the inputs, head dimension
+and variant of the call. Some rows also name the major compute capability that they are for.
+``scripts/tune_attention.py`` measures rows and writes them; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one call's kernels. With a tile for dV, it has a launch of its own and ``dkdv`` gives dK alone."""
+    """The tiles of one call's kernels. With a tile for dV, dV has its own launch and ``dkdv`` computes dK only."""
 
     forward: Tile
     dkdv: Tile
@@ -50,36 +50,36 @@ class Tiles:
         return Tiles(*(None if tile is None else tile.within(block_m, block_n) for tile in tiles))
 
 
-#: the interpreter's cost is per program and step, not per element, and it must still cross tile boundaries at n <= 256
+#: few programs and steps, which the interpreter's time depends on, but several tiles at n <= 256
 INTERPRETER = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's, which compiled code can call too, takes ten times as long."""
+    """Return a / b, rounded up. ``triton.cdiv`` takes ten times as long, as compiled code can call it too."""
     return -(-a // b)
 
 
 @functools.cache
 def block_d(head_dim: int) -> int:
-    """Columns of a tile: the head dimension rounded up to a power of two, at least 64.
+    """Return the columns of a tile: the head dimension rounded up to a power of two, at least 64.
 
-    The mathematics would allow fewer columns. But for compute capability 9.0, Triton 3.6 and 3.7 misplace a tile of 16
-    or 32 columns of 16 bits that passes through registers on its way to shared memory, as a tile of unaligned rows
-    does: products are wrong, or an address is illegal. With 64 columns the exponentials take longer than the products
-    in any case.
+    Fewer columns would be possible, but Triton 3.6 and 3.7 miscompile them for compute capability 9.0. They misplace a
+    tile of 16 or 32 columns of 16 bits that passes through registers on its way to shared memory, as a tile of
+    unaligned rows does; products are wrong, or an address is illegal. Little is lost: with 64 columns the exponentials
+    already take longer than the products.
     """
     return max(64, triton.next_power_of_2(head_dim))
 
 
 def variant_of(causal: bool, dropout: bool, terms: bool) -> str:
-    """``terms``: element-wise terms, which may load a number per pair, leave less room than anything else."""
+    """Return the row's variant. Element-wise terms come first: they may load a number per pair and need most room."""
     if terms:
         return "terms"
     return ("dropout-" if dropout else "") + ("causal" if causal else "full")
 
 
 def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, variant: str) -> Tiles:
-    """The table's tiles for this device; the interpreter's on a CPU."""
+    """Return the table's tiles for this device; on a CPU, the interpreter's."""
     if device.type == "cpu":
         return INTERPRETER
     return tiles_for(shared_memory(device), dtype, head_dim, variant, major_of(device))
@@ -87,20 +87,20 @@ def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, varian
 
 @functools.cache
 def major_of(device: torch.device) -> int:
-    """The major of the compute capability."""
+    """Return the major compute capability."""
     return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may take."""
+    """Return the bytes of shared memory that one program may take."""
     with torch.cuda.device(device):
         driver = triton.runtime.driver.active
         return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
 def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Tile:
-    """The decode kernel's tile for ``rows`` rows (queries times heads of a group): bytes in flight matter."""
+    """Return the decode kernel's tile for ``rows`` queries times heads of a group, by the bytes in flight."""
     if device.type == "cpu":
         return Tile(16, 32, 4, 1)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
@@ -110,13 +110,13 @@ def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: i
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 4 in the interpreter, so that keys are split there, too."""
+    """Return the number of streaming multiprocessors; 4 in the interpreter, so that it splits keys too."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str, major: int) -> Tiles:
-    """The row for the largest shared memory that is within ``shared`` bytes, a chip's own before one for all."""
+    """Return the row for the most shared memory within ``shared`` bytes. Rows for this chip come first."""
     bits = 8 * dtype.itemsize
     rows = [
         row
