@@ -11,7 +11,8 @@ import pytest
 from flash_train.cli.collect_runs import join_trials
 from flash_train.cli.collect_runs import main as collect_runs
 from flash_train.files import write_json, write_text
-from flash_train.profiling.ablation.table import Row, losses_to_csv, to_csv
+from flash_train.profiling.ablation.row import Row
+from flash_train.profiling.ablation.table import losses_to_csv, to_csv
 from flash_train.profiling.attention.plot import plot_attention
 from flash_train.profiling.memory.longest import Longest, from_record, to_record
 from flash_train.profiling.memory.longest import Row as LongestRow

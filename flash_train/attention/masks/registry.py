@@ -6,12 +6,9 @@ A class registers itself when it sets ``Mask.kind``; a ``MaskFunction`` register
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from flash_train.attention.masks.base import Mask
 
 #: ``@triton.jit`` function ``(entry, head, q, k, *arguments) -> bool tile``, and its arguments
 DeviceTerm = tuple[Any, tuple[Any, ...]]
@@ -19,11 +16,15 @@ DeviceTerm = tuple[Any, tuple[Any, ...]]
 #: takes a term's tensors from an iterator over the tensors of all terms
 DeviceTermBuilder = Callable[[Iterator[Tensor]], DeviceTerm]
 
-_classes: dict[str, type[Mask]] = {}
+
+#: a subclass of ``Mask``, which this module does not import: ``Mask`` registers its subclasses here
+TermClass = type[Any]
+
+_classes: dict[str, TermClass] = {}
 _builders: dict[str, DeviceTermBuilder] = {}
 
 
-def register_class(term: type[Mask]) -> None:
+def register_class(term: TermClass) -> None:
     """Register a term under its ``kind``. A class that is defined again, as in a notebook, replaces the former one.
 
     Raises:
@@ -43,22 +44,22 @@ def register_builder(name: str, builder: DeviceTermBuilder) -> None:
 
 
 def builders() -> dict[str, DeviceTermBuilder]:
-    """Builders of device terms by name; not to be changed."""
+    """Return the builders of device terms by name. Do not change the dictionary."""
     return _builders
 
 
-def term_class(kind: str) -> type[Mask]:
-    """The class of this kind. Raises ValueError for an unknown one."""
+def term_class(kind: str) -> TermClass:
+    """Return the class of this kind. Raises ValueError if there is none."""
     if kind not in _classes:
         raise ValueError(f"mask term {kind!r}: must be one of {', '.join(_classes)}; import the module of its class")
     return _classes[kind]
 
 
 def device_term(name: str, tensors: Iterator[Tensor]) -> DeviceTerm:
-    """The term's ``@triton.jit`` function and its arguments.
+    """Return the term's ``@triton.jit`` function and its arguments.
 
     Raises:
-        ValueError: this process does not know the name, which may come from a saved program.
+        ValueError: this process does not know the name, for example from a saved program.
     """
     if name not in _builders:
         raise ValueError(
@@ -68,5 +69,5 @@ def device_term(name: str, tensors: Iterator[Tensor]) -> DeviceTerm:
     return _builders[name](tensors)
 
 
-def _location(term: type[Mask]) -> tuple[str, str]:
+def _location(term: TermClass) -> tuple[str, str]:
     return term.__module__, term.__qualname__

@@ -12,7 +12,8 @@ from flash_train.cli.sweep.plan import TRIALS_FOLDER, PlannedTrial, Sweep
 from flash_train.cli.sweep.trial import RECORD, Result, Trial
 from flash_train.files import write_text
 from flash_train.profiling.ablation.plot import plot_ablation, plot_losses
-from flash_train.profiling.ablation.repeats import DISTURBED, step_spread
+from flash_train.profiling.ablation.repeats import step_spread
+from flash_train.profiling.ablation.row import DISTURBED
 from flash_train.profiling.ablation.table import (
     COLUMNS,
     Row,

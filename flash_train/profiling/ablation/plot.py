@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
-from flash_train.profiling.ablation.repeats import DISTURBED, combine_seeds
-from flash_train.profiling.ablation.table import COMPARED, MARK, Row, describe, groups, validation_tokens, varying
+from flash_train.profiling.ablation.repeats import combine_seeds
+from flash_train.profiling.ablation.row import DISTURBED, Row
+from flash_train.profiling.ablation.table import COMPARED, MARK, describe, groups, validation_tokens, varying
 from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION, finite, save_figure, say_empty, short_length
 
 #: color and mark of an attention backend; marks differ, too, for prints in gray

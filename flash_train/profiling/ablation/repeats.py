@@ -5,13 +5,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flash_train.profiling.ablation.table import Row
+from flash_train.profiling.ablation.row import Row
 
 SEED = "seed"
-DISTURBED = 0.1  # if a trial's steps spread more, something else ran on the machine
 
 
 def relative_spread(values: Sequence[float]) -> float | None:
@@ -33,7 +30,7 @@ def step_spread(seconds: Sequence[float], utilisation: Sequence[float] = ()) -> 
     return min((spread for spread in found if spread is not None), default=None)
 
 
-def combine_seeds(rows: Sequence["Row"]) -> list["Row"]:
+def combine_seeds(rows: Sequence[Row]) -> list[Row]:
     """One trial for all that differ only in their seed: the median of each measurement, and the number of runs.
 
     Runs whose steps were disturbed are left out if there are others. `step_spread` becomes the range of the runs' step
@@ -48,7 +45,7 @@ def combine_seeds(rows: Sequence["Row"]) -> list["Row"]:
     return [_combined(list(runs), seeds) for _, runs in groupby(in_order, key=lambda row: row.without(SEED))]
 
 
-def _combined(runs: Sequence["Row"], seeds: str) -> "Row":
+def _combined(runs: Sequence[Row], seeds: str) -> Row:
     ran = [row for row in runs if row.status == "ok"]
     if not ran:
         return replace(runs[0], axes={**runs[0].axes, SEED: seeds})

@@ -5,10 +5,11 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from flash_train.profiling.ablation.repeats import DISTURBED, combine_seeds
+from flash_train.profiling.ablation.repeats import combine_seeds
+from flash_train.profiling.ablation.row import DISTURBED, Row
 from flash_train.records.markdown import escape, markdown_table
 
 BASELINE = "standard"  # the attention that ratios refer to
@@ -27,43 +28,11 @@ the range of their medians, if it is larger.
 
 
 @dataclass(frozen=True)
-class Row:
-    """A trial: its value on every axis, how it ended (status ok, oom, failed or unavailable), and its measurements.
-
-    Args:
-        measured: by the names of `COLUMNS`; None or absent if unknown.
-        losses: the training losses, by optimizer step.
-        ran: the attention backend that ran, if known.
-    """
-
-    axes: Mapping[str, Any]
-    status: str
-    reason: str | None = None
-    measured: Mapping[str, float | None] = field(default_factory=dict)
-    losses: Mapping[int, float] = field(default_factory=dict)
-    ran: str | None = None
-
-    def shown(self, axis: str) -> str:
-        """The value on an axis, as tables show it; for `attention=auto` also the backend that ran."""
-        value = str(self.axes[axis])
-        return f"{value}: {self.ran}" if axis == "attention" and value == "auto" and self.ran else value
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether its steps, or its runs, spread more than they do on an undisturbed machine."""
-        return (self.measured.get("step_spread") or 0.0) > DISTURBED
-
-    def without(self, *names: str) -> tuple[Any, ...]:
-        """The values on all axes but these."""
-        return tuple(value for name, value in self.axes.items() if name not in names)
-
-
-@dataclass(frozen=True)
 class Difference:
     """How much the losses of a group of comparable trials differ.
 
-    `largest` is the largest (max - min) / |max| of all steps. `words` tell the group from others. `masks`: its backends
-    drew different dropout masks. `lost` names the trials with a loss that is not finite; `largest` is then NaN.
+    `largest` is the largest (max - min) / |max| of all steps. `words` distinguish the group from others. `masks`: its
+    backends drew different dropout masks. `lost` names the trials whose loss is not finite; `largest` is then NaN.
     """
 
     words: str

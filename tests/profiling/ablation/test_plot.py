@@ -9,7 +9,7 @@ import pytest
 
 from flash_train.profiling.ablation import plot as ablation_plot
 from flash_train.profiling.ablation.plot import _apart, fit_exponent, plot_ablation, plot_losses
-from flash_train.profiling.ablation.table import Row
+from flash_train.profiling.ablation.row import Row
 
 AXES = {"model": "nano", "memory": "none", "attention": "sdpa"}
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from flash_train.profiling.ablation.repeats import DISTURBED, combine_seeds, relative_spread, step_spread
-from flash_train.profiling.ablation.table import Row
+from flash_train.profiling.ablation.repeats import combine_seeds, relative_spread, step_spread
+from flash_train.profiling.ablation.row import DISTURBED, Row
 
 NAN = float("nan")
 
