@@ -1,4 +1,4 @@
-"""Convert a call to the kernels' arguments, and launch a kernel with them."""
+"""Kernel launches, and the kernels' arguments made from a call."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its grid and its arguments. It can be run, or only compiled.
+    """A kernel, its grid and its arguments. It can be run or only compiled.
 
-    ``first`` are launches that must run before it. ``made`` are tensors among the arguments that were allocated for
-    this launch, which fills them.
+    The launches ``first`` must run before this one. ``made`` are the arguments that were allocated with this launch and
+    that it fills.
     """
 
     kernel: Any
@@ -44,10 +44,11 @@ class Launch:
         self.start()
 
     def start(self) -> Any:
-        """Launch this kernel without ``first``. Returns the kernel that Triton compiled.
+        """Run this launch without ``first``, and return the kernel that Triton compiled.
 
         Raises:
-            RuntimeError: ``torch.compile`` is tracing. Its tensors are fake, so only a registered operator may launch.
+            RuntimeError: ``torch.compile`` is tracing. Its tensors and numbers are fake, so that only a registered
+                operator may launch.
         """
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
@@ -55,12 +56,15 @@ class Launch:
 
 
 def contiguous_columns(x: Tensor) -> Tensor:
-    """Return x with stride 1 in the last dimension, copied if needed. The kernels take any other strides."""
+    """Return x, copied if its last stride is not 1. The kernels take any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def addressable(x: Tensor) -> Tensor:
-    """``contiguous_columns``, with rows less than 2**23 elements apart: ``row_pointers`` takes 256 rows in 32 bits."""
+    """Return x with contiguous columns and a row stride below 2**23 elements; copy it if needed.
+
+    ``row_pointers`` computes offsets inside a tile, of up to 256 rows, in 32 bits.
+    """
     return contiguous_columns(x if x.stride(-3) < 2**23 else x.contiguous())
 
 
@@ -75,17 +79,12 @@ def stats(x: Tensor) -> Rows:
 
 
 def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> MaskRule:
-    """Return the mask for a kernel.
-
-    Args:
-        tile: the kernel's tile, if the kernel can follow lists of tiles. Without it the block map becomes a term.
-        walks_keys: the kernel loops over keys; otherwise over queries.
-    """
+    """Return the mask for a kernel. Without ``tile`` the kernel cannot follow lists, and a block map becomes a term."""
     left, right, tail, *_ = (None if bound == UNUSED else bound for bound in call.bounds)
     tensors = iter(call.term_tensors)
     terms = [device_term(name, tensors) for name in call.terms.split(",") if name]
     if call.has_lists and tile is not None:
-        return MaskRule(left, right, tuple(terms), tail, *_tile_list_fields(call, tile, walks_keys))
+        return MaskRule(left, right, tuple(terms), tail, *_lists(call, tile, walks_keys))
     if call.block_map is not None:
         blocks = call.block_map.contiguous()
         strides = [blocks.stride(i) if blocks.shape[i] > 1 else 0 for i in (0, 1)]
@@ -95,10 +94,10 @@ def mask_rule(call: Call, tile: Tile | None = None, walks_keys: bool = True) -> 
     return MaskRule(left, right, tuple(terms), tail)
 
 
-def _tile_list_fields(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
-    """Return the fields of ``MaskRule`` that list the tiles to visit, for each row of blocks or for each column.
+def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+    """Return the fields of ``MaskRule`` from ``tiles`` on, with empty lists that ``tile_lists.lists_launch`` fills.
 
-    The lists are allocated here and filled by ``tile_lists.lists_launch``.
+    There is one list for each row of blocks or, if the kernel loops over queries, for each column.
     """
     block_q, block_k = call.bounds.block
     entries, heads, rows, columns = call.block_map.shape
@@ -120,12 +119,11 @@ def score_arguments(call: Call) -> Score:
 
 
 def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
-    """Return dropout's arguments for a kernel that loops over ``walked`` keys, or queries, in each step.
+    """Return dropout for a kernel whose steps have ``walked`` keys (or queries, if it loops over queries).
 
-    A call of Philox draws for a block of pairs. A tile takes whole calls if its first query and key lie on the grid of
-    these blocks, except that a tile of 16 keys never does if the mask has terms. There Triton 3.6 and 3.7 miscompile:
-    they derive the width of the weights from the bytes that the term loaded, and some weights enter the product twice
-    or not at all.
+    A tile draws whole Philox calls if it is aligned with them, except if steps have 16 keys and the mask has terms.
+    In that case Triton 3.6 and 3.7 look through the draws for the width of the loaded elements. If a term loaded bytes,
+    they mistake weights for packed halves of them, and weights enter the product over 16 keys twice or not at all.
     """
     if call.rng is None:
         return Dropout(None, None, None, None, None, None, None)
@@ -135,7 +133,7 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
 
 
 def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:
-    """Return the compile-time constants of a portable kernel."""
+    """Return the compile-time arguments of a kernel."""
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -151,7 +149,7 @@ def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: to
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the device of x current, since Triton launches on the current device."""
+    """Make x's device the current one, because Triton launches on the current device."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)

@@ -1,6 +1,6 @@
-"""The parameters of the attention operators. ``Call`` lists them once; the operators' schemas are made from its fields.
+"""The parameters of the attention operators: ``Call`` holds them, and the operators' schemas are made from its fields.
 
-Nothing here imports Triton, because the operators are registered on every machine.
+This module needs no Triton, because the operators are registered on every machine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from flash_train.attention.index_tensors import readable
 from flash_train.attention.spec import AttentionSpec
 
-UNUSED = -1  #: the value of a bound that the mask does not have
+UNUSED = -1  #: the mask does not have this bound
 
 
 class Bounds(NamedTuple):
-    """The integers of a mask. A bound that the mask does not have is ``UNUSED``.
+    """The integers of a mask; a bound that the mask does not have is ``UNUSED``.
 
-    ``left`` and ``right`` bound the band. ``tail``: element-wise terms apply to the last ``tail`` keys only.
-    ``block_q`` and ``block_k`` are the sizes of a block of ``Call.block_map``.
+    ``left`` and ``right`` bound the band. The element-wise terms apply to the last ``tail`` keys only. A block of
+    ``Call.block_map`` has ``block_q`` queries and ``block_k`` keys.
     """
 
     left: int
@@ -36,9 +36,9 @@ class Bounds(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All parameters of an attention call except q, k and v.
+    """The parameters of one call, apart from q, k and v.
 
-    The tensors come first, the last of them for the terms of the mask. The settings follow; they are plain values.
+    The tensors come first and end with the tensors of the mask's terms. The settings follow; they are plain values.
     ``terms`` names the element-wise terms of the mask, comma-separated, and ``term_tensors`` holds their tensors in
     order. ``origin`` is ``RngState.origin``, ``keep_threshold`` is ``AttentionSpec.keep_threshold``.
     """
@@ -59,19 +59,19 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Any], settings: Sequence[Any]) -> Call:
-        """Make a call from the values of its properties ``tensors`` and ``settings``."""
+        """Make a call from ``tensors`` and ``settings``, in the order of the properties with these names."""
         return cls._make((*tensors[:N_TENSORS], tensors[N_TENSORS:], *settings))
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[Any]) -> Call:
-        """Make a call from an operator's arguments, where tuples of integers have become lists."""
+        """Make a call from an operator's arguments, which hold lists instead of tuples of integers."""
         parameters = [*arguments]
         parameters[_BOUNDS], parameters[_ORIGIN] = Bounds._make(parameters[_BOUNDS]), tuple(parameters[_ORIGIN])
         return cls._make(parameters)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The call as arguments of an operator."""
+        """The arguments of an operator: the fields, with lists instead of tuples."""
         return tuple([list(x) if isinstance(x, tuple) else x for x in self])
 
     @property
@@ -85,7 +85,10 @@ class Call(NamedTuple):
 
     @property
     def has_lists(self) -> bool:
-        """Whether the kernels follow lists of tiles made from the block map; otherwise it is an element-wise term."""
+        """Whether the kernels visit only the tiles that a block map lists.
+
+        The sizes of its blocks must be powers of two from 16 up; any other map becomes an element-wise term.
+        """
         return self.block_map is not None and all(size >= 16 and size & (size - 1) == 0 for size in self.bounds.block)
 
     @property
@@ -99,16 +102,16 @@ class Call(NamedTuple):
     def readable(self) -> Call:
         """Return the call with contiguous tensors; strided views are copied.
 
-        A block map keeps its strides, because kernels take them as arguments.
+        A block map keeps its strides, because the kernels take them as arguments.
         """
-        for x in self.tensors:  # runs in every call; a generator would take longer
+        for x in self.tensors:  # runs in every call; `any` with a generator is slower
             if x is not None and not x.is_contiguous():
                 tensors = [x if x is self.block_map else readable(x) for x in self.tensors]
                 return Call.of(tensors, self.settings)
         return self
 
 
-N_TENSORS = Call._fields.index("term_tensors")  #: number of fields that are one tensor each
+N_TENSORS = Call._fields.index("term_tensors")  #: number of parameters that are one tensor each
 _BOUNDS, _ORIGIN = (Call._fields.index(name) for name in ("bounds", "origin"))
 
 _SCHEMA_TYPES = {
@@ -126,7 +129,7 @@ _SCHEMA_TYPES = {
 
 @functools.cache
 def schema_of(fields: type, *left_out: str) -> str:
-    """Return the annotated fields of a class, except ``left_out``, as parameters in a ``torch.library`` schema."""
+    """Return the annotated fields of a class, except ``left_out``, as the parameters of a ``torch.library`` schema."""
     hints = get_type_hints(fields)
     return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items() if name not in left_out)
 
@@ -147,9 +150,9 @@ def call_of(
     """Return the call that computes ``spec``.
 
     Args:
-        len_q, len_k: rows of the queries and of the keys; packed, the rows of the whole tensors.
+        len_q, len_k: number of queries and keys; in packed calls, the rows of the whole tensors.
         state: dropout's seed and offset, int64 (2,); None without dropout.
-        packed: whether sequences may differ in length, as they do in packed tensors and in caches.
+        packed: whether sequences may differ in length, because they are packed or in a cache.
     """
     lowered = spec.mask.lower()
     blocks = spec.mask.block_map(len_q, len_k, packed)

@@ -1,7 +1,7 @@
 """The registry of kernel families. A new family is one folder next to this file and one entry in ``FAMILIES``.
 
-This module reads only the compute capability of a device. A family's ``launch`` module imports its compiler and its
-kernels, so it is imported when the family first gets a call that its device could run.
+Only the compute capability of a device is read here. A family's ``launch`` module, with its compiler and its kernels,
+is imported when the family is first asked about a call that its device could run.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # it imports Triton, which this module does without
+if TYPE_CHECKING:  # it imports Triton, and this module must not
     from flash_train.attention.kernels.call import Call
 
 
 class LaunchModule(Protocol):
     """The functions that the ``launch`` module of a family defines.
 
-    ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and its backward; None if they
-    can. Every family's backward takes the ``out`` and ``lse`` of any family's forward.
+    ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and backward; they return None
+    if the kernels can. Every family's backward takes the ``out`` and ``lse`` of any family's forward.
     """
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
@@ -52,14 +52,14 @@ class KernelFamily:
     Attributes:
         name: the value of ``backend`` that asks for this family alone.
         title: the kernels in a message, in the plural.
-        module: where its ``LaunchModule`` is.
-        capability: the compute capability that the kernels need; None if ``flash_unavailable`` checks enough.
+        module: the import path of its ``LaunchModule``.
+        capability: the compute capability that the kernels need; None if ``flash_unavailable`` is the only check.
         chip: the name of the GPUs with this capability.
         has_decode: whether there is a kernel for attention to a cache.
-        repeatable: whether gradients are bitwise the same at every call. The gradients of other families are the same
-            only under ``torch.use_deterministic_algorithms(True)``.
+        repeatable: whether gradients are bitwise the same in every call. In other families they are the same only under
+            ``torch.use_deterministic_algorithms(True)``.
         widest_dq_accumulator: the largest head dimension for which the backward accumulates dQ in memory, in fp32; 0
-            if it never does. It does so for 16-bit calls whose head dimension is a multiple of 8.
+            if it never does. Only 16-bit calls whose head dimension is a multiple of 8 do.
     """
 
     name: str
@@ -76,15 +76,15 @@ class KernelFamily:
         return cast(LaunchModule, importlib.import_module(self.module))
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return why the kernels cannot run on this device, or None if they can."""
+        """Say why the kernels cannot run on this device; None if they can."""
         return None if self.capability is None else device_unavailable(device, self.capability, self.chip)
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-        """Return why the kernels cannot run the call's forward, or None if they can."""
+        """Say why the kernels cannot run the call's forward; None if they can."""
         return self.unavailable(q.device) or self.launch.refusal(q, k, v, call)
 
     def backward_refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-        """Return why the kernels cannot run the call's backward, or None if they can."""
+        """Say why the kernels cannot run the call's backward; None if they can."""
         return self.unavailable(q.device) or self.launch.backward_refusal(q, k, v, call)
 
     def accumulates_dq(self, head_dim: int, itemsize: int) -> bool:
@@ -94,7 +94,7 @@ class KernelFamily:
 
 @functools.cache
 def device_unavailable(device: torch.device, capability: tuple[int, int], chip: str) -> str | None:
-    """Return why kernels for this compute capability cannot run on the device, or None if they can."""
+    """Say why kernels for this compute capability cannot run on the device; None if they can."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -120,12 +120,12 @@ HOPPER = KernelFamily(
     widest_dq_accumulator=128,
 )
 
-#: by name, in the order in which ``flash`` tries them; the portable one is last, because it runs every call
+#: by name, in the order in which ``flash`` tries them; the portable family is last, because it runs every call
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in (HOPPER, PORTABLE)}
 
 
 def is_own(backend: str) -> bool:
-    """Whether the backend is this project's kernels: ``flash``, or a family by its name."""
+    """Whether the backend is one of this project's: ``flash`` or the name of a family."""
     return backend == "flash" or backend in FAMILIES
 
 
@@ -135,5 +135,5 @@ def fastest_on(device: torch.device) -> KernelFamily:
 
 
 def families_of(backend: str) -> tuple[KernelFamily, ...]:
-    """Return the families that may run a call's forward under ``backend``, in the order in which they are tried."""
+    """Return the families to try for a call's forward, in order; ``backend`` must satisfy ``is_own``."""
     return tuple(FAMILIES.values()) if backend == "flash" else (FAMILIES[backend],)

@@ -1,8 +1,8 @@
-"""Launches that are planned once. A later call of the same form only fills in its own tensors.
+"""A cache of kernel launches: the first call prepares them, and a later call like it only fills in its own tensors.
 
-Except for addresses, everything about a launch (grid, tiles, strides, TMA descriptors, the compiled kernel) follows
-from the shapes, strides and dtypes of the call's tensors and from its plain values. Computing it takes several times
-as long as the launch itself.
+Everything in a launch except addresses (grid, tiles, strides, TMA descriptors, the compiled variant of the kernel)
+follows from the shapes, strides and dtypes of a call's tensors and from its plain values. Preparing it takes several
+times as long as the launch itself.
 """
 
 from __future__ import annotations
@@ -18,106 +18,104 @@ from triton.compiler import CompiledKernel
 from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
 
-MAX_PLANS = 4096  #: when more plans are cached, as if every call has other lengths, all are dropped
+MAX_PLANS = 4096  #: cached calls; the cache is emptied when it is full, as happens if lengths change with every call
 
 Build = Callable[..., Iterable[Launch]]
 
 
-class _TemporaryTensor(Exception):
-    """An argument is a tensor that was copied for one launch."""
+class UnknownTensor(Exception):
+    """A launch has a tensor that is neither the call's nor in ``Launch.made``: a copy made for this launch alone."""
 
 
-class TensorForm(NamedTuple):
-    """What Triton and TMA need to know about a tensor, except its address."""
+class TensorSignature(NamedTuple):
+    """What Triton and TMA use of a tensor, apart from its address."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    offset: int  #: bytes of the address past a multiple of 16
+    offset: int  #: the address modulo 16, in bytes
 
 
-class Group(NamedTuple):
-    """A tuple, a named tuple or a kernel's list of arguments, with empty places for its tensors and nested tuples.
+class ArgumentTemplate(NamedTuple):
+    """A kernel's list of arguments, or a tuple inside it, without its tensors.
 
-    ``tensors``: (place, number of the tensor). ``groups``: (place, nested group).
+    ``parts`` has None at the place of each tensor and of each tuple that contains tensors. ``tensors`` are pairs
+    (place, number of the tensor), and ``groups`` are pairs (place, template of the tuple).
     """
 
     kind: type
     parts: list[Any]
     tensors: list[tuple[int, int]]
-    groups: list[tuple[int, Group]]
-
-
-class Plan(NamedTuple):
-    """A compiled kernel with its grid and its arguments, which have empty places for a call's tensors.
-
-    Tensors are numbered: first the call's, then the tensors that its launches make. ``arguments`` leaves out TMA
-    descriptors, which are in ``descriptors``: (place, number of the base tensor, class, other fields).
-    """
-
-    compiled: Any
-    grid: tuple[int, ...]  #: always three numbers
-    arguments: Group
-    descriptors: list[tuple[int, int, type, dict[str, Any]]]
+    groups: list[tuple[int, ArgumentTemplate]]
 
 
 class LaunchPlan(NamedTuple):
-    """The kernels that a call of one form runs, and shape and dtype of the tensors that its launches allocate.
+    """A compiled kernel with its grid and the template of its arguments.
 
-    These tensors are numbered after the call's own.
+    Tensors have numbers: first the call's tensors, then those that its launches allocate. ``descriptors`` are the TMA
+    descriptors among the arguments: (place, number of the base tensor, class, other fields).
     """
 
-    plans: tuple[Plan, ...]
+    compiled: Any
+    grid: tuple[int, ...]  #: three numbers
+    arguments: ArgumentTemplate
+    descriptors: list[tuple[int, int, type, dict[str, Any]]]
+
+
+class CallPlan(NamedTuple):
+    """The launches of a call, and the shape and dtype of each tensor that they allocate."""
+
+    plans: tuple[LaunchPlan, ...]
     made: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-_plans: dict[tuple[Any, ...], LaunchPlan | None] = {}
+_plans: dict[tuple[Any, ...], CallPlan | None] = {}  # None: the call cannot be cached
 
 
 def launch_all(
     build: Build, inputs: Sequence[Tensor | None], made: Sequence[Tensor | None], call: Call, *options: Any
 ) -> None:
-    """Run the launches of ``build(*inputs, *made, call, *options)``, one after the other.
+    """Run the launches of ``build(*inputs, *made, call, *options)`` in order.
 
     Args:
-        build: returns the launches; they must depend on its arguments only. It runs once for each form of arguments.
-        inputs: tensors from the caller.
-        made: tensors that were allocated for this call. Their forms must follow from the other arguments.
+        build: returns the launches. They must depend on its arguments only; for a cached call it does not run.
+        inputs: the caller's tensors.
+        made: tensors allocated for this call. Their shapes, strides and dtypes must follow from the other arguments.
         options: hashable.
     """
     key = _key(build, inputs, made, call, options)
-    given = (*inputs, *made, *call.tensors)
-    planned = None if key is None else _plans.get(key)
-    if planned is not None:
-        if planned.made:
-            given = (*given, *(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in planned.made))
-        for plan in planned.plans:
-            plan.compiled[plan.grid](*_filled(plan, given))
+    tensors = (*inputs, *made, *call.tensors)
+    call_plan = None if key is None else _plans.get(key)
+    if call_plan is not None:
+        if call_plan.made:
+            tensors = (*tensors, *(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in call_plan.made))
+        for plan in call_plan.plans:
+            plan.compiled[plan.grid](*_fill_arguments(plan, tensors))
         return
     if key is None or key in _plans:
         for launch in build(*inputs, *made, call, *options):
             launch.run()
         return
-    apart = _distinct(given)
+    distinct = _without_aliases(tensors)
     n_tensors = len(inputs) + len(made)
-    call = Call.of(apart[n_tensors:], call.settings)
-    launched = [(launch, launch.start()) for launch in _flat(build(*apart[:n_tensors], call, *options))]
+    call = Call.of(distinct[n_tensors:], call.settings)
+    launched = [(launch, launch.start()) for launch in _in_launch_order(build(*distinct[:n_tensors], call, *options))]
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
-    _plans[key] = _plan_all(launched, apart)
+    _plans[key] = _make_call_plan(launched, distinct)
 
 
-def _flat(launches: Iterable[Launch]) -> Iterator[Launch]:
-    """Yield all launches, each after the launches that must run before it."""
+def _in_launch_order(launches: Iterable[Launch]) -> Iterator[Launch]:
+    """Yield every launch after the launches that must run before it."""
     for launch in launches:
         yield from launch.first
         yield launch
 
 
-def _distinct(given: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the tensors as distinct objects: one that is given twice now may be two tensors in the next call."""
-    first = {id(x): number for number, x in reversed([*enumerate(given)])}
-    return [x if x is None or first[id(x)] == number else x.detach() for number, x in enumerate(given)]
+def _without_aliases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the tensors with a new object for each repeated one: the next call may pass two different tensors."""
+    first = {id(x): number for number, x in reversed([*enumerate(tensors)])}
+    return [x if x is None or first[id(x)] == number else x.detach() for number, x in enumerate(tensors)]
 
 
 def _key(
@@ -127,7 +125,7 @@ def _key(
     call: Call,
     options: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """Return everything that the launches depend on, or None if they are not cached, as off CUDA."""
+    """Return everything that determines the launches, or None if they are not cached: the device is not CUDA."""
     device = inputs[0].device
     if device.type != "cuda":
         return None
@@ -135,52 +133,53 @@ def _key(
         build,
         options,
         device,
-        knobs.runtime.debug,  # Triton compiles another kernel for other values of this and the next one
+        knobs.runtime.debug,  # this and the next knob change the compiled code
         knobs.compilation.instrumentation_mode,
         call.settings,
         *[x is None for x in made],
-        # the fields of `form_of`, without the cost of a named tuple
+        # the fields of `signature_of`, as a plain tuple because that is faster
         *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *call.tensors)],
     )
 
 
-def form_of(x: Tensor) -> TensorForm:
-    return TensorForm(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+def signature_of(x: Tensor) -> TensorSignature:
+    return TensorSignature(x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-def _plan_all(launched: Sequence[tuple[Launch, Any]], given: Sequence[Tensor | None]) -> LaunchPlan | None:
+def _make_call_plan(launched: Sequence[tuple[Launch, Any]], tensors: Sequence[Tensor | None]) -> CallPlan | None:
+    """Make the plan of a call from its (launch, compiled kernel) pairs; None if the call cannot be cached."""
     made = [x for launch, _ in launched for x in launch.made]
-    numbers = {id(x): number for number, x in enumerate((*given, *made))}
+    numbers = {id(x): number for number, x in enumerate((*tensors, *made))}
     plans = []
     for launch, compiled in launched:
         constants = [launch.constants[name] for name in launch.kernel.arg_names[len(launch.arguments) :]]
-        if not isinstance(compiled, CompiledKernel):  # a hook of Triton skipped the compilation
+        if not isinstance(compiled, CompiledKernel):  # a Triton hook skipped the compilation
             return None
         plain = [None if hasattr(x, "base") else x for x in launch.arguments]
         try:
-            arguments = _group(list, [*plain, *constants], numbers)
+            arguments = _make_template(list, [*plain, *constants], numbers)
             descriptors = [
                 (place, _number(x.base, numbers), type(x), {k: v for k, v in vars(x).items() if k != "base"})
                 for place, x in enumerate(launch.arguments)
-                if hasattr(x, "base")  # a TMA descriptor
+                if hasattr(x, "base")  # only TMA descriptors have it
             ]
-        except _TemporaryTensor:
+        except UnknownTensor:
             return None
-        plans.append(Plan(compiled, (*launch.grid, 1, 1)[:3], arguments, descriptors))
-    return LaunchPlan(tuple(plans), tuple((x.shape, x.dtype) for x in made))
+        plans.append(LaunchPlan(compiled, (*launch.grid, 1, 1)[:3], arguments, descriptors))
+    return CallPlan(tuple(plans), tuple((x.shape, x.dtype) for x in made))
 
 
-def _group(kind: type, parts: Iterable[Any], numbers: dict[int, int]) -> Group:
-    group = Group(kind, list(parts), [], [])
-    for place, part in enumerate(group.parts):
+def _make_template(kind: type, parts: Iterable[Any], numbers: dict[int, int]) -> ArgumentTemplate:
+    template = ArgumentTemplate(kind, list(parts), [], [])
+    for place, part in enumerate(template.parts):
         if isinstance(part, Tensor):
-            group.tensors.append((place, _number(part, numbers)))
+            template.tensors.append((place, _number(part, numbers)))
         elif isinstance(part, tuple) and _has_tensor(part):
-            group.groups.append((place, _group(type(part), part, numbers)))
+            template.groups.append((place, _make_template(type(part), part, numbers)))
         else:
             continue
-        group.parts[place] = None  # the plan must not keep the tensor alive
-    return group
+        template.parts[place] = None  # the cache must not keep the tensor alive
+    return template
 
 
 def _has_tensor(parts: tuple[Any, ...]) -> bool:
@@ -189,24 +188,24 @@ def _has_tensor(parts: tuple[Any, ...]) -> bool:
 
 def _number(x: Tensor, numbers: dict[int, int]) -> int:
     if id(x) not in numbers:
-        raise _TemporaryTensor
+        raise UnknownTensor
     return numbers[id(x)]
 
 
-def _filled(plan: Plan, given: Sequence[Tensor | None]) -> list[Any]:
-    """Return the arguments with these tensors in their places."""
-    arguments = _parts(plan.arguments, given)
+def _fill_arguments(plan: LaunchPlan, tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Return the kernel's arguments with these tensors."""
+    arguments = _fill_template(plan.arguments, tensors)
     for place, number, kind, fields in plan.descriptors:
-        described: Any = object.__new__(kind)
-        arguments[place] = described
-        described.__dict__ = {**fields, "base": given[number]}
+        descriptor: Any = object.__new__(kind)
+        arguments[place] = descriptor
+        descriptor.__dict__ = {**fields, "base": tensors[number]}
     return arguments
 
 
-def _parts(group: Group, given: Sequence[Tensor | None]) -> list[Any]:
-    parts = group.parts.copy()
-    for place, number in group.tensors:
-        parts[place] = given[number]
-    for place, inner in group.groups:
-        parts[place] = tuple.__new__(inner.kind, _parts(inner, given))
+def _fill_template(template: ArgumentTemplate, tensors: Sequence[Tensor | None]) -> list[Any]:
+    parts = template.parts.copy()
+    for place, number in template.tensors:
+        parts[place] = tensors[number]
+    for place, inner in template.groups:
+        parts[place] = tuple.__new__(inner.kind, _fill_template(inner, tensors))
     return parts

@@ -1,4 +1,4 @@
-"""Choose the kernel family that runs a call: the first that does not refuse it."""
+"""Choose the family of kernels that runs a call: the first one that does not refuse it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def forward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Cal
         backend: ``flash``, or the name of a family.
 
     Raises:
-        ValueError: the named family cannot run the call; says why.
+        ValueError: the named family cannot run the call; the message says why.
     """
     for family in families_of(backend):
         reason = family.refusal(q, k, v, call)
@@ -28,7 +28,7 @@ def forward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Cal
 
 
 def backward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Callable[..., Any]:
-    """Return ``LaunchModule.backward`` of the first family that does not refuse the call's backward."""
+    """Return ``LaunchModule.backward`` of the family that runs the backward; portable if the others refuse it."""
     for family in families_of(backend):
         if family.backward_refusal(q, k, v, call) is None:
             return family.launch.backward
@@ -36,10 +36,10 @@ def backward_of(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Ca
 
 
 def explain_choice(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """Say which kernels run the call's forward and its backward, and why the families before them do not.
+    """Say which kernels run the call's forward and backward, and why the families before them do not.
 
     Raises:
-        ValueError: as ``forward_of``.
+        ValueError: the named family cannot run the call; the message says why.
     """
     if backend == PORTABLE.name:
         chosen = f"{PORTABLE.title} (they were asked for)"
@@ -52,7 +52,7 @@ def explain_choice(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
 
 
 def _first_able(refusals: dict[str, str | None]) -> str:
-    """Return the title of the first kernels that do not refuse the call, with the reasons why the ones before it do."""
+    """Return the title of the first family without a refusal, with the refusals of the families before it."""
     reasons: list[str] = []
     for title, reason in refusals.items():
         if reason is None:

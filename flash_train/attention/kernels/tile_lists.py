@@ -1,4 +1,4 @@
-"""Lists of the tiles that a kernel visits, made from a block map: ascending, one for each row or column of blocks."""
+"""Lists of the tiles that a kernel visits, from a block map: an ascending list for each row or column of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.masks import PARTIAL, SKIPPED
 
-MAX_BLOCKS = 1024  #: blocks that a program reads at once
+MAX_BLOCKS_AT_ONCE = 1024  #: blocks that a program reads in one step
 _SKIPPED, _PARTIAL = tl.constexpr(SKIPPED), tl.constexpr(PARTIAL)
 
 
@@ -19,8 +19,10 @@ def list_tiles(
     states, of_entry, of_head, of_row, of_block, tiles, counts, n_heads, n_rows, n_blocks, repeats,
     ASKS_TERMS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``MaskRule``'s ``tiles`` and ``counts``. Each visited block gives ``repeats`` tiles; after the last one the
-    list is filled with tiles past the sequence's end. ``of_entry`` and so on are strides of ``states``.
+    """Fill ``tiles`` and ``counts`` of ``MaskRule``.
+
+    Each visited block contributes ``repeats`` tiles. The rest of a list holds tiles past the sequence's end.
+    ``of_entry`` to ``of_block`` are the strides of ``states``.
 
     Grid (entries or 1, times heads or 1, times rows).
     """
@@ -47,7 +49,7 @@ def list_tiles(
 
 
 def lists_launch(call: Call, rule: MaskRule, walks_keys: bool) -> tuple[Launch, ...]:
-    """Return the launches that must run before a kernel that takes ``rule``: none if the rule has no lists."""
+    """Return the launches that fill the lists of ``rule`` before its kernel runs; none if it has no lists."""
     if rule.tiles is None:
         return ()
     states = call.block_map
@@ -58,8 +60,8 @@ def lists_launch(call: Call, rule: MaskRule, walks_keys: bool) -> tuple[Launch, 
     repeats = rule.capacity // max(n_blocks, 1)
     arguments = (states, of_entry, of_head, of_row, of_block, rule.tiles, rule.counts, heads, rows, n_blocks, repeats)
     constants = {
-        "ASKS_TERMS": bool(rule.terms) and rule.tail is None,  # with a tail, the key positions say where terms apply
-        "BLOCKS": min(triton.next_power_of_2(max(n_blocks, 1)), MAX_BLOCKS),
+        "ASKS_TERMS": bool(rule.terms) and rule.tail is None,  # with a tail, the terms apply to its keys only
+        "BLOCKS": min(triton.next_power_of_2(max(n_blocks, 1)), MAX_BLOCKS_AT_ONCE),
         "num_warps": 1,
     }
     return (Launch(list_tiles, (entries * heads * rows,), arguments, constants, made=(rule.tiles, rule.counts)),)

@@ -11,7 +11,7 @@ from flash_train.attention import AttentionSpec, Causal, attention, flash_attn_f
 from flash_train.attention.kernels.hopper import launch, tiles
 from flash_train.attention.kernels.hopper.descriptors import describable
 from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
-from flash_train.attention.kernels.launch_cache import TensorForm
+from flash_train.attention.kernels.launch_cache import TensorSignature
 from flash_train.attention.kernels.tile_lists import list_tiles
 from flash_train.attention.masks import Document, Full, Tree, Window
 from tests.support.attention.cases import BY_NAME, CASES
@@ -113,7 +113,7 @@ def test_calls_with_several_tiles(case, monkeypatch):
     """Also in groups of consecutive heads: of one key head, and finally of two."""
     case = replace(case, dtype=torch.bfloat16)
     check(case)
-    monkeypatch.setattr(launch.grid, "_at_once", lambda *_: 1)
+    monkeypatch.setattr(launch.grid, "_heads_per_group", lambda *_: 1)
     check(case, seed=1, programs=5)
 
 
@@ -164,7 +164,7 @@ def test_dq_accumulators_are_converted(case, monkeypatch):
     """The backward finishes dQ of the first heads; the kernel after it finishes dQ of the last two heads."""
     launched, finish = [], launch.finish_launch
     monkeypatch.setattr(launch, "finish_launch", lambda *args: launched.append(finish(*args)) or launched[-1])
-    monkeypatch.setattr(launch.grid, "_at_once", lambda *_: 1)
+    monkeypatch.setattr(launch.grid, "_heads_per_group", lambda *_: 1)
     check(replace(case, dtype=torch.bfloat16))
     slots, heads = launched[0].arguments[-2:]
     assert launched[0].grid[0] == slots * heads * 2 // 6
@@ -208,7 +208,7 @@ def test_far_rows(far, packed):
 
 def test_rows_that_tma_cannot_reach_are_refused():
     def form(shape, stride):
-        return TensorForm(shape, stride, torch.bfloat16, 0)
+        return TensorSignature(shape, stride, torch.bfloat16, 0)
 
     dense, rows = form((1, 9, 2, 64), (1152, 128, 64, 1)), 2**30 + 1
     assert launch._refusal(dense, dense, dense, None, None) is None

@@ -69,7 +69,7 @@ def test_some_random_draws(group):
 )
 def test_dq_accumulators_are_converted(case, monkeypatch):
     """In groups of one head."""
-    monkeypatch.setattr(launch.grid, "_at_once", lambda *_: 1)
+    monkeypatch.setattr(launch.grid, "_heads_per_group", lambda *_: 1)
     monkeypatch.setattr(launch_cache, "_plans", {})
     errors = run(replace(case, dtype=torch.bfloat16), "hopper", "cuda")
     assert all(e.ok for e in errors), errors

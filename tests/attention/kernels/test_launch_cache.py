@@ -76,7 +76,7 @@ class Operands:
                 torch.randn(4) if sinks else None,
             )
         )  # fmt: skip
-        self.buffers = hopper.make_backward_buffers(self.q, self.call, with_dq=not ordered and not needs_slopes)
+        self.sums = hopper.make_backward_buffers(self.q, self.call, with_dq=not ordered and not needs_slopes)
         self.tiles = tiles
 
     def all(self):
@@ -84,7 +84,7 @@ class Operands:
         forward = (self.q, self.k, self.v, self.out, self.lse)
         begin = (self.q, self.k, self.v, self.out, self.dout, self.lse, self.dlse)
         end = (self.dq, self.dk, self.dv, self.dslope)
-        sums = (self.buffers.delta, self.buffers.lse2, self.buffers.dq, self.buffers.counters)
+        sums = (self.sums.delta, self.sums.lse2, self.sums.dq, self.sums.counters)
         yield launch._forward_launches, forward, (self.tiles.forward,)
         yield launch._backward_launches, (*begin, self.delta, self.lse2, *end), (self.tiles,)
         yield hopper._forward_launches, (*forward, self.counter), ()
@@ -115,10 +115,12 @@ def absent_gpu(monkeypatch):
 def test_a_cached_launch_takes_other_tensors(case, absent_gpu):
     first, second = Operands(**case), Operands(**case)
     for (build, tensors, options), (_, others, _) in zip(first.all(), second.all(), strict=True):
-        launched = [(found, "compiled") for found in launch_cache._flat(build(*tensors, first.call, *options))]
-        found_plans = launch_cache._plan_all(launched, first.given(tensors))
+        launched = [
+            (found, "compiled") for found in launch_cache._in_launch_order(build(*tensors, first.call, *options))
+        ]
+        found_plans = launch_cache._make_call_plan(launched, first.given(tensors))
         assert found_plans is not None and len(found_plans.plans) == len(launched)
-        again = list(launch_cache._flat(build(*others, second.call, *options)))
+        again = list(launch_cache._in_launch_order(build(*others, second.call, *options)))
         made = [x for found in again for x in found.made]
         assert found_plans.made == tuple((x.shape, x.dtype) for x in made)
         for plan, found in zip(found_plans.plans, again, strict=True):
@@ -126,7 +128,9 @@ def test_a_cached_launch_takes_other_tensors(case, absent_gpu):
             assert len(plan.arguments.parts) == len(kernel.arg_names) and not holds_tensors(plan.arguments)
             tail = kernel.arg_names[len(found.arguments) :]
             fresh = (*found.arguments, *(found.constants[name] for name in tail))
-            assert same(fresh, tuple(launch_cache._filled(plan, (*second.given(others), *made)))), kernel.__name__
+            assert same(fresh, tuple(launch_cache._fill_arguments(plan, (*second.given(others), *made)))), (
+                kernel.__name__
+            )
             assert plan.grid == (*found.grid, 1, 1)[:3] and plan.compiled == "compiled"
 
 
@@ -141,7 +145,7 @@ def test_calls_that_are_not_cached(absent_gpu):
     for slopes, compiled in ((torch.rand(8)[::2], "compiled"), (torch.rand(4), None)):
         call = operands.call._replace(alibi_slopes=slopes)
         made = [(found, compiled) for found in launch._forward_launches(*given, call, TILES.forward)]
-        assert launch_cache._plan_all(made, (*given, None, None, None, slopes, None)) is None
+        assert launch_cache._make_call_plan(made, (*given, None, None, None, slopes, None)) is None
 
 
 def test_numbers_of_a_call_have_one_type():
@@ -191,7 +195,7 @@ def test_keys_differ_for_different_launches():
 def test_the_cache_has_a_limit(monkeypatch):
     monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(launch_cache, "MAX_PLANS", 3)
-    monkeypatch.setattr(launch_cache, "_plan_all", lambda made, given: launch_cache.LaunchPlan((), ()))
+    monkeypatch.setattr(launch_cache, "_make_call_plan", lambda made, given: launch_cache.CallPlan((), ()))
     made = []
 
     def build(q, call):
@@ -208,7 +212,7 @@ def test_the_cache_has_a_limit(monkeypatch):
 def test_one_tensor_given_twice_is_cached_as_two(monkeypatch, absent_gpu):
     """The next call with this key may have two different tensors."""
     monkeypatch.setattr(launch_cache, "_plans", {})
-    monkeypatch.setattr(launch_cache, "_key", lambda *_: "a form")
+    monkeypatch.setattr(launch_cache, "_key", lambda *_: "a key")
     ran = []
 
     class Compiled(str):

@@ -177,7 +177,7 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
         yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
     sums = hopper.make_backward_buffers(q, call)
     yield "prepare", None, hopper.prepare_launch(k, q, q, lse, lse, sums, call)
-    if block_d(variant.head_dim) <= hopper_tiles.WIDEST_SUM:
+    if block_d(variant.head_dim) <= hopper_tiles.WIDEST_DQ_ACCUMULATOR:
         yield "backward", None, hopper.backward_launch(q, k, k, q, sums, q, k, k, call)
         yield "finish", None, hopper.finish_launch(sums, q, k, call)
     dslope = None if call.alibi_slopes is None else lse

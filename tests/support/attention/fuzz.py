@@ -66,7 +66,7 @@ def judge(subject: Subject, number: int) -> str:
             launch_cache._plans.clear()  # cached launches have the tiles and groups of the previous draw
             long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_WALK
             stack.enter_context(mock.patch.object(tiles, "LONG_WALK", long))
-            stack.enter_context(mock.patch.object(launch.grid, "_at_once", lambda *_: 1 + number % 3))
+            stack.enter_context(mock.patch.object(launch.grid, "_heads_per_group", lambda *_: 1 + number % 3))
         if subject.backend == "hopper" and subject.device == "cpu":
             from tests.support.attention.emulated import hopper_on_cpu
 

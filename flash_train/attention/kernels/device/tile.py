@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [ROWS, BLOCK_D] to the rows from ``row`` of a ``Strided``; ``batch`` and ``head`` are int64.
 
-    Offsets inside the tile have 32 bits (``call.addressable``), and the offset of the tile has 64.
+    Offsets inside the tile have 32 bits (``arguments.addressable``), and the offset of the tile has 64.
     """
     offs = tl.arange(0, ROWS)[:, None] * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
     base = x.ptr + batch * x.stride_batch + head * x.stride_head

@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_train.attention.kernels.launch_cache import TensorForm
+from flash_train.attention.kernels.launch_cache import TensorSignature
 
-MAX_ROWS = 1 << 30  #: rows of an entry; TMA coordinates have 32 bits, and a packed entry's rows end here
+MOST_ROWS = 1 << 30  #: rows of an entry: coordinates have 32 bits, and a packed entry's rows end here
 PACKED_STEP = 1 << 34  #: elements: sum of the strides of a packed tensor's two leading dimensions
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -25,18 +25,18 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     dimensions select the entry's rows (``scheduler.tma_coords``). Their strides add up modulo 2**64 bytes, as in
     ``triton.tools.ragged_tma``.
     """
-    return _described(x, _form(tuple(x.shape), x.stride(), x.dtype, rows, columns))
+    return _make_descriptor(x, _fields(tuple(x.shape), x.stride(), x.dtype, rows, columns))
 
 
-def _described(x: Tensor, form: dict[str, Any]) -> TensorDescriptor:
+def _make_descriptor(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
     """A descriptor of x with fields that were computed and checked before, which takes longer than a launch."""
-    described = object.__new__(TensorDescriptor)
-    described.__dict__.update(form, base=x)
-    return described
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(fields, base=x)
+    return descriptor
 
 
 @functools.lru_cache(maxsize=4096)
-def _form(
+def _fields(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
 ) -> dict[str, Any]:
     # TMA requires a valid stride even for a dimension of size 1
@@ -46,48 +46,50 @@ def _form(
         sizes, strides, block = [shape[0], shape[2], shape[1], shape[3]], [batch, head, row, 1], [1, 1, rows, columns]
     else:
         row, head, _ = step
-        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], MAX_ROWS, shape[2]]
+        sizes = [0x7FFF0000, 0x7FFF0000, shape[1], MOST_ROWS, shape[2]]
         strides = [PACKED_STEP - row, row, head, row, 1]
         block = [1, 1, 1, rows, columns]
     return vars(TensorDescriptor(torch.empty(0, dtype=dtype), sizes, strides, block, _layout(tuple(block), dtype)))
 
 
 @functools.lru_cache(maxsize=4096)
-def describable(form: TensorForm) -> bool:
+def describable(signature: TensorSignature) -> bool:
     """Whether TMA accepts a tensor's strides and address."""
-    if math.prod(form.shape) == 0:  # nothing is launched for an empty tensor
+    if math.prod(signature.shape) == 0:  # nothing is launched for an empty tensor
         return True
-    unit = 16 // form.dtype.itemsize
-    steps = [step for size, step in zip(form.shape[:-1], form.stride[:-1], strict=True) if size > 1]
-    aligned = form.stride[-1] == 1 and form.offset == 0 and all(step > 0 and step % unit == 0 for step in steps)
-    near = all(step * form.dtype.itemsize < 2**40 for step in steps)
-    if len(form.shape) == 3 and form.shape[0] > 1:
-        near = near and form.stride[0] < PACKED_STEP
+    unit = 16 // signature.dtype.itemsize
+    steps = [step for size, step in zip(signature.shape[:-1], signature.stride[:-1], strict=True) if size > 1]
+    aligned = (
+        signature.stride[-1] == 1 and signature.offset == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    )
+    near = all(step * signature.dtype.itemsize < 2**40 for step in steps)
+    if len(signature.shape) == 3 and signature.shape[0] > 1:
+        near = near and signature.stride[0] < PACKED_STEP
     return aligned and near
 
 
 def describe_rows(x: Tensor, block: int) -> TensorDescriptor:
     """A descriptor of tiles [block] of fp32 x."""
-    return _described(x, _form_of_rows(x.numel(), block))
+    return _make_descriptor(x, _row_fields(x.numel(), block))
 
 
 @functools.lru_cache(maxsize=4096)
-def _form_of_rows(size: int, block: int) -> dict[str, Any]:
+def _row_fields(size: int, block: int) -> dict[str, Any]:
     return vars(
         TensorDescriptor(torch.empty(0, dtype=torch.float32), [size], [1], [block], gl.NVMMASharedLayout(0, 32, 1))
     )
 
 
-def describe_accumulator(x: Tensor, columns: int) -> TensorDescriptor:
+def describe_dq_accumulator(x: Tensor, columns: int) -> TensorDescriptor:
     """A descriptor of the pieces of the dQ accumulator x, fp32 (heads, rows, head_dim): see ``backward_rows``.
 
     A piece has 64 x ``columns`` contiguous numbers, described as [columns / 2, 128].
     """
-    return _described(x, _form_of_pieces(x.numel(), columns))
+    return _make_descriptor(x, _piece_fields(x.numel(), columns))
 
 
 @functools.lru_cache(maxsize=4096)
-def _form_of_pieces(size: int, columns: int) -> dict[str, Any]:
+def _piece_fields(size: int, columns: int) -> dict[str, Any]:
     block = [columns // 2, 128]
     layout = gl.NVMMASharedLayout(0, 32, 2)
     return vars(TensorDescriptor(torch.empty(0, dtype=torch.float32), [size // 128, 128], [128, 1], block, layout))

@@ -1,4 +1,4 @@
-"""Launch Hopper's kernels: grids, the buffers between kernels, and the calls that they cannot run."""
+"""Launch Hopper's kernels: grids, buffers between the kernels, and calls that they cannot run."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
 from flash_train.attention.kernels.hopper.backward_rows import PAD, hopper_finish, hopper_prepare
 from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_wide
 from flash_train.attention.kernels.hopper.descriptors import (
-    MAX_ROWS,
+    MOST_ROWS,
     describable,
     describe,
-    describe_accumulator,
+    describe_dq_accumulator,
     describe_rows,
 )
 from flash_train.attention.kernels.hopper.dq_sum import AHEAD
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.tiles import (
-    WIDEST_ACCUMULATOR,
+    WIDEST_DQ_ACCUMULATOR,
     ForwardTile,
     backward_tile,
     dq_tile,
     forward_tile,
 )
-from flash_train.attention.kernels.launch_cache import TensorForm, form_of, launch_all
+from flash_train.attention.kernels.launch_cache import TensorSignature, launch_all, signature_of
 from flash_train.attention.kernels.portable.launch import (
     lengths_of,
     make_output,
@@ -55,7 +55,7 @@ from flash_train.attention.kernels.tile_lists import lists_launch
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Compute the same as ``portable.launch.forward``, for calls that ``refusal`` does not refuse."""
+    """Do the same as ``portable.launch.forward``, for a call that ``refusal`` accepts."""
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
@@ -67,13 +67,14 @@ _counters: dict[int, Tensor] = {}
 
 
 def _work_tile_counter(q: Tensor) -> Tensor:
-    """Return an int32 of 0, the scheduler's counter. Every launch leaves it at 0.
+    """Return a counter, int32 0. Every launch leaves it at 0.
 
-    All launches on a device's default stream share one, because they run one after the other. On other streams every
-    launch has its own: a CUDA graph may be replayed on any stream, and its memory comes from a pool that is freed with
-    it. The warm-up runs of `torch.compile` before such a graph use that pool too.
+    Launches on a device's default stream share one, because they run one after the other. Elsewhere every launch gets
+    its own: a CUDA graph may be replayed on any stream, and frees the pool from which its memory comes. The runs in
+    which ``torch.compile`` prepares a graph use such a pool, too.
     """
-    if not q.is_cuda or torch._C._cuda_getCurrentRawStream(q.device.index) != 0:  # this call makes no Stream object
+    # the raw stream: a Python stream object would take time to create
+    if not q.is_cuda or torch._C._cuda_getCurrentRawStream(q.device.index) != 0:
         return q.new_zeros(1, dtype=torch.int32)
     if q.device.index not in _counters:
         _counters[q.device.index] = q.new_zeros(1, dtype=torch.int32)
@@ -95,18 +96,21 @@ def backward(
     call: Call,
     needs_slopes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute the same as ``portable.launch.backward``, for calls that ``backward_refusal`` does not refuse.
+    """Do the same as ``portable.launch.backward``, for a call that ``backward_refusal`` accepts.
 
-    The backward takes five products per pair and accumulates dQ in any order. dQ has its own kernel, with two more
-    products, under ``torch.use_deterministic_algorithms``, for the gradient of slopes, and if head_dim is above 128.
+    One kernel computes five products for each pair of tiles, and accumulates dQ in no fixed order. A
+    separate kernel for dQ, with two more products, runs under ``torch.use_deterministic_algorithms``, for the gradient
+    of slopes, and if head_dim is more than 128.
     """
-    dout = dout if describable(form_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
+    dout = dout if describable(signature_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
     out, lse = contiguous_columns(out), contiguous_columns(lse)
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    alone = block_d(q.shape[-1]) > WIDEST_ACCUMULATOR or needs_slopes or torch.are_deterministic_algorithms_enabled()
+    separate_dq = (
+        block_d(q.shape[-1]) > WIDEST_DQ_ACCUMULATOR or needs_slopes or torch.are_deterministic_algorithms_enabled()
+    )
     dslope = torch.zeros_like(lse) if needs_slopes else None
-    buffers = make_backward_buffers(q, call, with_dq=not alone)
+    buffers = make_backward_buffers(q, call, with_dq=not separate_dq)
     with on_device(q):
         if q.shape[:-1].numel() > 0:
             made = (buffers.delta, buffers.lse2, buffers.dq, buffers.counters, dq, dk, dv, dslope)
@@ -114,7 +118,7 @@ def backward(
         else:
             dk, dv = dk.zero_(), dv.zero_()
     slopes = None if dslope is None else slope_gradient(dslope, call)
-    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(buffers.of_rows(call, lse), lse, call)
+    return dq, dk, dv, slopes, None if call.sinks is None else sink_gradient(buffers.delta_like(call, lse), lse, call)
 
 
 def _backward_launches(
@@ -127,7 +131,7 @@ def _backward_launches(
     dlse: Tensor | None,
     delta: Tensor,
     lse2: Tensor,
-    dq_accumulator: Tensor | None,
+    dq_accum: Tensor | None,
     counters: Tensor | None,
     dq: Tensor,
     dk: Tensor,
@@ -135,25 +139,29 @@ def _backward_launches(
     dslope: Tensor | None,
     call: Call,
 ) -> Iterator[Launch]:
-    buffers = BackwardBuffers(delta, lse2, dq_accumulator, counters)
+    buffers = BackwardBuffers(delta, lse2, dq_accum, counters)
     yield prepare_launch(k, out, dout, lse, dlse, buffers, call)
     yield backward_launch(q, k, v, dout, buffers, dq, dk, dv, call)
-    if dq_accumulator is None:
+    if dq_accum is None:
         yield dq_launch(q, k, v, dout, buffers, dq, dslope, call)
     else:
         yield finish_launch(buffers, dq, k, call)
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """Return why these kernels cannot run the call's forward, or None if they can."""
+    """Say why these kernels cannot run the call's forward; None if they can."""
     first = None if call.rng is None else call.origin[2:]
     blocks = call.bounds.block if call.has_lists else None
-    return _refusal(form_of(q), form_of(k), form_of(v), first, blocks)
+    return _refusal(signature_of(q), signature_of(k), signature_of(v), first, blocks)
 
 
-@functools.lru_cache(maxsize=4096)  # the checks take as long as a launch
+@functools.lru_cache(maxsize=4096)  # the checks take as long as a launch, and calls repeat
 def _refusal(
-    q: TensorForm, k: TensorForm, v: TensorForm, first: tuple[int, int] | None, blocks: tuple[int, int] | None
+    q: TensorSignature,
+    k: TensorSignature,
+    v: TensorSignature,
+    first: tuple[int, int] | None,
+    blocks: tuple[int, int] | None,
 ) -> str | None:
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if k.shape[-3] == 0:
@@ -162,11 +170,11 @@ def _refusal(
         return f"dtype {q.dtype} is neither bfloat16 nor float16"
     if block_d(head_dim) != block_d(head_dim_v):
         return f"q's head_dim {head_dim} and v's {head_dim_v} take tiles of different widths"
-    for name, form in (("q", q), ("k", k), ("v", v)):
-        if not describable(form):
-            return f"{name} has strides {form.stride}: TMA takes multiples of 16 bytes below 2**40, the last 1"
-        if form.shape[-3] > MAX_ROWS:
-            return f"{name} has {form.shape[-3]} rows: the coordinates of TMA reach {MAX_ROWS}"
+    for name, signature in (("q", q), ("k", k), ("v", v)):
+        if not describable(signature):
+            return f"{name} has strides {signature.stride}: TMA takes multiples of 16 bytes below 2**40, the last 1"
+        if signature.shape[-3] > MOST_ROWS:
+            return f"{name} has {signature.shape[-3]} rows: the coordinates of TMA reach {MOST_ROWS}"
     for name, columns in (("q", head_dim), ("v", head_dim_v)):
         if columns % 8:
             return f"{name}'s head_dim {columns} is not a multiple of 8"
@@ -178,14 +186,14 @@ def _refusal(
 
 
 def backward_refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """Return why these kernels cannot run the call's backward, or None if they can."""
+    """Say why these kernels cannot run the call's backward; None if they can."""
     reason = refusal(q, k, v, call)
     if reason is not None:
         return reason
     if call.has_lists and call.block_map is not None and call.block_map.shape[1] > 1 and q.shape[-2] != k.shape[-2]:
-        return "heads that share keys have different block patterns"
+        return "heads that share keys have block patterns of their own"
     if q.shape[-2] * PAD * slots_of(q, call.cu_seqlens_q, PAD) >= 2**31:
-        return "all heads together have 2**31 rows or more"
+        return "there are 2**31 rows or more, of all heads together"
     return None
 
 
@@ -199,9 +207,9 @@ def forward_launch(
     call: Call,
     tile: ForwardTile | None = None,
 ) -> Launch:
-    """``counter``: an int32 of 0; the launch leaves it at 0."""
+    """Return the forward launch. ``counter`` is an int32 0, and is 0 again after the launch."""
     columns = block_d(q.shape[-1])
-    tile = tile or forward_tile(columns, grid.mean_rows(k, call.cu_seqlens_k), call)
+    tile = tile or forward_tile(columns, grid.mean_seqlen(k, call.cu_seqlens_k), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
     rule = mask_rule(call, tile.portable, walks_keys=True)
@@ -229,18 +237,18 @@ def forward_launch(
 
 @dataclass(frozen=True)
 class BackwardBuffers:
-    """The tensors that one backward kernel leaves for the next, in rows padded to whole blocks (``backward_rows``)."""
+    """Buffers between the kernels of the backward, in padded rows (``backward_rows``)."""
 
     delta: Tensor  #: fp32 (heads, padded)
     lse2: Tensor  #: fp32 (heads, padded)
-    dq: Tensor | None  #: fp32 accumulator (heads, padded, columns), in pieces; None if dQ has its own kernel
-    counters: Tensor | None  #: int32 (2, key heads of all entries, or more): see ``dq_sum``; None without dq
+    dq: Tensor | None  #: fp32 (heads, padded, columns), in pieces; None if a separate kernel computes dQ
+    counters: Tensor | None  #: int32 (2, at least the key heads of all entries): see ``dq_sum``; None without ``dq``
 
     @property
     def padded(self) -> int:
         return self.delta.shape[1]
 
-    def of_rows(self, call: Call, lse: Tensor) -> Tensor:
+    def delta_like(self, call: Call, lse: Tensor) -> Tensor:
         """Return delta in the shape of ``lse``."""
         if call.cu_seqlens_q is None:
             by_entry = self.delta.view(lse.shape[1], lse.shape[0], -1)
@@ -257,9 +265,9 @@ def make_backward_buffers(q: Tensor, call: Call, with_dq: bool = True) -> Backwa
     delta, lse2 = q.new_empty((2, heads, padded), dtype=torch.float32).unbind()
     if not with_dq:
         return BackwardBuffers(delta, lse2, None, None)
-    units = heads * (q.shape[0] if call.cu_seqlens_q is None else 1)  # at least as many as key heads
-    dq_accumulator = q.new_empty((heads, padded, columns), dtype=torch.float32)
-    return BackwardBuffers(delta, lse2, dq_accumulator, q.new_empty((2, units), dtype=torch.int32))
+    units = heads * (q.shape[0] if call.cu_seqlens_q is None else 1)  # at least the key heads of all entries
+    dq_accum = q.new_empty((heads, padded, columns), dtype=torch.float32)
+    return BackwardBuffers(delta, lse2, dq_accum, q.new_empty((2, units), dtype=torch.int32))
 
 
 def prepare_launch(
@@ -295,17 +303,17 @@ def backward_launch(
     entries, rows_q, rows_k = lengths_of(q, k, call)
     rule = mask_rule(call, tile, walks_keys=False)
     kernel: Any = hopper_backward_wide
-    dq_accumulator: tuple[Any, ...] = ()
+    dq_accum: tuple[Any, ...] = ()
     with_dq: dict[str, Any] = {}
-    if columns <= WIDEST_ACCUMULATOR:
+    if columns <= WIDEST_DQ_ACCUMULATOR:
         kernel, with_dq = hopper_backward, {"WITH_DQ": buffers.dq is not None}
-        dq_accumulator = (None, None, None)
+        dq_accum = (None, None, None)
         if buffers.dq is not None:
-            pieces = describe_accumulator(buffers.dq, dq_columns(tile.block_m, columns))
-            dq_accumulator = (pieces, buffers.counters, describe(dq, 64, columns))
+            pieces = describe_dq_accumulator(buffers.dq, dq_columns(tile.block_m, columns))
+            dq_accum = (pieces, buffers.counters, describe(dq, 64, columns))
     arguments = (
         describe(q, *queries), describe(k, *keys), describe(v, *keys), describe(dout, *queries),
-        describe_rows(buffers.lse2, tile.block_m), describe_rows(buffers.delta, tile.block_m), *dq_accumulator,
+        describe_rows(buffers.lse2, tile.block_m), describe_rows(buffers.delta, tile.block_m), *dq_accum,
         describe(dk, *keys), describe(dv, *keys), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
         dropout_arguments(call), call.scale / call.keep_rate, entries, rows_q, rows_k, k.shape[-2],
         grid.kv_heads_at_once(q, k, call, tile.block_n), grid.processors(q.device), buffers.padded,
@@ -362,13 +370,14 @@ def finish_launch(buffers: BackwardBuffers, dq: Tensor, k: Tensor, call: Call) -
     entries, rows, _ = lengths_of(dq, k, call)
     columns, slots = block_d(dq.shape[-1]), buffers.padded // PAD
     tile = backward_tile(columns, call)
-    heads = grid.all_kv_heads(k, call)
+    heads = grid.total_kv_heads(k, call)
     at_once, last = grid.head_groups(dq, k, call)
-    left = slots * dq.shape[-2] // heads * (heads - last * at_once)  # the backward has converted the others: ``dq_sum``
+    # the backward itself has converted the other blocks (``dq_sum``)
+    n_blocks = slots * dq.shape[-2] // heads * (heads - last * at_once)
     arguments = (
         buffers.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, buffers.padded,
         slots, dq.shape[-2],
     )  # fmt: skip
     piece = int(dq_columns(tile.block_m, columns))
     constants = {"HEAD_DIM": dq.shape[-1], "BLOCK_D": columns, "BLOCK": PAD, "COLUMNS": piece}
-    return Launch(hopper_finish, (left,), arguments, constants)
+    return Launch(hopper_finish, (n_blocks,), arguments, constants)

@@ -1,4 +1,4 @@
-"""The tiles of Hopper's kernels, and the choice among them for a call."""
+"""Tile shapes of Hopper's kernels: tables, and the choice for a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_train.attention.kernels.portable.tiles import Tile
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """Consumers of 64 queries each, keys per step, and stages of the pipelines of queries, of keys and of values."""
+    """Consumers of 64 queries each, keys per step, and pipeline stages of queries, keys and values."""
 
     consumers: int
     block_n: int
@@ -21,13 +21,13 @@ class ForwardTile:
 
     @property
     def portable(self) -> Tile:
-        """The same sizes as a ``Tile``, for the lists of tiles of a mask."""
+        """The same sizes as a ``Tile``, for the mask's lists of tiles."""
         return Tile(64 * self.consumers, self.block_n, 4, self.k_stages)
 
 
 @dataclass(frozen=True)
 class DQTile:
-    """Keys per step, and stages of the pipelines of keys and of values. A tile always has 128 queries."""
+    """Keys per step, and pipeline stages of keys and values; a tile always has 128 queries."""
 
     block_n: int
     k_stages: int
@@ -38,31 +38,35 @@ class DQTile:
         return Tile(128, self.block_n, 4, self.k_stages)
 
 
-#: by columns of a tile
+#: by the columns of a tile
 FORWARD = {64: ForwardTile(2, 128, 2, 4, 4), 128: ForwardTile(2, 128, 2, 2, 3), 256: ForwardTile(2, 64, 1, 2, 3)}
-LONG = ForwardTile(3, 128, 2, 3, 3)  #: for 64 columns and many keys: two consumers do not keep the SM busy
-LONG_WALK = 2048  #: from so many keys on
+LONG = ForwardTile(
+    3, 128, 2, 3, 3
+)  #: for 64 columns and long loops over keys, in which two consumers don't keep the processor busy
+LONG_WALK = 2048  #: keys
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
-NARROW = BACKWARD[128]  #: also for 64 columns, if dropout, a softcap or terms take registers
-WIDEST_ACCUMULATOR = 128  #: columns; for wider heads dQ has its own kernel instead of an accumulator in memory
+NARROW = BACKWARD[128]  #: also for 64 columns if dropout, a softcap or terms need registers
+WIDEST_DQ_ACCUMULATOR = 128  #: columns; wider heads have a separate kernel for dQ instead of an accumulator in memory
 DQ = {64: DQTile(64, 4, 4), 128: DQTile(64, 4, 4), 256: DQTile(64, 2, 1)}
-NARROW_DQ = DQTile(32, 4, 2)  #: for 256 columns, if a softcap, a bias or terms take registers
+NARROW_DQ = DQTile(32, 4, 2)  #: for 256 columns if a softcap, ALiBi or terms need registers, too
 
 
 def forward_tile(columns: int, keys: int, call: Call) -> ForwardTile:
     tile = FORWARD[columns]
-    if call.has_terms:  # terms may take registers for every pair
+    if call.has_terms:  # they may load a number for every pair
         return replace(tile, block_n=64)
-    # dropout and biases need registers, and lists of tiles do not know blocks of 192 queries
+    # dropout, softcap and ALiBi need registers, and lists of tiles have no blocks of 192 queries
     plain = call.rng is None and not call.softcap and call.alibi_slopes is None and not call.has_lists
-    walk = keys if call.bounds.right == UNUSED else keys // 2  # a causal mask hides half of the keys on average
+    walk = (
+        keys if call.bounds.right == UNUSED else keys // 2
+    )  # if there are as many queries, half of the keys are hidden
     if call.bounds.left != UNUSED:
         walk = min(walk, call.bounds.left)
     return LONG if columns == 64 and walk >= LONG_WALK and plain else tile
 
 
 def backward_tile(columns: int, call: Call) -> Tile:
-    """Return the tile of queries and keys for dK and dV."""
+    """Return the queries and keys of a tile of the dK and dV kernel."""
     crowded = call.rng is not None or call.softcap or call.has_terms
     return NARROW if columns == 64 and crowded else BACKWARD[columns]
 

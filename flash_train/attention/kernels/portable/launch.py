@@ -33,7 +33,10 @@ from flash_train.attention.kernels.tile_lists import lists_launch
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output like q and the natural log-sum-exp, fp32 (batch, heads, seqlen), packed (heads, total)."""
+    """Return the output, like q with v's head_dim, and the natural log-sum-exp.
+
+    The log-sum-exp is fp32 (batch, heads, seqlen) or, packed, (heads, total).
+    """
     q, k, v = addressable(q), addressable(k), addressable(v)
     out, lse = make_output(q, v)
     if q.shape[:-1].numel() > 0:
@@ -43,11 +46,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = N
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Return None: these kernels run every call."""
+    """None: these kernels run every call."""
 
 
 def backward_refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Return None: these kernels run every call."""
+    """None: these kernels run every call."""
 
 
 def _forward_launches(*arguments: Any) -> tuple[Launch, ...]:
@@ -66,7 +69,10 @@ def backward(
     needs_slopes: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return dq, dk, dv and the gradients of slopes (if needed) and sinks; they are bitwise the same at every call."""
+    """Return dq, dk, dv, and the gradients of slopes (None unless ``needs_slopes``) and of sinks (None without sinks).
+
+    They are bitwise the same in every call.
+    """
     q, k, v, out, dout = addressable(q), addressable(k), addressable(v), addressable(out), addressable(dout)
     lse, dlse = contiguous_columns(lse), None if dlse is None else dlse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -110,7 +116,7 @@ def _backward_launches(
 
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, tile: Tile) -> Launch:
-    rule, score, dropout = _common_arguments(call, tile, walks_keys=True)
+    rule, score, dropout = _mask_score_dropout(call, tile, walks_keys=True)
     arguments = (
         *map(strided, (q, k, v, out)), stats(lse), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, call.sinks,
         dropout, *lengths_of(q, k, call),
@@ -145,7 +151,7 @@ def dkdv_launch(
     call: Call,
     tile: Tile,
 ) -> Launch:
-    rule, score, dropout = _common_arguments(call, tile, walks_keys=False)
+    rule, score, dropout = _mask_score_dropout(call, tile, walks_keys=False)
     arguments = (
         *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dk), strided(dv), call.cu_seqlens_q,
         call.cu_seqlens_k, rule, score, dropout, call.scale / call.keep_rate, *lengths_of(q, k, call),
@@ -167,7 +173,7 @@ def dq_launch(
     call: Call,
     tile: Tile,
 ) -> Launch:
-    rule, score, dropout = _common_arguments(call, tile, walks_keys=True)
+    rule, score, dropout = _mask_score_dropout(call, tile, walks_keys=True)
     arguments = (
         *map(strided, (q, k, v, dout)), stats(lse2), stats(delta), strided(dq),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score, dropout,
@@ -179,7 +185,7 @@ def dq_launch(
 
 
 def slope_gradient(rows: Tensor, call: Call) -> Tensor:
-    """Sum the rows' gradients to the shape of the slopes, in a fixed order."""
+    """Sum the rows' parts to the shape of the slopes, in a fixed order."""
     assert call.alibi_slopes is not None
     if call.alibi_slopes.dim() == 1:
         return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.alibi_slopes.dtype)
@@ -191,8 +197,10 @@ def slope_gradient(rows: Tensor, call: Call) -> Tensor:
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
-    """Return the gradient of the sinks. A sink's weight exp(sink - lse) adds nothing to the output, so each row
-    contributes -weight * delta."""
+    """Return the gradient of the sinks.
+
+    A sink has the weight exp(sink - lse) and no value, so that each row adds -weight * D.
+    """
     assert call.sinks is not None
     weight = torch.exp(call.sinks.float()[:, None] - lse)
     rows = torch.where(lse != float("-inf"), weight * delta, 0.0) / -call.keep_rate
@@ -216,13 +224,13 @@ def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
 
 
 def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
-    """Return (entries, query rows, key rows); packed, the rows of the whole tensors."""
+    """Return (entries, query rows, key rows); in packed calls, the rows of the whole tensors."""
     if call.cu_seqlens_q is None:
         return q.shape[0], q.shape[1], k.shape[1]
     return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]
 
 
-def _common_arguments(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
+def _mask_score_dropout(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
     walked = tile.block_n if walks_keys else tile.block_m
     return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call, walked)
 

@@ -26,14 +26,14 @@ from flash_train.attention.kernels.portable.tiles import Tile, block_d, cdiv, de
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: CacheRows, call: Call, num_splits: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of q to the cached keys.
+    """Compute the attention of q to a cache of keys and values.
 
     Args:
         q: (batch, len_q, heads, head_dim).
         k_cache, v_cache: (rows, capacity, kv_heads, head_dim), or with a block table (pages, page_size, kv_heads,
             head_dim).
-        rows: on the device.
-        num_splits: parts of the keys; 0 fills the processors.
+        rows: which rows or pages of the cache each sequence uses, and its lengths; tensors on the device.
+        num_splits: number of parts into which the keys are split; 0: as many as keep the processors busy.
 
     Returns:
         out like q with v's head_dim; lse fp32 (batch, heads, len_q).
@@ -96,7 +96,7 @@ def merge_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sinks
 
 
 def cache_argument(x: Tensor, rows: CacheRows) -> Cache:
-    """Return a cache and its rows as the kernel takes them. It reads index tensors as contiguous."""
+    """Return a cache and its rows for the kernel, with contiguous index tensors."""
     batch, row, head = x.stride()[:3]
     batch_idx, leftpad, pages = readable(rows.batch_idx), readable(rows.leftpad), readable(rows.block_table)
     if pages is None:
@@ -105,5 +105,5 @@ def cache_argument(x: Tensor, rows: CacheRows) -> Cache:
 
 
 def _splits(device: torch.device, programs: int, capacity: int, tile: Tile) -> int:
-    """Return the number of parts that gives each SM two programs, and each program at least four blocks of keys."""
+    """Return the number of splits: up to two programs for each processor, with at least four blocks of keys each."""
     return max(1, min(2 * processors(device) // programs, cdiv(capacity, 4 * tile.block_n)))

@@ -1,8 +1,9 @@
-"""Tile shapes: the part of the problem that one program computes.
+"""Tile shapes: how many queries and keys one program holds.
 
-The table is ``tiles.json``: a row for each shared-memory limit (KiB per program), bits of the inputs, head dimension
-and variant of the call. Some rows also name the major compute capability that they are for.
-``scripts/tune_attention.py`` measures rows and writes them; nothing is tuned at run time.
+The table is ``tiles.json``. It has a row for each shared-memory limit (KiB per program), number of bits of the inputs,
+head dimension and variant of the call. Some rows also name the major compute capability that they are for.
+``scripts/tune_attention.py``
+measures rows and writes them; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 import triton
 
 TABLE = Path(__file__).with_name("tiles.json")
-#: major compute capabilities with rows of their own in the table: 10, data-center Blackwell, whose accumulators are in
-#: tensor memory and pass through shared memory on their way to registers
+#: major compute capabilities with separate rows. 10, data-center Blackwell, keeps accumulators in tensor memory, and
+#: they pass through shared memory on their way to registers.
 OWN_ROWS = (10,)
 VARIANTS = ("causal", "full", "dropout-causal", "dropout-full", "terms")
 
@@ -38,7 +39,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one call's kernels. With a tile for dV, dV has its own launch and ``dkdv`` computes dK only."""
+    """The tiles of one call's kernels. With a tile ``dv``, dV has a separate launch and ``dkdv`` computes dK only."""
 
     forward: Tile
     dkdv: Tile
@@ -50,29 +51,32 @@ class Tiles:
         return Tiles(*(None if tile is None else tile.within(block_m, block_n) for tile in tiles))
 
 
-#: few programs and steps, which the interpreter's time depends on, but several tiles at n <= 256
+#: the interpreter's cost depends on programs and steps, not elements; tests must cross tile boundaries at n <= 256
 INTERPRETER = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up. ``triton.cdiv`` takes ten times as long, as compiled code can call it too."""
+    """Return a / b rounded up. ``triton.cdiv``, which kernels can call, too, takes ten times as long."""
     return -(-a // b)
 
 
 @functools.cache
 def block_d(head_dim: int) -> int:
-    """Return the columns of a tile: the head dimension rounded up to a power of two, at least 64.
+    """Columns of a tile: the head dimension rounded up to a power of two, at least 64.
 
-    Fewer columns would be possible, but Triton 3.6 and 3.7 miscompile them for compute capability 9.0. They misplace a
-    tile of 16 or 32 columns of 16 bits that passes through registers on its way to shared memory, as a tile of
-    unaligned rows does; products are wrong, or an address is illegal. Little is lost: with 64 columns the exponentials
-    already take longer than the products.
+    The mathematics would allow fewer columns. But for compute capability 9.0, Triton 3.6 and 3.7 misplace a tile of 16
+    or 32 columns of 16 bits that passes through registers on its way to shared memory, as a tile of unaligned rows
+    does: products are wrong, or an address is illegal. With 64 columns the exponentials take longer than the products
+    in any case.
     """
     return max(64, triton.next_power_of_2(head_dim))
 
 
 def variant_of(causal: bool, dropout: bool, terms: bool) -> str:
-    """Return the row's variant. Element-wise terms come first: they may load a number per pair and need most room."""
+    """Return the name of the variant in the table.
+
+    Element-wise terms decide alone: they may load a number for each pair, and leave less room than anything else.
+    """
     if terms:
         return "terms"
     return ("dropout-" if dropout else "") + ("causal" if causal else "full")
@@ -93,14 +97,17 @@ def major_of(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may take."""
+    """Return the bytes of shared memory that one program may use."""
     with torch.cuda.device(device):
         driver = triton.runtime.driver.active
         return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
 def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Tile:
-    """Return the decode kernel's tile for ``rows`` queries times heads of a group, by the bytes in flight."""
+    """Return the decode kernel's tile for ``rows`` rows (queries times heads of a group).
+
+    It is chosen for the number of bytes in flight.
+    """
     if device.type == "cpu":
         return Tile(16, 32, 4, 1)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
@@ -110,13 +117,13 @@ def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: i
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors; 4 in the interpreter, so that it splits keys too."""
+    """Return the number of streaming multiprocessors; 4 in the interpreter, so that it splits keys, too."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str, major: int) -> Tiles:
-    """Return the row for the most shared memory within ``shared`` bytes. Rows for this chip come first."""
+    """Return the row with the largest shared-memory limit within ``shared`` bytes; prefer a row for this chip."""
     bits = 8 * dtype.itemsize
     rows = [
         row
