@@ -1,4 +1,4 @@
-"""Which values an argument may have. Every range error has the same words: `name=value: must be …`.
+"""Checks of arguments. Every range error has the same form: `name=value: must be …`.
 
 Standard library only: the command line checks values before it imports torch, and `attention` may import this file.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that an argument may have. `words` completes "must be …"; `choices` are the names of a choice."""
+    """The values that an argument may have. `words` completes "must be …"; `choices` lists them if they are names."""
 
     contains: Callable[[Any], bool]
     words: str
@@ -19,7 +19,7 @@ class Allowed:
 
 
 def one_of(*choices: str) -> Allowed:
-    """One of several names."""
+    """Allow one of several names."""
     return Allowed(lambda value: value in choices, f"one of {', '.join(choices)}", choices)
 
 
@@ -32,7 +32,7 @@ def above(low: float) -> Allowed:
 
 
 def within(low: float, high: float, ends: str = "[]") -> Allowed:
-    """An interval. `ends` are its brackets: "[)" includes `low` and excludes `high`."""
+    """Allow an interval. `ends` are its brackets: "[)" includes `low` and excludes `high`."""
 
     def contains(value: Any) -> bool:
         above_low = value >= low if ends[0] == "[" else value > low
@@ -42,7 +42,7 @@ def within(low: float, high: float, ends: str = "[]") -> Allowed:
 
 
 def integer_at_least(low: int) -> Allowed:
-    """An int of at least `low`; a bool is none."""
+    """Allow an int of at least `low`, but no bool."""
     return Allowed(
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= low,
         f"an integer of at least {low}",
@@ -53,11 +53,11 @@ POSITIVE = Allowed(lambda value: 0 < value < math.inf, "positive and finite")
 
 
 def check(name: str, value: Any, allowed: Allowed, *, or_none: str = "") -> None:
-    """Refuse a value that is not allowed.
+    """Raise ValueError for a value that is not allowed.
 
     Args:
-        name: as the caller knows it: an argument's name, or a key of the configuration.
-        or_none: allows None, too, and says what that means, such as "or None for no limit".
+        name: the caller's name for it: an argument's name, or a key of the configuration.
+        or_none: if given, None is allowed, too; the text says what None means, such as "or None for no limit".
 
     Raises:
         ValueError: `name=value: must be …`.
@@ -68,6 +68,6 @@ def check(name: str, value: Any, allowed: Allowed, *, or_none: str = "") -> None
 
 
 def check_name(name: str, value: Any, choices: Collection[str]) -> None:
-    """Refuse a name that is not among `choices`. Raises ValueError as `check` does."""
+    """Raise ValueError, as `check` does, for a name that is not among `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: must be {one_of(*choices).words}")

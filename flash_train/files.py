@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields the path of a new temporary file in the same folder, to be written in the block.
+    """Yield the path of a new temporary file in the same folder, to be written in the block.
 
     When the block ends without an error, the file is synced to the disk and replaces `path` in one move. Otherwise it
     is removed and `path` stays as it was. The temporary name is unique, since other processes may write the same path.
@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_temporary(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that killed processes left; `names` are the final files' names, or how these begin."""
+    """Remove temporary files that killed processes left; `names` are the final files' names, or their beginnings."""
     for name in names:
         for path in folder.glob(f".{name}*.tmp"):
             with suppress(FileNotFoundError):
@@ -67,7 +67,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Iterator[Path]:
-    """Yields a new folder to write in. When the block ends without an error, its files move to `folder`.
+    """Yield a new folder to write in. When the block ends without an error, its files move to `folder`.
 
     After an error nothing is left. If `folder` exists, its files that match the glob patterns `earlier` are removed and
     all others are kept. The file `last` is removed first and moved last: while it exists, the files belong together.

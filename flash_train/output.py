@@ -1,7 +1,7 @@
 """Messages, and output that cannot fail a run: a closed terminal or pipe, a full disk, a limited encoding.
 
-Messages go to `logging.getLogger("flash_train")`. A program that configures logging decides what becomes of them. In
-any other program they appear on stderr, one per line, after the prefix `flash-train: `.
+Messages go to `logging.getLogger("flash_train")`. A program that configures logging handles them there. In any other
+program they appear on stderr, one per line, after the prefix `flash-train: `.
 """
 
 import logging
@@ -54,14 +54,14 @@ class LastingStream:
         return getattr(self._stream(), name)
 
 
-def _current(name: str) -> TextIO | None:
-    """`sys.stdout` or `sys.stderr` as it is now, without the proxy that a running progress bar puts there."""
+def _current_stream(name: str) -> TextIO | None:
+    """Return the current `sys.stdout` or `sys.stderr`, without the proxy that a running progress bar puts there."""
     stream = getattr(sys, name)
     return getattr(stream, "rich_proxied_file", stream)
 
 
-STDOUT = cast("TextIO", LastingStream(lambda: _current("stdout")))
-STDERR = cast("TextIO", LastingStream(lambda: _current("stderr")))
+STDOUT = cast("TextIO", LastingStream(lambda: _current_stream("stdout")))
+STDERR = cast("TextIO", LastingStream(lambda: _current_stream("stderr")))
 
 
 class MessageHandler(logging.StreamHandler):
@@ -85,22 +85,22 @@ class MessageHandler(logging.StreamHandler):
 
 _HANDLER = MessageHandler()
 LOGGER.addHandler(_HANDLER)
-if LOGGER.level == logging.NOTSET:  # the root logger's level would hide what is not a warning
+if LOGGER.level == logging.NOTSET:  # the root logger's level would hide messages below a warning
     LOGGER.setLevel(logging.INFO)
 
 
 def show_messages() -> None:
-    """Show messages on stderr even if a library has set up logging for itself: for commands, which own the process."""
+    """Show messages on stderr even if a library has set up logging. Commands call this, since they own the process."""
     _HANDLER.always = True
 
 
 def say(text: str) -> None:
-    """Log a message that is no error."""
+    """Log a message that is not an error."""
     LOGGER.info("%s", text)
 
 
 def say_in_handler(text: str) -> None:
-    """Write a message from a signal handler, if that does not block.
+    """Write a message from a signal handler, unless the write would block.
 
     It bypasses the logger and `print`: the signal may have interrupted either of them in the middle of a write.
     """
@@ -112,7 +112,7 @@ def say_in_handler(text: str) -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within the block, printing to `sys.stdout` or `sys.stderr` never raises. A command wraps all its work in it."""
+    """Make printing to `sys.stdout` or `sys.stderr` never raise in the block. A command wraps all its work in it."""
     before = sys.stdout, sys.stderr
     out, err = before
     sys.stdout = cast("TextIO", LastingStream(lambda: out))
@@ -122,10 +122,10 @@ def lasting_output() -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = before
         for stream in before:
-            _empty(stream)
+            _flush_or_drop(stream)
 
 
-def _empty(stream: TextIO | None) -> None:
+def _flush_or_drop(stream: TextIO | None) -> None:
     """Flush `stream`, or drop its buffer: if Python fails to flush it at exit, the exit status becomes 120."""
     try:
         if stream is not None:

@@ -16,10 +16,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Precision:
-    """What a precision stands for. Dtypes are torch's, by name.
+    """The dtypes of a precision. They are the names of torch's dtypes.
 
     Attributes:
-        lightning: what `lightning.pytorch.Trainer(precision=…)` calls it.
+        lightning: its name in `lightning.pytorch.Trainer(precision=…)`.
         weights: dtype of weights, gradients and optimizer state.
         compute: dtype of activations and matrix products, which decides the card's peak rate.
     """
@@ -56,8 +56,8 @@ PRECISIONS = {
 
 
 def lightning_compute_dtype(name: str) -> torch.dtype | None:
-    """The dtype that a Trainer of Lightning computes in, by its own name of the precision; None for another name."""
-    if name == "16-true":  # not among ours: gradients in fp16 need a loss scale, and Lightning has none for it
+    """Return the dtype that a Trainer computes in, from Lightning's name of the precision; None for an unknown name."""
+    if name == "16-true":  # not in PRECISIONS: gradients in fp16 need a loss scale, and Lightning has none for it
         return _dtype("float16")
     return next((p.compute_dtype for p in PRECISIONS.values() if p.lightning == name), None)
 

@@ -44,7 +44,7 @@ BATCH_DOCUMENTS, BATCH_BYTES = 256, 4 << 20  # encoded together: enough for the 
 
 
 def default_cache_dir() -> Path:
-    """``~/.cache/flash_train``. Raises OSError if no home folder is known."""
+    """Return ``~/.cache/flash_train``. Raises OSError if no home folder is known."""
     try:
         return Path.home() / ".cache" / "flash_train"
     except RuntimeError as error:
@@ -55,8 +55,10 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A built cache. Its arrays are memory-mapped on first use, read-only; processes on one machine share
-    the memory. Arrays are not pickled.
+    """A built cache.
+
+    Its arrays are memory-mapped on first use, read-only; processes on one machine share the memory. Arrays are not
+    pickled.
     """
 
     folder: Path
@@ -108,9 +110,9 @@ class TokenCache:
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None = None) -> TokenCache:
-    """Opens the cache of `corpus` for `tokenizer`; builds it first if it is missing or damaged.
+    """Open the cache of `corpus` for `tokenizer`; build it first if it is missing or damaged.
 
-    If another process is building it, waits for this process. Raises ValueError if the corpus has no text, OSError if
+    If another process is building it, wait for this process. Raises ValueError if the corpus has no text, OSError if
     the cache cannot be written.
     """
     with say_if_slow(f"hashing the corpus {corpus.name!r} to find its tokens in the cache"):
@@ -130,9 +132,9 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
 
 
 def build_if_missing(cache: TokenCache, write: Callable[[Path], None]) -> None:
-    """If a cache is missing or damaged, builds it: `write` fills the folder that it is given.
+    """Build a cache if it is missing or damaged: `write` fills the folder that it is given.
 
-    If another process is building the cache, waits for this process. Raises the errors of `write`, and OSError if the
+    If another process is building the cache, wait for this process. Raises the errors of `write`, and OSError if the
     folder is full or cannot be written.
     """
     folder = cache.folder
@@ -151,7 +153,7 @@ def build_if_missing(cache: TokenCache, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _name_cache_dir_in_errors(folder: Path) -> Iterator[None]:
-    """Adds `data.cache_dir` to an OSError about a cache, its scratch folder, its lock or a parent folder.
+    """Add `data.cache_dir` to an OSError about a cache, its scratch folder, its lock or a parent folder.
 
     Other errors pass unchanged, for example those about the corpus, which is read in the same block.
     """
@@ -169,7 +171,7 @@ def _name_cache_dir_in_errors(folder: Path) -> Iterator[None]:
 
 
 def _build(cache: TokenCache, write: Callable[[Path], None]) -> None:
-    """Writes a cache into a scratch folder, then renames the folder."""
+    """Write a cache into a scratch folder, then rename the folder."""
     scratch = _scratch_path(cache.folder)
     scratch.mkdir()
     try:
@@ -187,7 +189,7 @@ def _build(cache: TokenCache, write: Callable[[Path], None]) -> None:
 def write_tokens(
     folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, min_tokens: int | None = None
 ) -> bool:
-    """Writes the tokens and indices of `documents` into `folder`; returns whether it wrote all documents.
+    """Write the tokens and indices of `documents` into `folder`; return whether all documents were written.
 
     With `min_tokens` it stops after the batch of documents that reaches this number of tokens, without reading the
     next one.
@@ -218,13 +220,13 @@ def write_tokens(
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes `meta.json`, the cache's last file: the description `meta`, and a hash of each index."""
+    """Write `meta.json`, the cache's last file: the description `meta`, and a hash of each index."""
     hashes = {name: hash_file(folder / name).hex() for name in INDICES}
     write_json(folder / "meta.json", {"version": VERSION, **meta, "hashes": hashes})
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Groups of documents, limited in number and in bytes; a larger document is a group by itself."""
+    """Yield groups of documents, limited in number and in bytes; a larger document is a group by itself."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -237,7 +239,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _move_into_place(scratch: Path, cache: TokenCache) -> None:
-    """Renames `scratch` to the cache's folder, unless another process has built a whole cache there meanwhile."""
+    """Rename `scratch` to the cache's folder, unless another process has built a whole cache there meanwhile."""
     while True:
         try:
             os.rename(scratch, cache.folder)
@@ -251,7 +253,7 @@ def _move_into_place(scratch: Path, cache: TokenCache) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes a damaged cache, and the scratch folders of killed builders; call it only with the lock held.
+    """Remove a damaged cache, and the scratch folders of killed builders; call it only with the lock held.
 
     Scratch folders of other hosts stay: file locks may not reach across hosts, so those may still be in use.
     """
@@ -262,7 +264,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _remove_cache(folder: Path) -> None:
-    """Removes a damaged cache. It is renamed first, so that a whole one can be put there at once."""
+    """Remove a damaged cache. It is renamed first, so that a whole one can be put there at once."""
     renamed = _scratch_path(folder)
     with suppress(FileNotFoundError):  # another process renamed it first
         os.rename(folder, renamed)
@@ -270,7 +272,7 @@ def _remove_cache(folder: Path) -> None:
 
 
 def _scratch_path(folder: Path) -> Path:
-    """A new hidden name next to `folder`."""
+    """Return a new hidden name next to `folder`."""
     return folder.with_name(_scratch_prefix(folder) + secrets.token_hex(4))
 
 

@@ -1,4 +1,4 @@
-"""How many training batches a run has consumed: the place where it resumes."""
+"""Counts the training batches that a run has consumed. A resumed run continues after them."""
 
 from dataclasses import dataclass
 
@@ -29,11 +29,11 @@ class ConsumedBatches:
     """
 
     def __init__(self) -> None:
-        self._resume_at = 0  # where the next stream begins
+        self._resume_at = 0  # the batch at which the next stream begins
         self._stream: _Stream | None = None
 
     def count(self, trainer: lightning.Trainer | None) -> int:
-        """Batches consumed so far."""
+        """Return the number of batches consumed so far."""
         stream = self._stream
         if stream is None or stream.trainer is not trainer:
             return self._resume_at
@@ -45,19 +45,19 @@ class ConsumedBatches:
         return stream.start + processed - min(pending_batches(trainer), processed)
 
     def begin_stream(self, trainer: lightning.Trainer | None) -> None:
-        """A new training loader begins, at the first batch that is not consumed."""
+        """Begin a new training loader at the first batch that is not consumed."""
         self._stream = _Stream(trainer, self.count(trainer))
         self._resume_at = 0
 
     def begin_epoch(self) -> None:
-        """When the first epoch of a fit begins, note how many batches the trainer has processed, in whole steps."""
+        """Note how many batches the trainer has processed, in whole steps, when the first epoch of a fit begins."""
         stream = self._stream
         if stream is not None and stream.processed is None and stream.trainer is not None:
             drop_pending_batches(stream.trainer)
             stream.processed = processed_batches(stream.trainer)
 
     def take(self) -> None:
-        """A loop without a Trainer takes a batch from its loader."""
+        """Count a batch that a loop without a Trainer takes from its loader."""
         if self._stream is not None:
             self._stream.taken += 1
 

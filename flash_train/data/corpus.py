@@ -28,10 +28,10 @@ class Corpus(Protocol):
     name: str
 
     def fingerprint(self) -> str:
-        """Hash of the content, in hexadecimal. Reads the corpus at most once and keeps nothing in memory."""
+        """Return a hash of the content, in hexadecimal; read the corpus at most once and keep nothing in memory."""
 
     def documents(self) -> Iterator[Document]:
-        """The documents, always in the same order, one in memory at a time."""
+        """Yield the documents, always in the same order, with one in memory at a time."""
 
 
 class StdlibCorpus:
@@ -52,14 +52,14 @@ class StdlibCorpus:
             raise FileNotFoundError(f"data=stdlib: no .py files under {self.root}; use data=text data.path=…")
 
     def fingerprint(self) -> str:
-        """Hash of every document's path and text."""
+        """Return a hash of every document's path and text."""
         whole = hashlib.blake2b(digest_size=16)
         for document in self.documents():
             _add(whole, document.key, hashlib.blake2b(document.text, digest_size=16).digest())
         return whole.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """One document per file that is text, sorted by path."""
+        """Yield one document per file that is text, sorted by path."""
         for file in self.files:
             text = python_text((self.root / file).read_bytes())
             if text is not None:
@@ -67,7 +67,7 @@ class StdlibCorpus:
 
 
 def python_text(content: bytes) -> bytes | None:
-    """Python source as UTF-8, decoded as it declares (PEP 263) if necessary; None if it cannot be decoded."""
+    """Return Python source as UTF-8, decoded as it declares (PEP 263) if necessary; None if it cannot be decoded."""
     try:
         content.decode()
         return content
@@ -80,7 +80,7 @@ def python_text(content: bytes) -> bytes | None:
 
 
 def python_files(root: Path) -> list[str]:
-    """Relative POSIX paths of the ``.py`` files under `root`, sorted; installed packages are excluded."""
+    """Return relative POSIX paths of the ``.py`` files under `root`, sorted; installed packages are excluded."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
@@ -89,7 +89,7 @@ def python_files(root: Path) -> list[str]:
 
 
 def hash_files(files: Iterable[tuple[str, Path]]) -> str:
-    """Hash of the names and contents of files."""
+    """Return a hash of the names and contents of files."""
     whole = hashlib.blake2b(digest_size=16)
     for name, path in files:
         _add(whole, name, hash_file(path))
@@ -97,18 +97,18 @@ def hash_files(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def _add(whole: Any, name: str, content_hash: bytes) -> None:
-    """Adds a name and the hash of its content to a hash."""
+    """Add a name and the hash of its content to a hash."""
     whole.update(hash_strings([name]).encode() + content_hash)
 
 
 def hash_file(path: Path) -> bytes:
-    """Hash of a file's content, 16 bytes; reads one block at a time."""
+    """Return a hash of a file's content, 16 bytes; read one block at a time."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
 
 
 def hash_strings(strings: Sequence[str]) -> str:
-    """Hash of a sequence of strings; ["ab", "c"] and ["a", "bc"] differ."""
+    """Return a hash of a sequence of strings; ["ab", "c"] and ["a", "bc"] differ."""
     digest = hashlib.blake2b(digest_size=16)
     for string in strings:
         data = string.encode("utf-8", errors="surrogateescape")

@@ -44,7 +44,7 @@ class PackedDataModule(lightning.LightningDataModule):
             ...
             fabric.save("last.ckpt", {"data": data.state_dict()})  # and later: data.load_state_dict(saved["data"])
 
-    A corpus with `streaming` is tokenised while it is read (`flash_train.data.stream`). The same holds for it, except
+    A corpus with `streaming` is tokenised while it is read (`flash_train.data.stream`). It works the same way, except
     that rows are shuffled within chunks of some million tokens, and validation uses the first chunk.
 
     Args:
@@ -126,7 +126,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._info
 
     def validated(self, world_size: int = 1) -> Validated:
-        """How many tokens, rows and documents one validation reads when `world_size` ranks share it."""
+        """Count the tokens, rows and documents that one validation reads when `world_size` ranks share it."""
         self.setup()
         rows = self._val_rows(self.batch_size * world_size)
         if isinstance(self._val, RecallRows):
@@ -148,7 +148,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return part.bytes / int(part.lengths.sum() - len(part))  # a document's first token is not predicted
 
     def prepare_data(self) -> None:
-        """Tokenises the corpus into the cache if it is not there. Lightning calls this on one rank of each node.
+        """Tokenise the corpus into the cache if it is not there. Lightning calls this on one rank of each node.
 
         For a streamed corpus, `setup` tokenises the first chunk instead.
         """
@@ -156,13 +156,13 @@ class PackedDataModule(lightning.LightningDataModule):
             self._cache = tokenize(self.corpus, self.tokenizer, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
-        """Splits and packs the corpus. Later calls do nothing."""
+        """Split and pack the corpus. Later calls do nothing."""
         if self._train is None:
             rows = self._prepare_rows()
             self._train, self._val, self._info = rows.train, rows.val, rows.info
 
     def train_dataloader(self) -> BatchStream | DataLoader:
-        """Endless batches, from the first one that is not consumed."""
+        """Return endless batches, from the first one that is not consumed."""
         self.setup()
         self._consumed.begin_stream(self.trainer)
         if self.trainer is None:
@@ -177,17 +177,17 @@ class PackedDataModule(lightning.LightningDataModule):
         return BatchStream(self._train, self._train_sampler, self.num_workers, epoch_start)
 
     def val_dataloader(self) -> BatchStream | DataLoader:
-        """The validation rows, or `val_batches` batches of them, distributed over the ranks without repetition."""
+        """Return all validation rows, or `val_batches` batches, distributed over the ranks without repetition."""
         self.setup()
         stream = BatchStream(self._val, self._val_sampler, self.num_workers)
         return stream.as_dataloader() if self.trainer is None else stream
 
     def test_dataloader(self) -> BatchStream | DataLoader:
-        """The same batches as `val_dataloader`: there are no other held-out rows."""
+        """Return the same batches as `val_dataloader`: there are no other held-out rows."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> BatchStream | DataLoader:
-        """The same batches as `val_dataloader`."""
+        """Return the same batches as `val_dataloader`."""
         return self.val_dataloader()
 
     @property
@@ -199,7 +199,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._consumed.count(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: how many batches are consumed, which data they came from, and how to read their tokens.
+        """Return plain values: how many batches are consumed, which data they came from, and how to read their tokens.
 
         For a streamed corpus, "stream" says which documents are consumed. For text: `token_ids` of bos (or None), eos
         and pad, and `tokenizer_file`, the path of a JsonTokenizer's file (None for other tokenizers).
@@ -212,8 +212,10 @@ class PackedDataModule(lightning.LightningDataModule):
         return {**counts, **identity, **self._token_reading()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the consumed batches. With another batch size or world size it starts at the nearest earlier
-        batch, so rows may repeat but none is skipped.
+        """Continue after the consumed batches.
+
+        With another batch size or world size, continue at the nearest earlier batch: rows may repeat, but none is
+        skipped.
 
         If the data differ from the checkpoint's data, one line lists all differences.
         """
@@ -229,7 +231,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self._consumed.restore(consumed_rows // self._rows_per_batch, self.trainer)
 
     def __repr__(self) -> str:
-        """The settings of the rows, and their number after `setup`. Reads nothing."""
+        """Describe the settings of the rows, and their number after `setup`, without reading data."""
         tokenizer = "" if isinstance(self.corpus, RecallCorpus) else f"tokenizer={self.tokenizer.fingerprint}, "
         options = f"seq_len={self.seq_len}, batch_size={self.batch_size}, packing={self.packing}, seed={self.seed}"
         parts = [
@@ -277,13 +279,13 @@ class PackedDataModule(lightning.LightningDataModule):
         return prepare_text(self.corpus.name, self._cache, self.tokenizer, **options)
 
     def _identity(self) -> dict[str, Any]:
-        """The values that decide the rows and their order."""
+        """Return the values that decide the rows and their order."""
         names = ("corpus_hash", "tokenizer", "seq_len", "packing")
         described = {name: self.info[name] for name in names if name in self.info}
         return {**described, "seed": self.seed, "val_fraction": self.val_fraction}
 
     def _token_reading(self) -> dict[str, Any]:
-        """The values that turn tokens back into text; empty for RecallCorpus, which has no text."""
+        """Return the values that turn tokens back into text; empty for RecallCorpus, which has no text."""
         tokenizer = self.tokenizer
         if isinstance(self.corpus, RecallCorpus):
             return {}
@@ -305,7 +307,7 @@ class PackedDataModule(lightning.LightningDataModule):
         )
 
     def _first_batch(self) -> int:
-        """The first batch of the training stream; with `overfit_batches`, every epoch begins with the same batch."""
+        """Return the training stream's first batch; with `overfit_batches`, every epoch begins with the same batch."""
         if self.trainer is not None and self.trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             return batches_of_epoch(self.trainer)
         return self.consumed_batches

@@ -59,7 +59,7 @@ class PackedRows(Dataset):
     def _label_document_ends(
         self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: list[tuple[int, int, int]]
     ) -> None:
-        """In one stream, labels the last token of each document with the first token of the next document."""
+        """Label the last token of each document with the first token of the next document, in one stream."""
         ends = np.cumsum([length for _, _, length in segments])
         labels[ends[:-1] - 1] = tokens[ends[:-1]]
         if row + 1 < len(self.index):
@@ -68,7 +68,7 @@ class PackedRows(Dataset):
 
 
 def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capacity: int) -> Row:
-    """A row in the format of `PackedRows`, from tokens and labels (int64, (seq_len,)) and its entries' lengths."""
+    """Make a row in the format of `PackedRows` from tokens, labels (int64, (seq_len,)) and its entries' lengths."""
     positions = np.concatenate([np.arange(length) for length in lengths])
     return {
         "tokens": torch.from_numpy(tokens),
@@ -80,7 +80,7 @@ def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capac
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """A batch from rows; its packed stream is the concatenated rows.
+    """Make a batch from rows; its packed stream is the concatenated rows.
 
     tokens, labels, positions: int64 (batch_size, seq_len); cu_seqlens: int32 (batch_size * capacity + 1,) from 0 to
     batch_size * seq_len, the last value repeated; lengths: the entries' lengths in order, Python ints.
@@ -92,7 +92,7 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def _boundaries(lengths: Sequence[int], capacity: int) -> torch.Tensor:
-    """0, then the cumulative lengths, with the last one repeated: int32 (capacity + 1,)."""
+    """Return 0, then the cumulative lengths, with the last one repeated: int32 (capacity + 1,)."""
     boundaries = np.full(capacity + 1, sum(lengths), dtype=np.int32)
     boundaries[0] = 0
     boundaries[1 : len(lengths) + 1] = np.cumsum(lengths)

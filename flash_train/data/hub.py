@@ -48,7 +48,7 @@ class HubCorpus:
         self.text_field, self.streaming, self.errors = text_field, streaming, errors
 
     def fingerprint(self) -> str:
-        """Hash of the content of local files; for a data set on the hub, the hash that `datasets` has for it."""
+        """Return a hash of local files' content; for a data set on the hub, the hash that `datasets` has for it."""
         builder = self._builder()
         files = [file for split in (builder.config.data_files or {}).values() for file in split]
         self._report_unread_files(builder, files)
@@ -58,7 +58,7 @@ class HubCorpus:
         return hash_strings([content, builder.config.name, self.split, self.text_field, *errors])
 
     def documents(self) -> Iterator[Document]:
-        """One document for each row with text."""
+        """Yield one document for each row with text."""
         if self.streaming or self._own_files():
             yield from self.stream()
             return
@@ -68,7 +68,7 @@ class HubCorpus:
         yield from row_documents(rows, self.text_field, f"data.name={self.dataset}")
 
     def stream(self, position: Position | None = None) -> "HubStream":
-        """The documents from `position` on, a value of `HubStream.position`; None is the beginning."""
+        """Return the documents from `position` on, a value of `HubStream.position`; None is the beginning."""
         from datasets import load_dataset
 
         if files := self._own_files():
@@ -77,7 +77,7 @@ class HubCorpus:
         return _DatasetStream(rows, self, position)
 
     def _own_files(self) -> list[Path]:
-        """The files of the split, in order, if all are local and of `OWN_KINDS`; else an empty list."""
+        """Return the files of the split, in order, if all are local and of `OWN_KINDS`; else an empty list."""
         data_files = self._builder().config.data_files or {}
         files = [Path(file) for file in data_files.get(self.split, [])]
         return files if all(file.is_file() and kind_of(file)[0] in OWN_KINDS for file in files) else []
@@ -119,7 +119,7 @@ class HubStream:
         raise NotImplementedError
 
     def position(self) -> Position:
-        """Where a stream continues after the last document: plain values, for a checkpoint."""
+        """Return where a stream continues after the last document: plain values, for a checkpoint."""
         raise NotImplementedError
 
 

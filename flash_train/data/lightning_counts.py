@@ -7,7 +7,7 @@ import lightning
 
 
 def processed_batches(trainer: lightning.Trainer) -> int:
-    """Training batches of all epochs, including those before the run was resumed.
+    """Count the training batches of all epochs, including those before the run was resumed.
 
     The count goes up after a batch's optimizer step and before `on_train_batch_end`.
     """
@@ -15,7 +15,7 @@ def processed_batches(trainer: lightning.Trainer) -> int:
 
 
 def pending_batches(trainer: lightning.Trainer) -> int:
-    """How many processed batches belong to an unfinished accumulation, that is, have no optimizer step yet."""
+    """Count the processed batches of an unfinished accumulation, that is, those that have no optimizer step yet."""
     processed = _counts(trainer).current.processed
     if isinstance(trainer.limit_train_batches, int) and processed == trainer.limit_train_batches:
         return 0  # the optimizer steps at the end of Lightning's epoch, even if fewer batches are accumulated
@@ -23,7 +23,7 @@ def pending_batches(trainer: lightning.Trainer) -> int:
 
 
 def batches_of_epoch(trainer: lightning.Trainer) -> int:
-    """Batches of Lightning's current epoch that have an optimizer step."""
+    """Count the batches of Lightning's current epoch that have an optimizer step."""
     return _counts(trainer).current.processed - pending_batches(trainer)
 
 

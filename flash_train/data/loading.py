@@ -1,4 +1,4 @@
-"""Batches from rows. Every iteration makes a new DataLoader, which begins where the run is."""
+"""Batches from rows. Every iteration makes a new DataLoader, which begins at the run's next batch."""
 
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
@@ -39,18 +39,18 @@ class BatchStream(IterableDataset):
         self.batch_sampler = epoch_start  # Lightning calls `set_epoch` of this attribute
 
     def as_dataloader(self) -> DataLoader:
-        """A DataLoader with the same batches, for loops that need one.
+        """Return a DataLoader with the same batches, for loops that need one.
 
         Its dataset is iterable, so Fabric and Lightning cannot replace its sampler.
         """
         return DataLoader(self, batch_size=None, collate_fn=_identity, generator=torch.Generator())
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the data module keeps the state. Lightning needs this method to treat the loader as resumable."""
+        """Return {}: the data module keeps the state. Lightning treats a loader with this method as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to restore (see `state_dict`)."""
+        """Do nothing (see `state_dict`)."""
 
     def __len__(self) -> int:
         return len(cast("Sized", self.make_sampler()))

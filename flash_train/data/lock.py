@@ -24,7 +24,7 @@ UNLINKED = (errno.ENOENT, errno.ESTALE)
 
 @contextmanager
 def exclusive(path: Path, waiting: str) -> Iterator[bool]:
-    """Runs the block in one process at a time, for all processes that give the same `path`.
+    """Run the block in one process at a time, for all processes that give the same `path`.
 
     Prints `waiting` if another process holds the lock for long. Yields whether the lock is held. It is False if the
     operating system or the file system has no locks; several processes may then run the block at once, so the block
@@ -45,7 +45,7 @@ def exclusive(path: Path, waiting: str) -> Iterator[bool]:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """The file at `path`, locked; None if locks are not supported."""
+    """Open and lock the file at `path`; return None if locks are not supported."""
     while fcntl is not None:
         with ExitStack() as closing:
             file = closing.enter_context(open(path, "ab"))  # writable: NFS needs this for an exclusive lock

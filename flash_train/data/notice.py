@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 5.0
 
 @contextmanager
 def say_if_slow(text: str) -> Iterator[None]:
-    """Prints `text` once, on rank 0 alone, if the block takes longer than PATIENCE_SECONDS."""
+    """Print `text` once, on rank 0 alone, if the block takes longer than PATIENCE_SECONDS."""
     timer = threading.Timer(PATIENCE_SECONDS, say, [text])
     timer.daemon = True
     timer.start()
@@ -24,6 +24,6 @@ def say_if_slow(text: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints one line on stderr, on rank 0 alone."""
+    """Print one line on stderr, on rank 0 alone."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         output.say(f"data: {text}")

@@ -38,7 +38,7 @@ class PackedIndex:
         return len(self.row_offsets) - 1
 
     def row(self, row: int) -> list[tuple[int, int, int]]:
-        """The segments of a row, as (document, start, length)."""
+        """Return the segments of a row, as (document, start, length)."""
         segments = slice(self.row_offsets[row], self.row_offsets[row + 1])
         columns = (self.documents[segments], self.starts[segments], self.lengths[segments])
         return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -58,7 +58,7 @@ class PackedIndex:
 
 
 def pack(lengths: np.ndarray, seq_len: int, packing: PackingStrategy = "best_fit") -> PackedIndex:
-    """Packs documents of `lengths` tokens (each ≥ 1) into rows of `seq_len` by the strategy `packing`.
+    """Pack documents of `lengths` tokens (each ≥ 1) into rows of `seq_len` by the strategy `packing`.
 
     Raises ValueError for an unknown strategy.
     """
@@ -68,12 +68,12 @@ def pack(lengths: np.ndarray, seq_len: int, packing: PackingStrategy = "best_fit
 
 
 def check_packing_strategy(packing: str) -> None:
-    """Raises ValueError unless `packing` is the name of a strategy."""
+    """Raise ValueError unless `packing` is the name of a strategy."""
     check_name("data.packing", packing, PACKING_STRATEGIES)
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> PackedIndex:
-    """Best-fit decreasing over the documents' pieces."""
+    """Pack the documents' pieces by best-fit decreasing."""
     full, remainder = lengths // seq_len, lengths % seq_len
     n_full = int(full.sum())
     partial = np.flatnonzero(remainder)  # documents with a remainder, longest remainder first
@@ -91,7 +91,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> PackedIndex:
 
 
 def concat(lengths: np.ndarray, seq_len: int) -> PackedIndex:
-    """The concatenated documents, cut every `seq_len` tokens."""
+    """Concatenate the documents and cut them every `seq_len` tokens."""
     ends = np.cumsum(lengths)
     total = int(lengths.sum())
     cuts = np.unique(np.concatenate([[0], ends, np.arange(0, total, seq_len)]))
@@ -103,7 +103,7 @@ def concat(lengths: np.ndarray, seq_len: int) -> PackedIndex:
 
 
 def _assign_rows(pieces: list[int], seq_len: int) -> np.ndarray:
-    """The row of each piece; `pieces` are sorted, longest first, and shorter than `seq_len`."""
+    """Return the row of each piece; `pieces` are sorted, longest first, and shorter than `seq_len`."""
     rows = np.empty(len(pieces), dtype=np.int64)
     open_rows = _OpenRows(seq_len)
     n_rows = 0
@@ -120,8 +120,9 @@ def _assign_rows(pieces: list[int], seq_len: int) -> np.ndarray:
 class _OpenRows:
     """Rows that are not full, by their free tokens (`room`). `take` finds the fullest sufficient one in O(1).
 
-    A two-level bitmap. Its words have about √seq_len bits. Bit r says whether a row with r free tokens is open; a
-    summary word has a bit per non-empty word. A search finds the lowest set bit at or above an index, once per level.
+    This is a two-level bitmap whose words have about √seq_len bits. Bit r says whether a row with r free tokens is
+    open; a summary word has a bit per non-empty word. A search finds the lowest set bit at or above an index, once per
+    level.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -138,7 +139,7 @@ class _OpenRows:
             self.summary |= 1 << word
 
     def take(self, least: int) -> tuple[int, int] | None:
-        """Removes and returns the (room, row) with the smallest room ≥ `least`; None if there is none."""
+        """Remove and return the (room, row) with the smallest room ≥ `least`; None if there is none."""
         word = least >> self.shift
         low = _lowest_bit(self.words[word], least & ((1 << self.shift) - 1))
         if low is None:
@@ -157,6 +158,6 @@ class _OpenRows:
 
 
 def _lowest_bit(bits: int, at_least: int) -> int | None:
-    """Position of the lowest set bit at or above `at_least`; None if there is none."""
+    """Return the position of the lowest set bit at or above `at_least`; None if there is none."""
     bits >>= at_least
     return (bits & -bits).bit_length() - 1 + at_least if bits else None

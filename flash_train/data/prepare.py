@@ -24,7 +24,7 @@ class PreparedRows:
 
 
 def prepare_recall(corpus: RecallCorpus, *, seq_len: int, seed: int) -> PreparedRows:
-    """Rows of associative recall."""
+    """Make the rows of associative recall."""
     train = RecallRows(corpus, seq_len, seed, "train")
     val = RecallRows(corpus, seq_len, seed, "val")
     val.capacity = train.capacity  # the same for both, so that shapes never change
@@ -48,7 +48,7 @@ def prepare_text(
     val_fraction: float,
     val_tokens: int | None,
 ) -> PreparedRows:
-    """Rows of a tokenised corpus."""
+    """Make the rows of a tokenised corpus."""
     train, held_out = split(cache, val_fraction)
     val = validation_documents(held_out, val_tokens)
     train_index, val_index = pack(train.lengths, seq_len, packing), pack(val.lengths, seq_len)
@@ -70,7 +70,7 @@ def prepare_stream(
     val_tokens: int | None,
     cache_dir: str | Path | None,
 ) -> PreparedRows:
-    """Rows of a corpus that is tokenised while the run trains."""
+    """Make the rows of a corpus that is tokenised while the run trains."""
     rows = StreamedRows(
         corpus,
         tokenizer,
@@ -103,7 +103,7 @@ def _text_info(
     train: tuple[Part, PackedIndex],
     held_out: Part,
 ) -> dict[str, Any]:
-    """`held_out` are all held-out documents; a validation may read fewer."""
+    """Describe the data for `PreparedRows.info`. `held_out` are all held-out documents; a validation may read fewer."""
     part, index = train
     return {
         "corpus": corpus_name,

@@ -59,7 +59,7 @@ class RecallCorpus:
         return 1 / self.n_values
 
     def fingerprint(self) -> str:
-        """The settings that decide the rows, without seq_len and the seed."""
+        """Return the settings that decide the rows, without seq_len and the seed."""
         return f"recall-{self.n_pairs}-{self.n_keys}-{self.n_values}"
 
 
@@ -102,7 +102,7 @@ class RecallRows(Dataset):
         return as_row(tokens, labels, [length] * episodes + [tail] * (tail > 0), self.capacity)
 
     def _episode(self, length: int, n_pairs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, labels) of one episode: int64 (length,) each."""
+        """Draw (tokens, labels) of one episode: int64 (length,) each."""
         keys = random.permutation(self.corpus.n_keys)[:n_pairs]
         values = self.corpus.n_keys + random.integers(self.corpus.n_values, size=n_pairs)
         queries = random.integers(n_pairs, size=length - 2 * n_pairs)
@@ -111,7 +111,7 @@ class RecallRows(Dataset):
 
 
 def recall_accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Share of the labelled positions whose largest logit is at the label: (…, vocab) and (…,) → a number in [0, 1].
+    """Return the share of labelled positions whose largest logit is at the label: (…, vocab) and (…,) → [0, 1].
 
     Raises ValueError if no position has a label.
     """

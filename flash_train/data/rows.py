@@ -15,11 +15,11 @@ from typing import IO, Any, cast
 
 from flash_train.data.tokenizer import Errors
 
-PATIENCE_ROWS = 1000  # after this many rows without the text field, a file counts as one without it
+PATIENCE_ROWS = 1000  # a file whose first 1000 rows lack the text field counts as a file without it
 BLOCK = 1 << 20  # bytes of a .json file to read at once
 PARQUET_ROWS = 64  # rows of a .parquet file to decode at once
 SURROGATE = re.compile("[\ud800-\udfff]")
-UNDECODED = re.compile("[\udc80-\udcff]")  # "surrogateescape" replaces bytes that are not UTF-8 by these
+UNDECODED = re.compile("[\udc80-\udcff]")  # "surrogateescape" replaces bytes that are not UTF-8 with these
 SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
@@ -44,7 +44,7 @@ class RowText:
 
 
 def read_rows(file: Path, suffix: str, compression: str, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """The rows of `file`, in order; reads only `text_field` of each.
+    """Yield the rows of `file`, in order; read only `text_field` of each.
 
     `suffix` is .jsonl, .ndjson, .json, .csv, .tsv or .parquet; `compression` is .gz, .zst or "". Lines are counted from
     1, as in an editor; rows of .parquet and .json from 0. One row is in memory at a time (64 for .parquet). `errors`
@@ -54,9 +54,9 @@ def read_rows(file: Path, suffix: str, compression: str, text_field: str, errors
     Raises NoSuchFieldError if no row has the field, MissingTextError if the field holds something other than text,
     ValueError for a malformed file. Messages name the file and the row.
     """
-    with _file_in_errors(file, suffix):
+    with _name_file_in_errors(file, suffix):
         if suffix == ".parquet":
-            yield from _parquet(file, text_field, errors)
+            yield from _read_parquet(file, text_field, errors)
             return
         with open_bytes(file, compression) as stream:
             yield from STREAM_READERS[suffix](stream, file, text_field, errors)
@@ -64,7 +64,7 @@ def read_rows(file: Path, suffix: str, compression: str, text_field: str, errors
 
 @contextmanager
 def open_bytes(file: Path, compression: str) -> Iterator[IO[bytes]]:
-    """The content of `file`, decompressed while it is read. Raises ValueError if this pyarrow cannot read .zst."""
+    """Open `file` and decompress it while it is read. Raises ValueError if this pyarrow cannot read .zst."""
     if compression == ".gz":
         with gzip.open(file) as unpacked:
             yield cast(IO[bytes], unpacked)
@@ -81,14 +81,14 @@ def open_bytes(file: Path, compression: str) -> Iterator[IO[bytes]]:
 
 
 def read_whole(file: Path, compression: str) -> bytes:
-    """The whole content of `file`, decompressed. Raises ValueError if it does not have the format of its suffix."""
-    with _file_in_errors(file, compression or file.suffix), open_bytes(file, compression) as stream:
+    """Return the whole content of `file`, decompressed. Raises ValueError unless it has the format of its suffix."""
+    with _name_file_in_errors(file, compression or file.suffix), open_bytes(file, compression) as stream:
         return stream.read()
 
 
 @contextmanager
-def _file_in_errors(file: Path, suffix: str) -> Iterator[None]:
-    """Turns the errors of a malformed file into a ValueError that names the file."""
+def _name_file_in_errors(file: Path, suffix: str) -> Iterator[None]:
+    """Turn the errors of a malformed file into a ValueError that names the file."""
     try:
         yield
     except (PermissionError, FileNotFoundError, MissingTextError):
@@ -100,10 +100,10 @@ def _file_in_errors(file: Path, suffix: str) -> Iterator[None]:
         raise ValueError(f"data.path: {file} cannot be read as {suffix.lstrip('.')}: {reason}") from None
 
 
-def _lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """JSON with one object per line. If the file begins with a list, `_values` reads it."""
+def _read_json_lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """Read JSON with one object per line. If the file begins with a list, `_read_json` reads it."""
     if stream.peek(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):  # type: ignore[attr-defined]
-        yield from _values(stream, file, text_field, errors)
+        yield from _read_json(stream, file, text_field, errors)
         return
     fields = _Fields(file, text_field, errors)
     for number, line in enumerate(stream, 1):
@@ -113,7 +113,7 @@ def _lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> It
         try:
             content = line.decode()
         except UnicodeDecodeError:  # possibly in another field, where it does not matter
-            content = line.decode(errors=_handler(errors))
+            content = line.decode(errors=_error_handler(errors))
         place = f"line {number}"
         try:
             row = json.loads(content)
@@ -123,10 +123,10 @@ def _lines(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> It
     fields.end()
 
 
-def _values(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """JSON: a list of objects, or a sequence of objects, with or without line breaks inside them."""
+def _read_json(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """Read JSON: a list of objects, or a sequence of objects, with or without line breaks inside them."""
     fields = _Fields(file, text_field, errors)
-    decode = codecs.getincrementaldecoder("utf-8-sig")(_handler(errors)).decode
+    decode = codecs.getincrementaldecoder("utf-8-sig")(_error_handler(errors)).decode
     decoder, buffer, offset, is_end, in_list = json.JSONDecoder(), "", 0, False, False
     while True:
         offset = SEPARATORS.match(buffer, offset).end()
@@ -153,17 +153,17 @@ def _values(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> I
     fields.end()
 
 
-def _table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """Comma-separated values (tab-separated in .tsv); the first line names the columns."""
+def _read_table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """Read comma-separated values (tab-separated in .tsv); the first line names the columns."""
     limit = csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
     try:
-        lines = io.TextIOWrapper(stream, "utf-8-sig", _handler(errors), newline="\n")
+        lines = io.TextIOWrapper(stream, "utf-8-sig", _error_handler(errors), newline="\n")
         rows = csv.reader(lines, delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
         header = next(rows, None)
         if header is None:
             return
         if text_field not in header:
-            raise _no_field(text_field, file, header)
+            raise _no_such_field(text_field, file, header)
         column, fields = header.index(text_field), _Fields(file, text_field, errors)
         while True:
             place = f"line {rows.line_num + 1}"
@@ -180,8 +180,8 @@ def _table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> It
         csv.field_size_limit(limit)
 
 
-def _parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """One column of a .parquet file; a file without rows may lack it."""
+def _read_parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """Read one column of a .parquet file; a file without rows may lack it."""
     import pyarrow
     import pyarrow.parquet
 
@@ -191,7 +191,7 @@ def _parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
         if parquet.metadata.num_rows == 0:
             return
         if text_field not in schema.names:
-            raise _no_field(text_field, file, schema.names)
+            raise _no_such_field(text_field, file, schema.names)
         kind = schema.field(text_field).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
@@ -204,7 +204,7 @@ def _parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
             column = column.dictionary_decode() if types.is_dictionary(column.type) else column
             # As bytes: some writers store text that is not UTF-8, and pyarrow does not check it here.
             for text in column.cast(pyarrow.large_binary()).to_pylist():
-                decoded = None if text is None else text.decode(errors=_handler(errors))
+                decoded = None if text is None else text.decode(errors=_error_handler(errors))
                 yield fields.read({text_field: decoded}, f"row {fields.rows}")
 
 
@@ -219,8 +219,8 @@ class _Fields:
     def read(self, row: Any, place: str) -> RowText:
         where = f"{place} of {self.file}"
         if not isinstance(row, dict):
-            kind = MissingTextError if self.rows else NoSuchFieldError
-            raise kind(f"data.text_field={self.text_field}: {where} is {_kind(row)}: must be an object with this key")
+            kind, given = MissingTextError if self.rows else NoSuchFieldError, _describe_type(row)
+            raise kind(f"data.text_field={self.text_field}: {where} is {given}: must be an object with this key")
         self.rows += 1
         self.first_keys = self.first_keys or list(row)
         self.is_known = self.is_known or self.text_field in row
@@ -235,7 +235,7 @@ class _Fields:
             )
         if SURROGATE.search(text):
             if self.errors == "strict":
-                fault = "is not UTF-8" if UNDECODED.search(text) else "holds half a surrogate pair, which is no text"
+                fault = "is not UTF-8" if UNDECODED.search(text) else "holds half a surrogate pair, which is not text"
                 remedy = "convert it" if UNDECODED.search(text) else "repair it"
                 raise ValueError(f"data.path: {where} {fault}; {remedy}, or set data.errors=replace or skip")
             if self.errors == "skip":
@@ -244,22 +244,22 @@ class _Fields:
         return RowText(where, text.encode())
 
     def end(self) -> None:
-        """Raises NoSuchFieldError if rows were read and none had the field."""
+        """Raise NoSuchFieldError if rows were read and none had the field."""
         if self.rows and not self.is_known:
-            raise _no_field(self.text_field, self.file, self.first_keys)
+            raise _no_such_field(self.text_field, self.file, self.first_keys)
 
 
-def _no_field(text_field: str, file: Path, names: Any) -> NoSuchFieldError:
+def _no_such_field(text_field: str, file: Path, names: Any) -> NoSuchFieldError:
     found = ", ".join(str(name).encode(errors="backslashreplace").decode() for name in names)
     return NoSuchFieldError(f"data.text_field={text_field}: {file} has only {found or 'rows without any key'}")
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return {list: "a list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
 
 
-def _handler(errors: Errors) -> str:
-    """The error handler for decoding: with "surrogateescape", invalid bytes become surrogates, which `read` finds."""
+def _error_handler(errors: Errors) -> str:
+    """Return the error handler for decoding; `read` finds the surrogates that "surrogateescape" makes of bad bytes."""
     return "replace" if errors == "replace" else "surrogateescape"
 
 
@@ -270,10 +270,10 @@ def _json_fault(error: Exception) -> str:
 
 
 STREAM_READERS: dict[str, Callable[[IO[bytes], Path, str, Errors], Iterator[RowText]]] = {
-    ".jsonl": _lines,
-    ".ndjson": _lines,
-    ".json": _values,
-    ".csv": _table,
-    ".tsv": _table,
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_table,
+    ".tsv": _read_table,
 }
 KINDS = (*STREAM_READERS, ".parquet")

@@ -1,4 +1,4 @@
-"""Which rows are in a batch: a pure function of (seed, batch, rank, world size)."""
+"""Samplers: the rows of a batch are a pure function of (seed, batch, rank, world size)."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class EndlessBatchSampler:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def batch(self, i: int) -> list[int]:
-        """Row indices of batch `i` of this rank."""
+        """Return the row indices of batch `i` of this rank."""
         first = (i * self.world_size + self.rank) * self.batch_size
         return [self._row(*divmod(g, self.n_rows)) for g in range(first, first + self.batch_size)]
 
@@ -71,7 +71,7 @@ class ShardedBatchSampler:
 
 
 def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of ``range(n_rows)``, int64, pure in (seed, epoch)."""
+    """Return a permutation of ``range(n_rows)``, int64, pure in (seed, epoch)."""
     # Sorts raw words of Philox. NumPy may change the stream of Generator.permutation between versions.
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(n_rows)
     return np.argsort(words, kind="stable")

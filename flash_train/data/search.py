@@ -24,13 +24,15 @@ class SkippedFiles:
         self.names.setdefault(reason, []).append(name)
 
     def __str__(self) -> str:
-        return "; ".join(f"{_some(sorted(names))} ({reason})" for reason, names in sorted(self.names.items()))
+        return "; ".join(f"{_shorten_list(sorted(names))} ({reason})" for reason, names in sorted(self.names.items()))
 
 
 def find_files(
     path: str | Path, is_readable: Callable[[Path], bool]
 ) -> tuple[list[tuple[str, Path, str]], SkippedFiles]:
-    """The files at `path` that `is_readable` accepts, as (key, file, real path) sorted by key; and the skipped ones.
+    """Return the files at `path` that `is_readable` accepts, and the skipped ones.
+
+    Each file is (key, file, real path); they are sorted by key.
 
     A key is the path relative to the folder, or to the part of a glob before its first wildcard. Links to folders are
     followed. A file or folder that is reached by several paths is read once, by the path with the fewest links (the
@@ -60,7 +62,7 @@ def find_files(
 
 
 def walk(root: Path, skipped: SkippedFiles) -> Iterator[Entry]:
-    """Every regular file under `root`. Reads each folder once, by the path with the fewest links."""
+    """Yield every regular file under `root`; read each folder once, by the path with the fewest links."""
     seen: set[str] = set()
     folders, links = [(str(root), os.path.realpath(root))], 0
     while folders:
@@ -100,7 +102,7 @@ def walk(root: Path, skipped: SkippedFiles) -> Iterator[Entry]:
 
 
 def _expand_glob(pattern: Path, skipped: SkippedFiles) -> Iterator[Entry]:
-    """The files that a glob matches."""
+    """Yield the files that a glob matches."""
     fixed = list(takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     root, parts = Path(*fixed), pattern.parts[len(fixed) :]
     if not parts or not root.is_dir():
@@ -133,6 +135,6 @@ def _key(path: str, root: Path) -> str:
     return Path(os.path.relpath(path, root)).as_posix()
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten_list(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

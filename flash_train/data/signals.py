@@ -15,7 +15,7 @@ STOPPING = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 @contextmanager
 def started_without_signals() -> Iterator[None]:
-    """Processes started in this block never receive a signal in STOPPING; this process gets them after the block."""
+    """Keep the signals in STOPPING from processes started in this block; this process gets them after it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -27,14 +27,14 @@ def started_without_signals() -> Iterator[None]:
 
 
 def leave_signals_to_main(worker: int) -> None:
-    """Called when a worker starts: makes it ignore the signals in STOPPING, except a SIGTERM from the main process.
+    """Make a worker ignore the signals in STOPPING, except a SIGTERM from the main process. Called when it starts.
 
-    PyTorch sends this SIGTERM to workers that do not end by themselves. Its own handler would end the worker on any
-    other SIGTERM too, and the run would then end before it has saved anything.
+    PyTorch sends this SIGTERM to workers that do not end by themselves. PyTorch's own handler would end the worker on
+    any other SIGTERM too, and the run would then end before it has saved anything.
     """
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # a spawned process may have lost the mask
-    main = multiprocessing.parent_process()  # `os.getppid()` would be the fork server's, if one forks the workers
+    main = multiprocessing.parent_process()  # not `os.getppid()`: this may be a fork server
     if HAS_SENDER and main is not None:
         threading.Thread(target=_end_with_main, args=(main.pid,), daemon=True).start()
 

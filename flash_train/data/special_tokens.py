@@ -43,7 +43,7 @@ class SpecialTokens:
 def find_special_tokens(
     tokenizer: "Tokenizer", file: Path, *, bos: str | None = None, eos: str | None = None, limit: int | None = None
 ) -> SpecialTokens:
-    """The special tokens of `tokenizer`, which was read from `file`.
+    """Return the special tokens of `tokenizer`, which was read from `file`.
 
     `bos` and `eos` are the caller's choice; an empty `bos` means that documents begin with no token. Ids of `limit` and
     above are not used, because the model has no embedding for them.
@@ -68,7 +68,7 @@ class _Search:
     def find(self, given_bos: str | None, given_eos: str | None) -> SpecialTokens:
         eos, eos_from = self._eos(given_eos)
         bos, bos_from = self._bos(given_bos, eos)
-        pad = next((id for id in (id for _, id in self._named("pad", required=False)) if self._usable(id)), None)
+        pad = next((id for _, id in self._named_in_files("pad", required=False) if self._usable(id)), None)
         if pad is None:
             pad = next((id for id, token in self.special.items() if token in PAD_NAMES), eos)
         begins = "with no token" if bos is None else f"with {self._token(bos)!r} ({bos})"
@@ -78,7 +78,7 @@ class _Search:
     def _eos(self, given: str | None) -> tuple[int, str]:
         if given is not None:
             return self._given("eos", given), "data.eos"
-        for source, id in self._named("eos"):
+        for source, id in self._named_in_files("eos"):
             if not self._usable(id):
                 raise ValueError(
                     f"data.tokenizer={self.file}: {source} says that documents end with {self._token(id)!r}, id {id}, "
@@ -100,8 +100,8 @@ class _Search:
             return None, TOKENIZER_CONFIG
         if config.get("eos_token") is not None and "bos_token" not in config:
             return None, TOKENIZER_CONFIG  # transformers omits the tokens that a tokenizer does not have
-        for source, id in self._named("bos"):
-            # If bos were also eos, packed documents would have it twice between them.
+        for source, id in self._named_in_files("bos"):
+            # If bos and eos were the same token, it would appear twice between packed documents.
             return (id if id != eos and self._usable(id) else None), source
         found = [id for id, token in self.special.items() if token in BOS_NAMES]
         if len(found) > 1:
@@ -112,8 +112,8 @@ class _Search:
             )
         return (found[0] if found else None), f"its name in {self.file.name}"
 
-    def _named(self, name: str, required: bool = True) -> Iterator[tuple[str, int]]:
-        """The files' ids for a kind of token, each with its file's name; a named token must be in the vocabulary."""
+    def _named_in_files(self, name: str, required: bool = True) -> Iterator[tuple[str, int]]:
+        """Yield (file's name, id) for a kind of token. With `required`, a named token must be in the vocabulary."""
         for source in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_MAP):
             if source == MODEL_CONFIG:
                 ids = self.files[source].get(f"{name}_token_id")
@@ -164,7 +164,7 @@ class _Search:
 
 
 def read_side_file(file: Path) -> dict[str, Any]:
-    """The values of a JSON file next to a tokenizer; empty if there is none. Raises ValueError if it is not JSON."""
+    """Read a JSON file next to a tokenizer; {} if there is no such file. Raises ValueError if it is not JSON."""
     if not file.is_file():
         return {}
     try:

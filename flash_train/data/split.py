@@ -13,8 +13,10 @@ from flash_train.data.cache import TokenCache
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of one part, as ranges of a cache's tokens. begins, lengths: (documents,) int64; bytes: size of the
-    text."""
+    """Documents of one part, as ranges of a cache's tokens.
+
+    begins, lengths: (documents,) int64; bytes: size of the text.
+    """
 
     cache: TokenCache
     begins: np.ndarray
@@ -25,13 +27,13 @@ class Part:
         return len(self.begins)
 
     def tokens(self, document: int, start: int, length: int) -> np.ndarray:
-        """Tokens ``start : start + length`` of a document, a view of the cache."""
+        """Return the tokens ``start : start + length`` of a document, a view of the cache."""
         begin = self.begins[document] + start
         return self.cache.tokens[begin : begin + length]
 
 
 def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
-    """The (train, validation) parts; about `val_fraction` of the documents are for validation.
+    """Return the (train, validation) parts; about `val_fraction` of the documents are for validation.
 
     Neither part is empty: with two or more documents, each part gets at least one. With a single document, the last
     `val_fraction` of its tokens is held out. Raises ValueError if `val_fraction` isn't between 0 and 1 (both excluded),
@@ -45,7 +47,7 @@ def split(cache: TokenCache, val_fraction: float) -> tuple[Part, Part]:
 
 
 def train_part_after(first: TokenCache, cache: TokenCache, val_fraction: float) -> Part:
-    """The training documents in a later cache: all except copies of the documents held out from the `first` cache.
+    """Return a later cache's training documents: all except copies of the documents held out from the `first` cache.
 
     May be empty.
     """
@@ -54,7 +56,7 @@ def train_part_after(first: TokenCache, cache: TokenCache, val_fraction: float) 
 
 
 def _is_val(cache: TokenCache, val_fraction: float) -> np.ndarray:
-    """Which documents are for validation: (documents,) bool."""
+    """Return whether each document is for validation: (documents,) bool."""
     is_val = cache.keys < np.uint64(val_fraction * 2**64)
     # In a tiny corpus a part could be empty: it gets the document with the nearest key, so only hashes decide.
     is_val[np.argmin(cache.keys)] = True
@@ -63,7 +65,7 @@ def _is_val(cache: TokenCache, val_fraction: float) -> np.ndarray:
 
 
 def first_tokens(part: Part, tokens: int, order: np.ndarray) -> Part:
-    """Documents of `part` in `order`, up to `tokens` (2 or more) tokens; the last one is cut to fit.
+    """Return documents of `part` in `order`, up to `tokens` (2 or more) tokens; the last one is cut to fit.
 
     So rows of every length hold the same text. `bytes` is estimated from the share of the part's tokens.
     """
@@ -76,7 +78,7 @@ def first_tokens(part: Part, tokens: int, order: np.ndarray) -> Part:
 
 
 def check_val_fraction(val_fraction: float) -> None:
-    """Raises ValueError unless `val_fraction` is between 0 and 1, both excluded."""
+    """Raise ValueError unless `val_fraction` is between 0 and 1, both excluded."""
     check("data.val_fraction", val_fraction, within(0, 1, "()"))
 
 

@@ -40,10 +40,10 @@ class DocumentStream(Protocol):
     """Documents in order, with the position of the next one."""
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents from the stream's position on."""
+        """Yield the documents from the stream's position on."""
 
     def position(self) -> dict[str, Any]:
-        """Where to continue after the last document: plain values."""
+        """Return where to continue after the last document: plain values."""
 
 
 class StreamingCorpus(Protocol):
@@ -52,10 +52,10 @@ class StreamingCorpus(Protocol):
     name: str
 
     def fingerprint(self) -> str:
-        """See `Corpus.fingerprint`."""
+        """Return a hash of the content (see `Corpus.fingerprint`)."""
 
     def stream(self, position: dict[str, Any] | None = None) -> DocumentStream:
-        """The documents from `position` on; None is the beginning."""
+        """Return the documents from `position` on; None is the beginning."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ BEGINNING = ChunkStart(epoch=0, chunk=0, first=0, documents=0, position=None)
 
 
 def tokens_of_chunk(seq_len: int) -> int:
-    """The minimum number of tokens in a chunk, except the last one."""
+    """Return the minimum number of tokens in a chunk, except the last one."""
     return min(CHUNK_ROWS * seq_len, max(CHUNK_TOKENS, MIN_CHUNK_ROWS * seq_len))
 
 
@@ -127,7 +127,7 @@ class StreamedRows(Dataset):
         return {**self.__dict__, "_open": None, "_packed": {}}
 
     def chunk(self, chunk: int) -> PackedRows:
-        """The training rows of a chunk; tokenises it first if it is not in the cache."""
+        """Return the training rows of a chunk; tokenise it first if it is not in the cache."""
         if chunk not in self._packed:
             cache = self._cache(chunk)
             part = self.first_part if chunk == 0 else train_part_after(self._first, cache, self.val_fraction)
@@ -138,15 +138,15 @@ class StreamedRows(Dataset):
         return self._packed[chunk]
 
     def sampler(self, batch_size: int, *, seed: int, start_batch: int, rank: int, world_size: int) -> "StreamSampler":
-        """Endless batches from `start_batch` on."""
+        """Return endless batches from `start_batch` on."""
         return StreamSampler(self, batch_size, seed=seed, start_batch=start_batch, rank=rank, world_size=world_size)
 
     def start_before(self, sample: int) -> ChunkStart:
-        """The last known chunk start at or before a sample."""
+        """Return the last known chunk start at or before a sample."""
         return self._starts_before(sample)[-1]
 
     def start_after(self, start: ChunkStart) -> ChunkStart:
-        """The start of the chunk after `start`; after the last chunk comes the first one again."""
+        """Return the start of the chunk after `start`; after the last chunk comes the first one again."""
         cache, first = self._cache(start.chunk), start.first + len(self.chunk(start.chunk))
         if cache.meta["is_last"]:
             following = ChunkStart(start.epoch + 1, 0, first, 0, None)
@@ -157,7 +157,7 @@ class StreamedRows(Dataset):
         return following
 
     def state(self, sample: int) -> dict[str, Any]:
-        """Which documents are consumed at a sample, as plain values.
+        """Return which documents are consumed at a sample, as plain values.
 
         "chunks" holds the current chunk last: all documents before it are consumed, and its rows up to `sample`. The
         previous chunk is stored too, because a resumed run with another batch size may begin in it.
@@ -166,7 +166,7 @@ class StreamedRows(Dataset):
         return {"rows": self._identity, "chunks": [asdict(start) for start in starts]}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restores a value of `state`. A state of other rows is ignored, because their chunks begin elsewhere."""
+        """Restore a value of `state`. A state of other rows is ignored, because their chunks begin elsewhere."""
         if state and state["rows"] == self._identity:
             for values in state["chunks"]:
                 self._remember(ChunkStart(**values))
@@ -179,7 +179,7 @@ class StreamedRows(Dataset):
         self._positions[start.chunk] = start.position
 
     def _cache(self, chunk: int) -> TokenCache:
-        """The token cache of a chunk; builds it first if it is missing or damaged."""
+        """Return the token cache of a chunk; build it first if it is missing or damaged."""
         folder = self._folder.with_name(f"{self._folder.name}-{chunk:06d}")
         cache = TokenCache(folder, self.corpus_hash, self.tokenizer.dtype)
         build_if_missing(cache, lambda scratch: self._write(chunk, scratch))
@@ -196,7 +196,7 @@ class StreamedRows(Dataset):
         self._open = chunk + 1, stream, documents
 
     def _documents(self, chunk: int) -> tuple[DocumentStream, Iterator[Document]]:
-        """The documents from a chunk on: the stream that is open after the previous chunk, or a new one."""
+        """Return the documents from a chunk on: the stream that is open after the previous chunk, or a new one."""
         if self._open and self._open[0] == chunk:
             return self._open[1:]
         if chunk not in self._positions:
@@ -243,7 +243,7 @@ class StreamSampler:
 
 
 def limit_entries(index: PackedIndex, capacity: int) -> PackedIndex:
-    """Cuts rows so that each has fewer than `capacity` segments, which leaves an entry for the padding."""
+    """Cut rows so that each has fewer than `capacity` segments, which leaves an entry for the padding."""
     if index.one_stream:
         return index
     cuts = [

@@ -43,7 +43,9 @@ class TextCorpus:
         check_errors(errors)
         paths = [path] if isinstance(path, (str, Path)) else list(path)
         found = [
-            (real, (key, file, file != Path(one).expanduser())) for one in paths for key, file, real in _files(one)
+            (real, (key, file, file != Path(one).expanduser()))
+            for one in paths
+            for key, file, real in _readable_files(one)
         ]
         self._found = list(dict(reversed(found)).values())[::-1]  # a file that two paths reach is one document
         self.files = [(key, file) for key, file, _ in self._found]
@@ -52,7 +54,7 @@ class TextCorpus:
             raise ValueError("data.path=[]: must be a file, a folder or a glob")
 
     def fingerprint(self) -> str:
-        """Hash of every file's relative path and content, and of how rows are read."""
+        """Return a hash of every file's relative path and content, and of how rows are read."""
         parts = [hash_files(self.files), self.text_field, self.errors]
         if self.errors != "strict":
             parts.append(INVALID_UTF8_VERSION)
@@ -60,7 +62,7 @@ class TextCorpus:
         return hash_strings(parts)
 
     def documents(self) -> Iterator[Document]:
-        """The documents, file by file. Raises ValueError if no file has the text field."""
+        """Yield the documents, file by file. Raises ValueError if no file has the text field."""
         without: list[str] = []
         for key, file, by_search in self._found:
             suffix, compression = kind_of(file)
@@ -83,7 +85,7 @@ class TextCorpus:
 
 
 def text_documents(rows: Iterable[RowText], text_field: str, source: str) -> Iterator[Document]:
-    """One document per row with text; its identity is its content. Says how many rows are skipped, and why."""
+    """Yield one document per row with text; its identity is its content. Print how many rows are skipped, and why."""
     without = invalid = 0
     for row in rows:
         if row.text is not None:
@@ -93,13 +95,13 @@ def text_documents(rows: Iterable[RowText], text_field: str, source: str) -> Ite
         else:
             invalid += 1
     if without:
-        _say_without(text_field, source, without)
+        _say_rows_without_text(text_field, source, without)
     if invalid:
         say(f"data.errors=skip: rows of {source} that are not UTF-8, left out: {invalid:,}")
 
 
 def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str, first: int = 0) -> Iterator[Document]:
-    """One document per row with text; its identity is its content. Says how many rows have none.
+    """Yield one document per row with text; its identity is its content. Print how many rows have none.
 
     `first` is the number of the first row. Raises MissingTextError if there is no column `text_field`, or if it holds
     something other than strings.
@@ -120,15 +122,15 @@ def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str, 
             key=hash_strings([text]), source=f"row {i} of {source}", text=text.encode("utf-8", "surrogatepass")
         )
     if without:
-        _say_without(text_field, source, without)
+        _say_rows_without_text(text_field, source, without)
 
 
-def _say_without(text_field: str, source: str, rows: int) -> None:
+def _say_rows_without_text(text_field: str, source: str, rows: int) -> None:
     say(f"data.text_field={text_field}: rows of {source} without text, left out: {rows:,}")
 
 
-def _files(path: str | Path) -> list[tuple[str, Path, str]]:
-    """The readable files at `path`; prints a line about the skipped ones."""
+def _readable_files(path: str | Path) -> list[tuple[str, Path, str]]:
+    """Return the readable files at `path`; print a line about the skipped ones."""
     files, skipped = find_files(path, lambda file: kind_of(file)[0] in READABLE)
     if not files:
         found = f" ({skipped})" if skipped.names else ""
@@ -140,7 +142,7 @@ def _files(path: str | Path) -> list[tuple[str, Path, str]]:
 
 
 def kind_of(file: Path) -> tuple[str, str]:
-    """The suffix that decides how a file is read, and the suffix of its compression, or ""."""
+    """Return the suffix that decides how a file is read, and the suffix of its compression, or ""."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] and suffixes[-1] in COMPRESSIONS:
         inner = suffixes[-2] if len(suffixes) > 1 else ""

@@ -19,7 +19,7 @@ ERRORS: tuple[str, ...] = get_args(Errors)
 
 
 def check_errors(errors: str) -> None:
-    """Raises ValueError unless `errors` is one of strict, replace, skip."""
+    """Raise ValueError unless `errors` is one of strict, replace, skip."""
     check_name("data.errors", errors, ERRORS)
 
 
@@ -40,13 +40,13 @@ class Tokenizer(Protocol):
         """The smallest of uint16 and uint32 that holds every id."""
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Token ids of `text`, without bos and eos: (n,)."""
+        """Return the token ids of `text`, without bos and eos: (n,)."""
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
-        """``[bos] tokens [eos]`` of each text; None for a text to skip. `sources` name the texts in errors."""
+        """Return ``[bos] tokens [eos]`` of each text; None for a text to skip. `sources` name the texts in errors."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
 
 
 class ByteTokenizer:
@@ -57,16 +57,16 @@ class ByteTokenizer:
     dtype = np.dtype(np.uint16)
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Token ids of `text` (a str is taken as UTF-8), without bos and eos: (n,) uint16."""
+        """Return the token ids of `text` (a str is taken as UTF-8), without bos and eos: (n,) uint16."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, dtype=np.uint8).astype(self.dtype)
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
-        """``bos bytes eos`` of each text."""
+        """Return ``bos bytes eos`` of each text."""
         return [_document(self, np.frombuffer(text, dtype=np.uint8)) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -81,7 +81,7 @@ class JsonTokenizer:
     "skip" drops the document. `embeddings` is the number of ids that the model has embeddings for: special tokens
     beyond it are not used and do not count for `vocab_size`.
 
-    Raises FileNotFoundError for a missing file; ValueError if it is no tokenizer, or if no file says which token ends a
+    Raises FileNotFoundError for a missing file; ValueError if it isn't a tokenizer, or no file says which token ends a
     document.
     """
 
@@ -116,23 +116,23 @@ class JsonTokenizer:
         self.fingerprint = f"{file_fingerprint(content)}-{errors}-{self.bos}-{self.eos}"
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Token ids of `text`, without bos and eos: (n,). Raises ValueError for bytes that are not UTF-8."""
+        """Return the token ids of `text`, without bos and eos: (n,). Raises ValueError for bytes that are not UTF-8."""
         text = text if isinstance(text, str) else self._decode_bytes(text, "the text", "strict")
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
-        """``[bos] tokens [eos]`` of each text, encoded in parallel; None for a text that is skipped as not UTF-8."""
+        """Return ``[bos] tokens [eos]`` of each text, encoded in parallel; None for a text skipped as not UTF-8."""
         decoded = [self._decode_bytes(text, source, self.errors) for text, source in zip(texts, sources, strict=True)]
         kept = [text for text in decoded if text is not None]
         encoded = iter(self._tokenizer.encode_batch_fast(kept, add_special_tokens=False))
         return [None if text is None else _document(self, next(encoded).ids) for text in decoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def _count_ids(self, embeddings: int | None) -> int:
-        """The largest id plus one: added tokens may leave gaps, and every id needs its embedding.
+        """Return the largest id plus one: added tokens may leave gaps, and every id needs its embedding.
 
         Encoding never yields special tokens, so one without an embedding does no harm.
         """
@@ -154,11 +154,11 @@ class JsonTokenizer:
 
 
 def file_fingerprint(content: bytes) -> str:
-    """The beginning of a JsonTokenizer's fingerprint, from the content of its file."""
+    """Return the beginning of a JsonTokenizer's fingerprint, from the content of its file."""
     return f"json-{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
 def _document(tokenizer: ByteTokenizer | JsonTokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """``[bos] ids [eos]`` in the tokenizer's dtype."""
+    """Return ``[bos] ids [eos]`` in the tokenizer's dtype."""
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     return np.concatenate([bos, ids, [tokenizer.eos]], dtype=tokenizer.dtype, casting="unsafe")

@@ -1,4 +1,4 @@
-"""Which documents and rows a validation reads: the same ones in every run, so that runs can be compared."""
+"""The documents and rows of a validation. They are the same in every run, so that runs can be compared."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ VAL_ORDER_SEED = 0  #: for the order of validation documents and rows, independe
 
 @dataclass(frozen=True)
 class Validated:
-    """How much a validation read: tokens of documents, rows, and documents (None for synthetic rows)."""
+    """The size of a validation: tokens of documents, rows, and documents (None for synthetic rows)."""
 
     tokens: int
     rows: int
@@ -18,5 +18,5 @@ class Validated:
 
 
 def validation_documents(held_out: Part, tokens: int | None) -> Part:
-    """The documents of a validation on `tokens` tokens, in a fixed order; None for all held-out documents."""
+    """Return the documents of a validation on `tokens` tokens, in a fixed order; None for all held-out documents."""
     return held_out if tokens is None else first_tokens(held_out, tokens, epoch_order(len(held_out), VAL_ORDER_SEED, 0))

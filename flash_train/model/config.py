@@ -1,4 +1,4 @@
-"""The configuration of a model: its shape and its rotary scaling, as frozen plain values."""
+"""The configuration of a model: its shape and its rotary scaling, as frozen dataclasses."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from flash_train.checks import POSITIVE, at_least, check, check_name, integer_at
 
 RopeKind = Literal["linear", "ntk", "yarn", "llama3"]
 
-# Parameters each rule takes besides `factor`; any other is a mistake, and the error names it.
+# The parameters that each rule takes in addition to `factor`. Any other is an error.
 _RULE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "ntk": (),
@@ -21,7 +21,7 @@ ORIGINAL_LENGTH = tuple(kind for kind, names in _RULE_FIELDS.items() if "origina
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """YaRN's factor on cosines and sines (arXiv:2309.00071, equation 22)."""
+    """Return YaRN's factor on cosines and sines (arXiv:2309.00071, equation 22)."""
     return 0.1 * math.log(factor) + 1.0
 
 
@@ -67,7 +67,7 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, parameters: dict[str, Any] | None) -> "RopeScaling | None":
-        """From the `rope_scaling` (transformers 4) or `rope_parameters` (5) of a config.json; None for plain rotary.
+        """Read the `rope_scaling` (transformers 4) or `rope_parameters` (5) of a config.json; None for plain rotary.
 
         The caller reads `rope_theta` itself. Raises ValueError for an unknown rule or parameter.
         """
@@ -95,9 +95,9 @@ class RopeScaling:
         return cls(kind=kind, **{k: v for k, v in given.items() if k == "factor" or k in _RULE_FIELDS[kind]})
 
     def stretched(self, by: float) -> "RopeScaling":
-        """The same rule for rows `by` times as long: the pairs that it interpolates rotate `by` times slower.
+        """Return the same rule for rows `by` times as long: the pairs that it interpolates rotate `by` times slower.
 
-        Other pairs rotate as they did in training. A given attention factor grows as YaRN's own does.
+        Other pairs rotate as they did in training. An explicit attention factor grows as YaRN's default does.
         """
         factor, attention_factor = self.factor * by, self.attention_factor
         if attention_factor is not None:
@@ -105,7 +105,10 @@ class RopeScaling:
         return dataclasses.replace(self, factor=factor, attention_factor=attention_factor)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` dictionary of `transformers`. Raises ValueError for `ntk`, a larger theta there."""
+        """Return `transformers`' `rope_scaling` dictionary.
+
+        Raises ValueError for `ntk`, which `transformers` expresses as a larger theta.
+        """
         if self.kind == "ntk":
             raise ValueError("ntk scaling is written as rope_theta: use ntk_theta")
         fields = {name: getattr(self, name) for name in ("factor", *_RULE_FIELDS[self.kind])}
@@ -153,12 +156,12 @@ class ModelConfig:
             raise ValueError(f"model.head_dim={self.head_dim}: must be at least 4 with model.rope_scaling.kind=ntk")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values (numbers, strings, None, one nested dictionary) for a checkpoint or JSON."""
+        """Return plain values (numbers, strings, None, one nested dictionary) for a checkpoint or JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The inverse of `to_dict`. Raises ValueError for a key that is not a field or a field that is missing."""
+        """Invert `to_dict`. Raises ValueError for a key that is not a field or a field that is missing."""
         values = dict(values)
         if isinstance(values.get("rope_scaling"), dict):
             _check_keys(RopeScaling, values["rope_scaling"], "model.rope_scaling.")
@@ -183,7 +186,7 @@ def _check_keys(cls: type, values: dict[str, Any], prefix: str) -> None:
     fields = dataclasses.fields(cls)
     if unknown := values.keys() - {f.name for f in fields}:
         raise ValueError(
-            f"{prefix}{sorted(unknown)[0]} is no field: must be one of {', '.join(f.name for f in fields)}"
+            f"{prefix}{sorted(unknown)[0]} is not a field: must be one of {', '.join(f.name for f in fields)}"
         )
     if missing := [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]:
         raise ValueError(f"{prefix}{missing[0]} is missing")

@@ -20,9 +20,9 @@ def generate(
     vocab_limit: int | None = None,
     max_seconds: float | None = None,
 ) -> list[int]:
-    """Continues `tokens` and returns only the new ids.
+    """Continue `tokens` and return only the new ids.
 
-    There are `max_new_tokens` of them, or as many as fit into `max_seconds`, but at least one. Temperature 0 takes the
+    It draws `max_new_tokens` ids, or as many as fit into `max_seconds`, but at least one. Temperature 0 takes the
     likeliest id. Ids from `vocab_limit` on, which pad the vocabulary, are never drawn. `generator` must be on the
     model's device; None takes PyTorch's default. Each id costs a forward over all ids before it. This forward runs
     eagerly even if the model is compiled, since each length would compile a new graph.
@@ -44,14 +44,14 @@ def generate(
                 else:
                     token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
                 stream = torch.cat((stream, token[None]), dim=1)
-                if deadline is not None and _reached(token) >= deadline:
+                if deadline is not None and _time_when_ready(token) >= deadline:
                     break
     finally:
         model.train(was_training)
     return stream[0, start:].tolist()
 
 
-def _reached(token: torch.Tensor) -> float:
-    """The monotonic clock, in seconds, once the device has the token."""
+def _time_when_ready(token: torch.Tensor) -> float:
+    """Wait until the device has computed `token`, then return the monotonic clock in seconds."""
     token.item()
     return time.monotonic()

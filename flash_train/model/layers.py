@@ -11,7 +11,7 @@ from flash_train.model.config import ModelConfig
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose weights are drawn once, by `Transformer.reset_parameters`."""
+    """A linear layer without bias. `Transformer.reset_parameters` draws its weights, once."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -56,7 +56,7 @@ class AttentionCall(nn.Module):
         self.dropout, self.backend = dropout, backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
-        """q (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); k and v may have fewer heads."""
+        """Attend: q is (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); k, v may have fewer heads."""
         spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
         return attention(q, k, v, spec, packing=packing, backend=self.backend)
 
@@ -78,7 +78,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int
     ) -> Tensor:
-        """x: (tokens, width) three times, for q, k and v. Without packing, the tokens are `batch_size` equal rows."""
+        """Attend: x is (tokens, width) three times, for q, k and v.
+
+        Without packing, the tokens are `batch_size` equal rows.
+        """
         for_q, for_k, for_v = x
         q = self.q(for_q).view(-1, self.n_heads, self.head_dim)
         k = self.k(for_k).view(-1, self.n_kv_heads, self.head_dim)
@@ -99,7 +102,7 @@ class SwiGLU(nn.Module):
         self.down = SwiGLULinear(config.mlp_width, config.width)
 
     def forward(self, x: Sequence[Tensor]) -> Tensor:
-        """x: (tokens, width) twice, for the gate and for up."""
+        """Return down(silu(gate(x)) · up(x)); x is (tokens, width) twice, for the gate and for up."""
         for_gate, for_up = x
         return self.down(self.gate(for_gate), self.up(for_up))
 
@@ -120,15 +123,15 @@ class Block(nn.Module):
         # another state in the recomputation than in the forward.
         masks = [self._keep_mask(x) for _ in range(2)]
         x, *normed = self.attention_norm(x)
-        update = self._dropped(self.attention(normed, cos, sin, packing, batch_size), masks[0])
+        update = self._drop(self.attention(normed, cos, sin, packing, batch_size), masks[0])
         x, *normed = self.mlp_norm(x, update)
         del update  # its memory is free for the MLP
-        return x + self._dropped(self.mlp(normed), masks[1])
+        return x + self._drop(self.mlp(normed), masks[1])
 
     def _keep_mask(self, x: Tensor) -> Tensor | None:
         if not self.training or self.residual_dropout == 0.0:
             return None
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.residual_dropout)
 
-    def _dropped(self, update: Tensor, mask: Tensor | None) -> Tensor:
+    def _drop(self, update: Tensor, mask: Tensor | None) -> Tensor:
         return update if mask is None else (update * mask) * (1 / (1 - self.residual_dropout))

@@ -11,17 +11,17 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_train.model.kernels.common import IGNORE_INDEX
 
-CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path; kernels/common.py has CUDA's number
+CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path; on CUDA: MAX_LOGIT_TOKENS
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of activations: autocast's if it is on for the device of `x`, else the dtype of `x`."""
+    """Return the dtype of activations: autocast's if it is on for the device of `x`, else the dtype of `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019); the result has x's dtype.
+    """Return x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019), in x's dtype.
 
     The mean is taken in fp32 at least and the normalised value rounded before `weight`, as Llama does.
     """
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
-    """A step of the residual stream: x + update (x if update is None), then its `rms_norm`.
+    """Advance the residual stream: x + update (x if update is None), then its `rms_norm`.
 
     Returns the stream, and the normed rows `uses` times (1 to 3). Each use has a gradient of its own, so that on CUDA
     one backward kernel adds them up, together with the stream's gradient. That also helps where update is None.
@@ -45,7 +45,7 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """(silu(gate) · up) @ weight.T (Shazeer 2020, arXiv:2002.05202).
+    """Compute (silu(gate) · up) @ weight.T (Shazeer 2020, arXiv:2002.05202).
 
     gate, up (..., width), weight (out, width). On CUDA the backward computes the gated product again. It
     writes its gradients over gate and up, so it runs once.
@@ -59,7 +59,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates q and k (total, heads, head_dim) by the tables cos, sin, fp32 (total, head_dim / 2).
+    """Rotate q and k (total, heads, head_dim) by the tables cos, sin, fp32 (total, head_dim / 2).
 
     Each token has its own row of the tables, so that positions may restart anywhere. The forward may overwrite q and k,
     and the backward its incoming gradients.
@@ -73,7 +73,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross entropies of `hidden @ weight.T` over labels other than -100, without holding all logits at once.
+    """Sum the cross entropies of `hidden @ weight.T` over labels other than -100, without holding all logits at once.
 
     hidden (tokens, width), weight (vocab_size, width), labels int64 (tokens,). Returns a scalar, fp32 (fp64 if hidden
     is fp64). The backward runs once.
@@ -83,7 +83,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
         return _fused_linear_cross_entropy(hidden, weight, labels)
     total = torch.zeros((), dtype=_at_least_fp32(hidden.dtype), device=hidden.device)
     for rows, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
-        # The backward computes a chunk's logits again, so that only one chunk is alive.
+        # The backward recomputes a chunk's logits, so that only one chunk is in memory.
         total = total + checkpoint(
             _chunk_cross_entropy, rows, weight, targets, use_reentrant=False, preserve_rng_state=False
         )

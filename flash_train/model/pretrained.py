@@ -15,11 +15,11 @@ from flash_train.model.rope import ntk_theta
 from flash_train.model.weight_files import read_json, read_weights
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-LLAMA_LENGTH = 2048  # max_position_embeddings of a config.json that does not say
+LLAMA_LENGTH = 2048  # the default for a config.json without max_position_embeddings
 SHARDS = "model-*-of-*.safetensors"
 
 # Our names to Llama's. Both multiply alike and both rotate half-split, so nothing is transposed or permuted.
-_NAMES = {
+_TO_LLAMA = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -33,18 +33,18 @@ _NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_FROM_LLAMA = {theirs: ours for ours, theirs in _NAMES.items()}
+_FROM_LLAMA = {theirs: ours for ours, theirs in _TO_LLAMA.items()}
 _OURS = re.compile(r"(?:blocks\.(\d+)\.)?([a-z_.]+)\.weight")
 _THEIRS = re.compile(r"(?:model\.layers\.(\d+)\.)?([a-z_.]+)\.weight")
 
 
 def pretrained_config(path: str | Path, *, rope_scaling: bool = True) -> ModelConfig:
-    """The configuration of a saved model. Raises as `load_pretrained` does."""
+    """Return the configuration of a saved model. Raises as `load_pretrained` does."""
     return config_from_llama(pretrained_values(path), str(path), rope_scaling=rope_scaling)
 
 
 def pretrained_values(path: str | Path) -> dict[str, Any]:
-    """The config.json of a saved model. Raises FileNotFoundError and ValueError as `load_pretrained` does."""
+    """Return the config.json of a saved model. Raises FileNotFoundError and ValueError as `load_pretrained` does."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"init_from={path}: no such folder; give one with config.json and *.safetensors")
@@ -52,7 +52,7 @@ def pretrained_values(path: str | Path) -> dict[str, Any]:
 
 
 def pretrained_length(path: str | Path) -> int | None:
-    """The length of a row, in tokens, that a saved model is made for, with its rotary scaling; None if unknown."""
+    """Return the row length, in tokens, that a saved model and its rotary scaling are made for; None if unknown."""
     values = pretrained_values(path)
     length, rope = values.get("max_position_embeddings"), rope_parameters(values)
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
@@ -62,28 +62,28 @@ def pretrained_length(path: str | Path) -> int | None:
 
 
 def pretrained_rule(path: str | Path) -> str:
-    """The `rope_type` of a saved model; "default" for plain rotary positions."""
+    """Return the `rope_type` of a saved model; "default" for plain rotary positions."""
     return _rope_type(rope_parameters(pretrained_values(path)))
 
 
 def load_pretrained(path: str | Path, *, rope_scaling: bool = True) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
+    """Load the configuration and weights (on the CPU, in the dtype of the file) for `Transformer.load_state_dict`.
 
     `path` is a folder as `transformers` saves it; shards are joined. With `rope_scaling=False` the model's rotary
-    scaling is not read, for a caller that gives another. Raises FileNotFoundError for a missing file and ValueError, in
-    one line, for a model that is no plain Llama.
+    scaling is not read: the caller sets another. Raises FileNotFoundError for a missing file and ValueError, in one
+    line, for a model that is not a plain Llama.
     """
     config, folder = pretrained_config(path, rope_scaling=rope_scaling), Path(path).expanduser()
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         for name, tensor in read_weights(file).items():
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
-                continue  # computed here; a second copy of the embedding
+                continue  # rope.py computes the frequencies; the head is a second copy of the embedding
             state[_to_ours(name, file)] = tensor
     expected = _expected_shapes(config)
     if wrong := sorted(expected.keys() ^ state.keys()):
-        state_of = "lacks" if wrong[0] in expected else "has an unexpected"
-        raise ValueError(f"init_from={path}: the model {state_of} {_to_llama(wrong[0])} ({len(wrong)} such tensors)")
+        fault = "lacks" if wrong[0] in expected else "has an unexpected"
+        raise ValueError(f"init_from={path}: the model {fault} {_to_llama(wrong[0])} ({len(wrong)} such tensors)")
     for name, shape in expected.items():
         if state[name].shape != shape:
             raise ValueError(
@@ -103,7 +103,7 @@ def save_pretrained(
     values: dict[str, Any] | None = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Writes config.json and model.safetensors, which `transformers.LlamaForCausalLM.from_pretrained` loads.
+    """Write config.json and model.safetensors, which `transformers.LlamaForCausalLM.from_pretrained` loads.
 
     `model` is a Transformer or its state_dict, on any device, written in its own dtype. `max_seq_len` goes into
     config.json as max_position_embeddings (default: the reach of the rotary scaling, else 2048); `token_ids` may hold
@@ -144,7 +144,7 @@ def save_pretrained(
 
 
 def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool = True) -> ModelConfig:
-    """The model that a config.json in the folder `path` describes. Raises ValueError for one that is no plain Llama."""
+    """Return the model that the config.json in `path` describes. Raises ValueError unless it is a plain Llama."""
     if values.get("model_type") != "llama":
         raise ValueError(
             f"init_from={path}: model_type is {values.get('model_type')!r}; only the Llama layout ('llama') is read"
@@ -176,7 +176,7 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of a config.json, with the defaults that `transformers` fills in."""
+    """Return the rotary parameters of a config.json, with the defaults that `transformers` fills in."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     if _rope_type(rope) in ("yarn", "llama3"):
         length = values.get("max_position_embeddings") or LLAMA_LENGTH
@@ -192,7 +192,7 @@ def _rope_type(rope: dict[str, Any]) -> str:
 
 
 def rope_to_llama(config: ModelConfig) -> tuple[float, dict[str, Any] | None]:
-    """`rope_theta` and `rope_scaling` as `transformers` writes them; None for plain rotary positions."""
+    """Return `rope_theta` and `rope_scaling` as `transformers` writes them; None for plain rotary positions."""
     scaling, theta = config.rope_scaling, config.rope_theta
     if scaling is not None and scaling.kind == "ntk":  # exactly plain rotary with a larger base
         return ntk_theta(theta, scaling.factor, config.head_dim), None
@@ -200,7 +200,7 @@ def rope_to_llama(config: ModelConfig) -> tuple[float, dict[str, Any] | None]:
 
 
 def config_to_llama(config: ModelConfig, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
-    """The values of config.json that `save_pretrained` writes, without the ids of special tokens."""
+    """Return the values of config.json that `save_pretrained` writes, without the ids of special tokens."""
     scaling = config.rope_scaling
     theta, rope_scaling = rope_to_llama(config)
     if max_seq_len is None:
@@ -242,7 +242,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 def _to_llama(name: str) -> str:
     layer, part = _OURS.fullmatch(name).groups()
-    return f"model.layers.{layer}.{_NAMES[part]}.weight" if layer else f"{_NAMES[part]}.weight"
+    return f"model.layers.{layer}.{_TO_LLAMA[part]}.weight" if layer else f"{_TO_LLAMA[part]}.weight"
 
 
 def _to_ours(name: str, file: Path) -> str:

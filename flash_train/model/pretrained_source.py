@@ -33,7 +33,7 @@ TEMPLATES = "additional_chat_templates"  # the one sub-folder that transformers 
 class PretrainedSource:
     """A model's folder as it was when training began.
 
-    `config` holds the values of its config.json; `files` the digest of every other file but weights, by its name.
+    `config` holds the values of its config.json; `files` holds the digest of every other file except weights, by name.
     """
 
     folder: str
@@ -42,7 +42,7 @@ class PretrainedSource:
 
     @classmethod
     def read(cls, path: str | Path) -> "PretrainedSource":
-        """The model in a folder. Raises FileNotFoundError and ValueError as `load_pretrained` does."""
+        """Read the model in a folder. Raises FileNotFoundError and ValueError as `load_pretrained` does."""
         folder = Path(path).expanduser()
         found = [*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")]
         names = sorted(str(file.relative_to(folder)) for file in found if file.is_file() and _is_side_file(file))
@@ -50,11 +50,11 @@ class PretrainedSource:
         return cls(str(folder.resolve()), pretrained_values(path), digests)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for a checkpoint."""
+        """Return plain values, fit for a checkpoint."""
         return asdict(self)
 
     def export_config(self, model: ModelConfig, *, dtype: str, seq_len: int | None) -> dict[str, Any]:
-        """The values of config.json after training `model` on rows of `seq_len` tokens; others stay as they are.
+        """Return the config.json to write after training `model` on rows of `seq_len` tokens. Untouched values stay.
 
         `dtype` is the weights' dtype, as PyTorch calls it. `max_position_embeddings` is the larger of the length
         that the model was made for and `seq_len`.
@@ -87,7 +87,7 @@ class PretrainedSource:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's content. An export uses it to recognise the file."""
+    """Return the digest of a file's content. An export uses it to recognise the file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

@@ -11,9 +11,9 @@ from flash_train.checks import check_name
 
 MEMORY_MODES = ("none", "selective", "checkpoint")
 
-# Operators whose results `selective` keeps: attention outputs and their log-sum-exp. These are names, since PyTorch
-# registers the last operator on first use. `standard` attention and PyTorch's unfused attention are no single operator,
-# so they run again as a whole.
+# Operators whose results `selective` keeps: attention outputs and their log-sum-exp. They are given by name, since
+# PyTorch registers the last operator on first use. `standard` attention and PyTorch's unfused attention consist of
+# several operators, so they run again as a whole.
 KEPT_OPERATORS = frozenset(
     {
         "flash_train::attention_forward",
@@ -27,12 +27,12 @@ KEPT_OPERATORS = frozenset(
 
 
 def check_memory_mode(memory: str) -> None:
-    """Raises ValueError for an unknown mode."""
+    """Raise ValueError for an unknown mode."""
     check_name("memory", memory, MEMORY_MODES)
 
 
 def run_block(block: Callable[..., Any], *args: Any, memory: str, random: bool) -> Any:
-    """Calls block(*args) and keeps for the backward what `memory` says. `random`: the block draws random numbers."""
+    """Call block(*args) and keep what `memory` says for the backward. `random`: the block draws random numbers."""
     if memory == "none" or not torch.is_grad_enabled():
         return block(*args)
     options: dict[str, Any] = {"context_fn": _selective_contexts} if memory == "selective" else {}

@@ -13,12 +13,12 @@ from flash_train.model.config import ModelConfig, RopeScaling, yarn_attention_fa
 
 
 def ntk_theta(theta: float, factor: float, head_dim: int) -> float:
-    """The base (theta) of NTK-aware scaling by `factor`."""
+    """Return the base (theta) of NTK-aware scaling by `factor`."""
     return theta * factor ** (head_dim / (head_dim - 2))
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str | None = None) -> tuple[Tensor, float]:
-    """Inverse frequencies, fp32 (head_dim / 2,), radians per position; and the factor that scales cosines and sines."""
+    """Return inverse frequencies, fp32 (head_dim / 2,), radians per position; and the factor on cosines and sines."""
     scaling, dim = config.rope_scaling, config.head_dim
     if scaling is None:
         return _inverse(config.rope_theta, dim, device), 1.0
@@ -34,7 +34,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str | None = No
 
 
 def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of integer `positions` (...): two fp32 tensors (..., head_dim / 2)."""
+    """Return the cosines and sines of integer `positions` (...): two fp32 tensors (..., head_dim / 2)."""
     frequencies, scale = rope_frequencies(config, positions.device)
     angles = positions[..., None].float() * frequencies
     return angles.cos() * scale, angles.sin() * scale
@@ -45,7 +45,10 @@ def _inverse(theta: float, dim: int, device: torch.device | str | None) -> Tenso
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | str | None) -> tuple[Tensor, float]:
-    """Below `beta_slow` turns over the original length: interpolate; above `beta_fast`: keep; between: a ramp."""
+    """Interpolate slow pairs, keep fast ones, and blend linearly between; also return the factor on cosines and sines.
+
+    A pair is slow with fewer than `beta_slow` turns over the original length, fast with more than `beta_fast`.
+    """
 
     def dimension_that_turns(turns: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -61,7 +64,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | s
 
 
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between blended smoothly."""
+    """Divide the frequencies of long wavelengths by `factor`, keep high frequencies, and blend between them."""
     turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -33,11 +33,13 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal(0, 1/√width), about the usual 0.02 at width 2048; a fixed 0.02 would keep small models from attending.
+        """Draw weights from normal(0, 1/√width).
+
+        At width 2048 this is about the usual 0.02; a fixed 0.02 would keep small models from attending.
 
         Weights that write into the residual stream are smaller by √(2·n_layers), as in GPT-2 (Radford et al. 2019,
-        2.3). An untied embedding is normal(0, 1): tokens then stay distinct in the stream, to which every layer adds.
-        Without this, small models do not learn associative recall.
+        2.3). An untied embedding is normal(0, 1), so that tokens stay distinct in the stream, to which every layer
+        adds. Without this, small models do not learn associative recall.
         """
         std = self.config.width**-0.5
         for name, module in self.named_modules():
@@ -55,7 +57,7 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Normalised hidden states (batch, seq, width), in autocast's dtype if autocast is on."""
+        """Return normalised hidden states (batch, seq, width), in autocast's dtype if autocast is on."""
         if positions is None:
             positions = _default_positions(tokens, packing)
         cos, sin = rope_tables(self.config, positions.reshape(-1))  # once for all layers
@@ -67,13 +69,13 @@ class Transformer(nn.Module):
         return self.norm(x).view(*tokens.shape, -1)
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Logits (batch, seq, vocab_size). For training, `loss` needs far less memory."""
+        """Return logits (batch, seq, vocab_size). For training, `loss` needs far less memory."""
         return F.linear(self.hidden(tokens, positions=positions, packing=packing), self.head_weight)
 
     def loss(
         self, tokens: Tensor, labels: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the cross entropies in nats (fp32 scalar), and the number of labels (int64 scalar).
+        """Return the sum of the cross entropies in nats (fp32 scalar), and the number of labels (int64 scalar).
 
         `labels` int64 (batch, seq) are the next tokens; -100 is ignored.
         """
@@ -83,14 +85,14 @@ class Transformer(nn.Module):
         return total, (labels != ops.IGNORE_INDEX).sum()
 
     def num_parameters(self) -> int:
-        """All weights; tied embeddings are counted once."""
+        """Count all weights; tied embeddings are counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def model_flops(self, n_tokens: int, pairs: int) -> int:
-        """FLOPs of a forward and backward over `n_tokens`, with `pairs` pairs of a query and a key in attention.
+        """Return the FLOPs of a forward and backward over `n_tokens`, with `pairs` query-key pairs in attention.
 
-        6 per weight and token (embeddings do not multiply, the head does), 12 per pair, head and element of a head.
-        Recomputation is not counted: this is the numerator of the model-FLOP utilisation.
+        It counts 6 per weight and token, without the embedding, which does not multiply, and 12 per pair, head and
+        element of a head. Recomputation is not counted: this is the numerator of the model-FLOP utilisation.
         """
         c = self.config
         return 6 * c.matmul_parameters * n_tokens + 12 * c.n_layers * c.n_heads * c.head_dim * pairs

@@ -8,11 +8,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
+LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of a Git LFS pointer
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, on the CPU, by their names in the file.
+    """Return the tensors of a .safetensors file, on the CPU, by their names in the file.
 
     Raises:
         ValueError: the file is cut off, damaged, or a Git LFS pointer.
@@ -20,11 +20,11 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"init_from={file.parent}: {_damage(file)} ({error})") from error
+        raise ValueError(f"init_from={file.parent}: {_describe_damage(file)} ({error})") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -35,15 +35,15 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"init_from={file.parent}: {_damage(file, 'is not JSON: it ')} ({error})") from error
+        raise ValueError(f"init_from={file.parent}: {_describe_damage(file, 'is not JSON: it ')} ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"init_from={file.parent}: {file.name} holds {type(found).__name__}, not an object of keys")
     return found
 
 
-def _damage(file: Path, seen: str = "") -> str:
+def _describe_damage(file: Path, fault: str = "") -> str:
     with open(file, "rb") as opened:
         start = opened.read(len(LFS))
     if start == LFS:
         return f"{file.name} is a Git LFS pointer, not the file itself; `git lfs pull` in that folder fetches it"
-    return f"{file.name} {seen}is damaged or cut off, with {file.stat().st_size:,} bytes; copy or download it again"
+    return f"{file.name} {fault}is damaged or cut off, with {file.stat().st_size:,} bytes; copy or download it again"

@@ -1,4 +1,4 @@
-"""What a run writes down: hardware facts, memory figures, metrics and plots."""
+"""The records of a run: hardware facts, memory figures, metrics and plots."""
 
 from flash_train.records.hardware import device_name, peak_flops, versions
 from flash_train.records.memory_use import memory_use, peak_memory, reset_peak_memory

@@ -66,7 +66,7 @@ MEMORY = re.compile(r"\d+gb?|hbm3e?")  # not HBM2e: the H100 with HBM2e is slowe
 
 
 def device_name(device: torch.device) -> str:
-    """Such as "NVIDIA H200", "MPS", or the processor's name."""
+    """Return a name such as "NVIDIA H200", "MPS", or the processor's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -77,7 +77,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Dense peak of a card for matrix products, in FLOP/s; None if the card or its rate is unknown.
+    """Return a card's dense peak for matrix products, in FLOP/s; None if the card or its rate is unknown.
 
     Args:
         name: the driver's name of the card, such as "NVIDIA A100-SXM4-80GB".
@@ -97,13 +97,13 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
 
 
 def _card(name: str) -> str:
-    """The driver's name without the brand and the memory: "a100 sxm4" of "NVIDIA A100-SXM4-80GB"."""
+    """Return the driver's name without the brand and the memory: "a100 sxm4" of "NVIDIA A100-SXM4-80GB"."""
     words = re.split(r"[ -]+", name.lower())
     return " ".join(word for word in words if word not in BRANDS and not MEMORY.fullmatch(word))
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the software, and this package's commit if it runs from a checkout; None where absent."""
+    """Return the versions of the software, and this package's commit if it runs from a checkout; None if absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("flash-train", "torch", "triton", "lightning", "liger-kernel"):
         try:
@@ -117,7 +117,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit(file: Path) -> str | None:
-    """Commit hash of the checkout that tracks `file`, with "-dirty" if it has changes; None outside a checkout."""
+    """Return the commit of the checkout that tracks `file`, with "-dirty" if it has changes; None without one."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -10,12 +10,12 @@ GIB = 2**30
 
 
 def bytes_in_words(size: int) -> str:
-    """Bytes as GiB or MiB."""
+    """Format bytes as GiB or MiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def memory_use(device: torch.device) -> dict[str, float | None]:
-    """Memory figures in GiB, by name.
+    """Return memory figures in GiB, by name.
 
     Returns:
         On CUDA `memory/allocated_gib`, `memory/reserved_gib` and `memory/peak_gib` (most allocated since
@@ -38,7 +38,7 @@ def memory_use(device: torch.device) -> dict[str, float | None]:
 
 
 def peak_memory(use: Mapping[str, float | None]) -> float | None:
-    """The peak among the figures of `memory_use`, in GiB; None if there is none."""
+    """Return the peak among the figures of `memory_use`, in GiB; None if there is none."""
     return use.get("memory/peak_gib", use.get("memory/process_peak_gib"))
 
 

@@ -12,7 +12,7 @@ Rows = dict[int, dict[str, float | None]]
 
 
 def read_column(path: str | os.PathLike[str], name: str) -> tuple[list[int], list[float]]:
-    """Steps at which a metric was measured, and its values; empty if there is no such file.
+    """Return the steps at which a metric was measured, and its values; empty if there is no such file.
 
     Does not write, so a run may be writing the file.
     """
@@ -25,7 +25,7 @@ def _column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def _read(path: Path) -> tuple[list[str], Rows]:
-    """Columns and rows of a table; no rows if there is no file.
+    """Return the columns and rows of a table; no rows if there is no file.
 
     Raises:
         ValueError: the file is damaged or no table of metrics; names the line.
@@ -54,7 +54,7 @@ def _read(path: Path) -> tuple[list[str], Rows]:
 
 
 class MetricsTable:
-    """`metrics.csv`: one row per step, one column per metric, floats with all their digits, empty where not measured.
+    """`metrics.csv`: a row per step, a column per metric, floats with all their digits, empty cells if not measured.
 
     `write` writes a row to the file at once. Metrics of a step that has a row join this row; a new metric becomes a new
     column. If writing fails (OSError), rows stay in memory, and the next `write` or `flush` that succeeds writes them.
@@ -90,7 +90,7 @@ class MetricsTable:
             self._is_behind = False
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps at which `name` was measured, and its values."""
+        """Return the steps at which `name` was measured, and its values."""
         return _column(self.rows, name)
 
     def _rewrite(self) -> None:

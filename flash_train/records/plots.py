@@ -33,7 +33,7 @@ def plot_run(table: MetricsTable, folder: str | os.PathLike[str], *, title: str 
     """Write `loss.png`, `throughput.png` and `memory.png` to `folder`, as far as the table has metrics to draw.
 
     A picture without a metric in the table is not written, and an older file of its name is removed, since its rows are
-    no longer in the table. A metric without a finite value leaves its panel empty, with a line that says so.
+    no longer in the table. If a metric has no finite value, its panel is empty and says so.
 
     Returns:
         The files written.
@@ -57,7 +57,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], **options: Any) ->
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """The finite values, which an axis can show."""
+    """Return the finite values, which an axis can show."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
@@ -67,7 +67,7 @@ def say_empty(panel: Axes, words: str = "no finite value") -> None:
 
 
 def short_length(n: int) -> str:
-    """A length in the shortest exact form: 16k is 16,384."""
+    """Format a length in the shortest exact form: 16k is 16,384."""
     for unit, size in (("M", 2**20), ("k", 2**10)):
         if n >= size and n % size == 0:
             return f"{n // size}{unit}"
@@ -75,7 +75,7 @@ def short_length(n: int) -> str:
 
 
 def _figure(title: str, *labels: str) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each label of a vertical axis, over a common axis of steps."""
+    """Make a figure with a panel for each label of a vertical axis, over a common axis of steps."""
     figure = Figure(figsize=(8, 3 + 1.75 * len(labels)), layout="constrained")
     panels = list(figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0])
     for panel, label in zip(panels, labels, strict=True):
@@ -106,7 +106,7 @@ def _line(panel: Axes, table: MetricsTable, name: str, *, scale: float = 1.0, sm
 
 
 def _finish(figure: Figure, table: MetricsTable, *, from_zero: bool = True) -> Figure:
-    """Legends above the panels, where they hide no data, and axes that also show a single point."""
+    """Put legends above the panels, where they hide no data, and set limits that also show a single point."""
     for panel in figure.axes:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

@@ -1,4 +1,4 @@
-"""Packed batches: what the model needs to know about the documents in their rows."""
+"""Packed batches: the documents in their rows, as the model needs them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Batch = dict[str, Any]
 
 
 def document_layout(batch: Batch, *, on_device: bool) -> dict[str, Any]:
-    """The model's arguments `positions` and `packing`; packing is None for a batch of plain rows.
+    """Return the model's arguments `positions` and `packing`; packing is None for a batch of plain rows.
 
     Args:
         on_device: leave out the lengths on the host. `torch.compile` would specialise on every batch's lengths, and
@@ -27,7 +27,7 @@ def document_layout(batch: Batch, *, on_device: bool) -> dict[str, Any]:
 
 
 def document_lengths(batch: Batch) -> tuple[int, ...]:
-    """Lengths of all documents of a batch, as Python ints; each row of a plain batch is one document."""
+    """Return the lengths of all documents of a batch, as Python ints; each row of a plain batch is one document."""
     batch_size, seq_len = batch["tokens"].shape
     return batch.get("lengths", (seq_len,) * batch_size)
 

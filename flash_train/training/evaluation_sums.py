@@ -1,4 +1,4 @@
-"""What a validation or a test measures: sums over its batches, and the metrics of all ranks."""
+"""The measurements of a validation or a test: sums over its batches, and the metrics of all ranks."""
 
 import math
 
@@ -10,21 +10,21 @@ from flash_train.training.token_mean import sum_dtype
 
 
 class EvaluationSums:
-    """BackwardBuffers over the batches of one validation or test on this rank."""
+    """Sums over the batches of one validation or test on this rank."""
 
     def __init__(self, device: torch.device) -> None:
         # loss, labelled tokens, right answers, skipped batches
         self._sums = torch.zeros(4, dtype=sum_dtype(device), device=device)
 
     def add(self, loss_sum: Tensor, n_tokens: Tensor) -> None:
-        """Count a batch: its loss in nats, summed over its labelled tokens, and the number of these."""
+        """Count a batch: its loss in nats, summed over its labelled tokens, and the number of labelled tokens."""
         self._sums[0] += loss_sum
         self._sums[1] += n_tokens
 
     def add_answers(self, logits: Tensor, labels: Tensor) -> None:
         """Count the labels that the largest logit gets right: logits (batch, seq_len, vocab), labels (batch, seq_len).
 
-        A position without a label has -100, which is no token id, so it never counts as right.
+        A position without a label has -100, which is not a token id, so it never counts as right.
         """
         self._sums[2] += (logits.argmax(-1) == labels).sum()
 
@@ -41,9 +41,9 @@ class EvaluationSums:
         answer_accuracy: bool,
         chance_level: float | None,
     ) -> dict[str, float]:
-        """Metrics over all ranks, named `val/loss` for the part "val"; all ranks call it together.
+        """Return metrics over all ranks, named `val/loss` for the part "val"; all ranks call it together.
 
-        Empty where a rank skipped a batch, and where no token has a label.
+        Empty if a rank skipped a batch or if no token has a label.
         """
         loss_sum, n_tokens, n_right, n_skipped = strategy.reduce(self._sums, reduce_op="sum").tolist()
         if n_skipped or not n_tokens:

@@ -107,7 +107,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reset_launches()  # a copy has only what a checkpoint has
+        self._reset_launches()  # a copy has only the state that a checkpoint has
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
@@ -134,7 +134,7 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def _by_step_and_dtype(self, parameters: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """The weights that have a gradient, grouped by step count and dtype: (steps including this one, weights)."""
+        """Group the weights that have a gradient by step count and dtype: (steps including this one, weights)."""
         weights = [parameter for parameter in parameters if parameter.grad is not None]
         if not weights:
             return []
@@ -180,7 +180,7 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 def _check_tensors(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """The kernel gets only addresses, so the tensors must have the dtype, device and layout that it assumes."""
+    """Refuse tensors without the dtype, device and layout that the kernel assumes: it gets only addresses."""
     for tensor in tensors:
         if dtype not in DTYPES or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The LightningModule: what one training step and one validation compute."""
+"""The LightningModule: the computation of a training step and of a validation."""
 
 import math
 from collections.abc import Mapping
@@ -129,12 +129,12 @@ class CausalLMModule(pl.LightningModule):
             raise ValueError(f"vocab_size={config.vocab_size}: must be {needed} or more, the token ids of the data")
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        """Logits of the next token.
+        """Return the logits of the next token.
 
         Args:
             tokens: int64 (batch, seq_len).
             positions: int64 (batch, seq_len), from each document's start; None derives them.
-            packing: where documents lie in the batch's rows; None makes one causal document of each row. `context`
+            packing: the documents' boundaries in the rows; None makes one causal document of each row. `context`
                 returns both arguments for a batch.
 
         Returns:
@@ -153,7 +153,7 @@ class CausalLMModule(pl.LightningModule):
         return self._token_mean.add(loss_sum, n_tokens, batch["labels"].numel())
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Lightning's backward, under the default dtype of the forward pass.
+        """Run Lightning's backward under the default dtype of the forward pass.
 
         Lightning's bf16-true changes the default dtype during the forward pass alone. Recomputation must find it
         unchanged: with torch 2.11, nested checkpoints raise otherwise.
@@ -166,8 +166,9 @@ class CausalLMModule(pl.LightningModule):
             torch.set_default_dtype(outside)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Lightning's step. Gradients are then freed: Lightning keeps them until the next backward, and the forward
-        pass before it needs the memory.
+        """Run Lightning's step, then free the gradients.
+
+        Lightning would keep them until the next backward, and the forward pass before it needs the memory.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
@@ -240,14 +241,14 @@ class CausalLMModule(pl.LightningModule):
         self._evaluation = EvaluationSums(self.device)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Measures the same as validation, under `test/loss`, `test/bits_per_byte` and so on."""
+        """Measure the same as validation, under `test/loss`, `test/bits_per_byte` and so on."""
         self._evaluate(batch)
 
     def on_test_epoch_end(self) -> None:
         self.log_dict(self._metrics("test"), sync_dist=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logits of the next token: (batch, seq_len, vocab_size), as `forward` returns them for the batch's documents.
+        """Return the logits of the next token: (batch, seq_len, vocab_size), as `forward` does for these documents.
 
         `Trainer.predict` keeps all of them, vocab_size numbers per token, unless `return_predictions=False`.
         """
@@ -271,14 +272,14 @@ class CausalLMModule(pl.LightningModule):
     # -- batches
 
     def context(self, batch: Batch) -> dict[str, Any]:
-        """The model's arguments `positions` and `packing` for a batch; packing is None for plain rows."""
+        """Return the model's arguments `positions` and `packing` for a batch; packing is None for plain rows."""
         self.seq_len = batch["tokens"].shape[1]
         head_dim = getattr(getattr(self.model, "config", None), "head_dim", 1)
         own_kernels = uses_own_kernels(self.attention, batch["tokens"].device, head_dim)
         return document_layout(batch, on_device=own_kernels)
 
     def flops(self, batch: Batch) -> int:
-        """Exact model FLOPs of one batch, forward and backward; computed on the host without synchronising."""
+        """Count the exact model FLOPs of one batch, forward and backward, on the host without synchronising."""
         return self.model.model_flops(batch["tokens"].numel(), attended_pairs(document_lengths(batch)))
 
     # -- checkpoints
@@ -307,7 +308,7 @@ class CausalLMModule(pl.LightningModule):
         self.pretrained = checkpoint.get(PRETRAINED, self.pretrained)
 
     def _model_values(self) -> dict[str, Any] | None:
-        """The model's configuration as plain values; None for a model without a `ModelConfig`."""
+        """Return the model's configuration as plain values; None for a model without a `ModelConfig`."""
         config = getattr(self.model, "config", None)
         return config.to_dict() if isinstance(config, ModelConfig) else None
 

@@ -52,18 +52,18 @@ class OptimizerConfig:
         check("optimizer.gradient_clip", self.gradient_clip, at_least(0), or_none="or null for no clipping")
 
     def learning_rate(self, step: int, max_steps: int) -> float:
-        """Learning rate at `step` (from 0) in a schedule of `max_steps`."""
+        """Return the learning rate at `step` (from 0) in a schedule of `max_steps`."""
         return self.lr * learning_rate_factor(
             step, warmup_steps=self.warmup_steps, max_steps=max_steps, min_lr_ratio=self.min_lr_ratio
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as a checkpoint stores them."""
+        """Return plain values, as a checkpoint stores them."""
         return {**asdict(self), "betas": list(self.betas)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "OptimizerConfig":
-        """Settings by their names. Raises ValueError for an unknown name."""
+        """Read settings by their names. Raises ValueError for an unknown name."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"optimizer has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
@@ -71,7 +71,7 @@ class OptimizerConfig:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices, which decay; norms, biases and embeddings (also a tied output head), which don't."""
+    """Return two groups: matrices, which decay; norms, biases and embeddings (also a tied output head), which don't."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -83,7 +83,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `model`'s parameters: our kernel on a GPU, else PyTorch's AdamW, fused where the device has it."""
+    """Build AdamW for `model`: our kernel on a GPU, else PyTorch's AdamW, fused if the device has it."""
     groups = parameter_groups(model, config.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
@@ -112,7 +112,7 @@ def _reset_grad_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any
 
 
 def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
-    """Learning rate at `step` (from 0) divided by the peak rate: linear warm-up, then a cosine until `max_steps`."""
+    """Return the learning rate at `step` (from 0) over the peak: linear warm-up, then a cosine until `max_steps`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
@@ -122,7 +122,7 @@ def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, min_lr
 def warmup_cosine(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule: a pure function of the step and of `max_steps`, so stopping early does not change it."""
+    """Return the schedule, a pure function of the step and of `max_steps`: stopping early does not change it."""
 
     def factor(step: int) -> float:
         return learning_rate_factor(

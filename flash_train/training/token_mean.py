@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """float64, which adds up the losses of a million tokens without rounding error that matters; fp32 on MPS."""
+    """Return float64, which adds up the losses of a million tokens without notable rounding error; fp32 on MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

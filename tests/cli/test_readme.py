@@ -214,7 +214,7 @@ def test_an_ablation_becomes_a_record_and_pages(tmp_path):
     short, page = (root / "README.md").read_text(), (root / "docs" / "ablation.md").read_text()
     assert "| seq_len | flash: ms · GiB | standard: ms · GiB |" in short
     assert "| 1,024 | 500.0 · 3.0 | 1,500 · 3.0 |\n| 4,096 | 2,000 · 3.0 | oom |\n" in short
-    assert "seq_len=1024: largest relative difference 6.7e-01, for dropout masks differ between backends" in page
+    assert "seq_len=1024: largest relative difference 6.7e-01, because dropout masks differ between backends" in page
     assert (
         "Every trial has dropout=0.1, 5 steps, data=text, seed=7, batch_size=2, commit abc." in page
         and "0.33" in page

@@ -63,11 +63,11 @@ def test_a_dictionary_of_plain_values_and_back():
     values = config.to_dict()
     assert values["rope_scaling"]["kind"] == "yarn" and isinstance(values["rope_scaling"], dict)
     assert ModelConfig.from_dict(values) == config
-    with pytest.raises(ValueError, match=r"model\.hidden is no field: must be one of vocab_size, n_layers"):
+    with pytest.raises(ValueError, match=r"model\.hidden is not a field: must be one of vocab_size, n_layers"):
         ModelConfig.from_dict(values | {"hidden": 3})
     with pytest.raises(ValueError, match=r"model\.width is missing"):
         ModelConfig.from_dict({k: v for k, v in values.items() if k != "width"})
-    with pytest.raises(ValueError, match=r"model\.rope_scaling\.typo is no field"):
+    with pytest.raises(ValueError, match=r"model\.rope_scaling\.typo is not a field"):
         ModelConfig.from_dict(values | {"rope_scaling": {"kind": "linear", "factor": 2.0, "typo": 1}})
     with pytest.raises(TypeError, match=r"model\.rope_scaling={.*}: must be a RopeScaling or None"):
         tiny_config(rope_scaling={"kind": "linear", "factor": 2.0})

@@ -89,7 +89,7 @@ def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
 
 def documents_decide(config: DictConfig, step: Step) -> bool:
     """Whether the memory of a step depends on the lengths of its documents, which are not known beforehand."""
-    return config.data.packing != "concat" and (step.attention in BY_DOCUMENT or step.by_formula)
+    return config.data.packing != "concat" and (step.attention in BY_DOCUMENT or step.holds_score_matrices)
 
 
 def available(device: torch.device) -> int | None:

@@ -1,9 +1,12 @@
-"""What the kernels share with each other and with `ops`. Imports no Triton: `ops` reads it on every device."""
+"""Constants and helpers that the kernels share with each other and with `ops`.
+
+It does not import Triton, since `ops` imports it on every device.
+"""
 
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
-MAX_LOGIT_TOKENS = 2048  # tokens whose logits exist at one time; fewer make the weight's gradient slower to add up
+IGNORE_INDEX = -100  # the label of a position without a loss, as in torch.nn.functional.cross_entropy
+MAX_LOGIT_TOKENS = 2048  # tokens whose logits exist at one time; with fewer, accumulating the weight's gradient is slow
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

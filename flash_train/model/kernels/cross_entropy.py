@@ -1,7 +1,8 @@
-"""The linear cross entropy for CUDA: one chunk of logits at a time, whose gradient is written over it.
+"""The linear cross entropy for CUDA. It computes one chunk of logits at a time and writes the gradient over the logits.
 
-After Liger's fused linear cross entropy (arXiv:2410.10989). Liger synchronises with the device to count the labels, and
-its chunks shrink as rows grow longer; this one does neither. Imported only once a tensor is on a CUDA device.
+It follows Liger's fused linear cross entropy (arXiv:2410.10989). Liger synchronises with the device to count the
+labels, and its chunks shrink as rows grow longer; this one does neither. Imported only once a tensor is on a CUDA
+device.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def cross_entropy_kernel(
     logits, labels, losses, vocab_size, IGNORED: tl.constexpr, BLOCK: tl.constexpr, WITH_GRADIENT: tl.constexpr
 ):  # fmt: skip
-    """One row: its loss, and its logits overwritten by their gradient. Both are 0 if the label is IGNORED.
+    """Compute the loss of one row and write the gradient over its logits. Both are 0 if the label is IGNORED.
 
     The loss of a label outside the vocabulary is NaN.
     """
@@ -53,8 +54,10 @@ def cross_entropy_kernel(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward computes the gradients with the loss, while the logits exist. The backward scales them in place, so a
-    second backward raises."""
+    """The forward computes the gradients with the loss, while the logits exist.
+
+    The backward scales them in place, so a second backward raises.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, with_gradient: bool) -> Tensor:
@@ -77,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(logits, matrix, out=d_hidden[chunk])
                 if d_weight is not None:
                     _add_product(d_weight, logits.T, hidden[chunk])
-                del logits  # before the next chunk's are made
+                del logits  # frees them before the next chunk's logits are allocated
         if with_gradient:
             ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return losses.sum()
@@ -95,16 +98,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 # Inductor cannot improve on these launches; the blocks before them stay compiled. The decorator imports the whole
-# compiler, more than a second, so it is in a module that is imported only where the kernels run.
+# compiler, which takes more than a second, so it is in a module that is imported only if the kernels run.
 @torch.compiler.disable
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As `ops.linear_cross_entropy`; `hidden` has the compute dtype."""
+    """Implement `ops.linear_cross_entropy`; `hidden` has the compute dtype."""
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, with_gradient)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, accumulated in fp32."""
+    """Add a @ b to `total`, accumulated in fp32."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0):

@@ -1,4 +1,4 @@
-"""A residual addition and the RMS norm after it, as one kernel each way. Imported only once a tensor is on CUDA.
+"""A residual addition and the RMS norm after it: one forward kernel, one backward. Imported once a tensor is on CUDA.
 
 Both are memory-bound. The forward reads its inputs and writes the stream and the normed rows. The backward reads the
 stream, its gradient, and a gradient for each use of the normed rows; it writes one gradient, which both addends share.
@@ -16,16 +16,16 @@ from torch import Tensor
 from flash_train.attention.kernels.portable.tiles import processors
 from flash_train.checks import check, within
 
-USES = 3  # of the normed rows, at most: the backward kernel has that many arguments
+USES = 3  # the most uses of the normed rows: the backward kernel has one gradient argument for each
 BLOCK = 2048  # elements that a program loads at a time, or one row if it is longer
-PROGRAMS = 4  # of the backward, per multiprocessor: each accumulates a gradient of the weight
+PROGRAMS = 4  # programs of the backward per multiprocessor; each accumulates a gradient of the weight
 
 
 @triton.jit
 def norm_forward_kernel(
     x, update, weight, stream, out, rstd, rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows. If `update` and `stream` are None, x is the stream."""
+    """Process ROWS rows. If `update` and `stream` are None, x is the stream."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     at = row[:, None].to(tl.int64) * width + column[None, :]
@@ -48,7 +48,10 @@ def norm_backward_kernel(
     dout1, dout2, dout3, dstream, stream, rstd, weight, dx, dweight, rows, width, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Groups of ROWS rows, strided by the number of programs. dweight fp32 (programs, width): its sum over them."""
+    """Process groups of ROWS rows, strided by the number of programs.
+
+    Each program writes its sum of the weight's gradient to its row of dweight, fp32 (programs, width).
+    """
     column = tl.arange(0, COLUMNS)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -118,7 +121,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
-    """As `ops.add_rms_norm`."""
+    """Implement `ops.add_rms_norm`."""
     check("uses", uses, within(1, USES))
     return _AddRMSNorm.apply(x, update, weight, eps, uses)
 

@@ -1,4 +1,4 @@
-"""The rotary embedding of queries and keys, in place and as one kernel. Imported only once a tensor is on CUDA."""
+"""One kernel that rotates queries and keys in place. Imported only once a tensor is on CUDA."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def rotary_kernel(
     q, k, cos, sin, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, Q_ROWS: tl.constexpr,
     K_ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """One token: rotates all heads of q and k, which are contiguous, by its row of the tables. BACK rotates back."""
+    """Rotate all heads of one token's contiguous q and k by its row of the tables; with BACK, rotate back."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < HALF
@@ -38,7 +38,7 @@ def _turn(x, c, s, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, 
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotates q and k in place, and in the backward their gradients."""
+    """Rotates q and k in place in the forward, and their gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `ops.apply_rotary`; contiguous q and k are overwritten."""
+    """Implement `ops.apply_rotary`; contiguous q and k are overwritten."""
     return _Rotary.apply(q, k, cos.contiguous(), sin.contiguous())
 
 

@@ -20,7 +20,7 @@ BLOCK = 2048  # elements of a program; 16 bytes per thread and tensor in 16 bits
 
 @triton.jit
 def product_kernel(gate, up, product, count, BLOCK: tl.constexpr):
-    """product = silu(gate) · up, computed in fp32."""
+    """Compute product = silu(gate) · up in fp32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g, u = tl.load(gate + at, mask=inside).to(tl.float32), tl.load(up + at, mask=inside).to(tl.float32)
@@ -29,7 +29,7 @@ def product_kernel(gate, up, product, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradients_kernel(gate, up, dproduct, count, BLOCK: tl.constexpr):
-    """Writes gate's gradient over gate, up's over up, and the product, rounded as in the forward, over dproduct."""
+    """Write gate's gradient over gate, up's over up, and the product, rounded as in the forward, over dproduct."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     kind = gate.dtype.element_ty
@@ -72,7 +72,7 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """As `ops.swiglu_linear`; all tensors have the compute dtype.
+    """Implement `ops.swiglu_linear`; all tensors have the compute dtype.
 
     Raises:
         ValueError: gate and up of different shapes.

@@ -1,4 +1,4 @@
-"""Plots of an ablation: time, memory and loss against length, or as bars for one length; and losses over each other."""
+"""Plots of an ablation: time, memory and loss against length (bars for one length), and losses by step."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from flash_train.profiling.ablation.row import DISTURBED, Row
 from flash_train.profiling.ablation.table import COMPARED, MARK, describe, groups, validation_tokens, varying
 from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION, finite, save_figure, say_empty, short_length
 
-#: color and mark of an attention backend; marks differ, too, for prints in gray
+#: color and mark of each attention backend; the marks also differ, for prints in gray
 STYLES = {
     "standard": (VERMILION, "v"),
     "chunked": (ORANGE, "D"),
@@ -25,17 +25,17 @@ STYLES = {
     "auto": ("#CC79A7", "^"),
 }
 OTHER = ("#56B4E9", "P")
-LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))  # for the other axes
-TICKS = 9  # labels of lengths that have room on an axis
+LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))  # these show the other axes
+TICKS = 9  # labels of lengths that fit on an axis
 CURVES_ABREAST = 3
 STATUSES = {"oom": "out of memory"}  # statuses that are not plain English
 
-Name = tuple[str, ...]  # of a series: its attention, then its values on the other axes
+Name = tuple[str, ...]  # the name of a series: its attention, then its values on the other axes
 Series = dict[Name, list[Row]]
 
 
 def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float | None:
-    """p of the least-squares fit of `values` to c · lengths^p on logarithmic axes; None below two lengths."""
+    """Fit `values` to c · lengths^p by least squares on logarithmic axes and return p; None below two lengths."""
     points = [(math.log(n), math.log(value)) for n, value in zip(lengths, values, strict=True) if n > 0 and value > 0]
     if len({x for x, _ in points}) < 2:
         return None
@@ -55,7 +55,8 @@ def plot_ablation(
 
     Several lengths make curves with fitted exponents; one length makes a bar for each trial. The memory of a whole
     process (`memory_of`) is not fitted: most of it belongs to libraries. Step times have a vertical line as long as
-    their spread. A disturbed trial is hollow and enters no fit of times. Trials that differ only in their seed are one.
+    their spread. A disturbed trial is hollow, and its times are not fitted. Trials that differ only in their seed are
+    merged.
     """
     rows = combine_seeds(rows)
     series = _series(rows)
@@ -113,7 +114,7 @@ def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str
             entries.setdefault(_label(name, [row]), drawn)
         if not any(finite(row.losses.values()) for row in ran):
             say_empty(panel)
-        _plain(panel)
+        _add_grid(panel)
         panel.set_title(describe(group, rows), fontsize=9, loc="left")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_xlabel("optimizer step")
@@ -135,7 +136,7 @@ def plot_losses(rows: Sequence[Row], path: str | os.PathLike[str], *, title: str
 
 
 def _series(rows: Sequence[Row]) -> Series:
-    """Series of trials that differ only in length, shortest first."""
+    """Group trials that differ only in length into series, shortest first."""
     axes = [name for name in varying(rows) if name != "seq_len"]
     found: Series = {_name(row, axes): [] for row in rows}
     for row in sorted(rows, key=lambda row: row.axes["seq_len"]):
@@ -148,13 +149,16 @@ def _name(row: Row, axes: Sequence[str]) -> Name:
 
 
 def _label(name: Name, rows: Sequence[Row]) -> str:
-    """The label of a series; for `attention=auto` with the backend that ran."""
+    """Return the label of a series; for `attention=auto` it includes the backend that ran."""
     shown = next((row.shown("attention") for row in rows if row.ran), name[0])
     return ", ".join((shown, *name[1:]))
 
 
 def _styles(names: Iterable[Name]) -> dict[Name, dict[str, Any]]:
-    """Color and mark show the attention, the line the other axes; with one attention, color and mark show them."""
+    """Return the style of each series: color and mark show the attention, the line the other axes.
+
+    If all series have the same attention, color and mark show the other axes.
+    """
     known = list(dict.fromkeys(names))
     others = list(dict.fromkeys(name[1:] for name in known))
     palette = [*STYLES.values(), OTHER]
@@ -171,7 +175,7 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
     lengths = sorted({row.axes["seq_len"] for rows in series.values() for row in rows})
     styles = _styles(series)
     values: list[float] = []
-    without_memory = 0
+    n_out_of_memory = 0
     for series_name, rows in series.items():
         trials = {row.axes["seq_len"]: row for row in rows if row.status == "ok" and _drawable(row.measured.get(name))}
         points = {length: row.measured[name] for length, row in trials.items()}
@@ -179,10 +183,10 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
         timed = name == "step_seconds"
         disturbed = {length: points[length] for length, row in trials.items() if timed and row.disturbed}
         sound = {length: value for length, value in points.items() if length not in disturbed}
-        fits = fitted and len(sound) > 2  # through two points any line goes
+        fits = fitted and len(sound) > 2  # two points fit any line
         power = fit_exponent(list(sound), list(sound.values())) if fits else None
-        without = sorted(row.axes["seq_len"] for row in rows if row.status == "oom")
-        label = _legend(_label(series_name, rows), bool(points), power, without, _status(rows))
+        out_of_memory = sorted(row.axes["seq_len"] for row in rows if row.status == "oom")
+        label = _legend(_label(series_name, rows), bool(points), power, out_of_memory, _status(rows))
         style = styles[series_name]
         panel.plot(list(points), list(points.values()), label=label, markersize=5, linewidth=1.5, **style)
         if disturbed:
@@ -193,21 +197,27 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
             low, high = ([x * (1 + sign * spreads[n] / 2) for n, x in points.items()] for sign in (-1, 1))
             panel.vlines(list(points), low, high, color=style["color"], linewidth=1)
             values += finite(x for x in (*low, *high) if x > 0)
-        if without:  # in the room above all points, one series below the other
-            height = 0.97 - 0.05 * (without_memory % 6)
+        if out_of_memory:  # drawn above all points, one series below the other
+            height = 0.97 - 0.05 * (n_out_of_memory % 6)
             top = panel.get_xaxis_transform()
             panel.plot(
-                without[:1], [height], transform=top, color=style["color"], marker="X", markersize=7, clip_on=False
+                out_of_memory[:1],
+                [height],
+                transform=top,
+                color=style["color"],
+                marker="X",
+                markersize=7,
+                clip_on=False,
             )
-            without_memory += 1
-    _axes(panel, lengths, values, room=0.05 * min(without_memory, 6))
+            n_out_of_memory += 1
+    _axes(panel, lengths, values, room=0.05 * min(n_out_of_memory, 6))
     panel.set_xlabel("seq_len (tokens)")
     panel.set_title(heading, fontsize=10, loc="left")
     panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, handlelength=4)
 
 
 def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
-    """A bar with its figure for each trial; for one that did not run, how it ended."""
+    """Draw a bar with its figure for each trial; for a trial that did not run, say how it ended."""
     styles = _styles(series)
     values = [row.measured.get(name) if row.status == "ok" else None for (row,) in series.values()]
     lengths = [value if value is not None and _drawable(value) else 0.0 for value in values]
@@ -237,20 +247,20 @@ def _status(rows: Sequence[Row]) -> str:
     return next((row.status for row in rows if row.status != "ok"), "")
 
 
-def _legend(label: str, has_points: bool, power: float | None, without: Sequence[int], status: str) -> str:
-    """The name of a series, its exponent, and why it has no points."""
+def _legend(label: str, has_points: bool, power: float | None, out_of_memory: Sequence[int], status: str) -> str:
+    """Return the name of a series, its exponent, and why it has no points."""
     text = rf"{label}:  $\propto n^{{{power:.2f}}}$" if power is not None else label
-    if without:
-        return f"{text}  (X: out of memory {'from' if len(without) > 1 else 'at'} {without[0]:,})"
+    if out_of_memory:
+        return f"{text}  (X: out of memory {'from' if len(out_of_memory) > 1 else 'at'} {out_of_memory[0]:,})"
     return text if has_points else f"{text}  ({status or 'no finite value'})"
 
 
 def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: float) -> None:
-    """Logarithmic axes for any number of points, with a part `room` of the height free above them."""
-    _plain(panel)
+    """Set logarithmic axes for any number of points; a share `room` of the height stays free above them."""
+    _add_grid(panel)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    shown = _apart(lengths)
+    shown = _spaced_labels(lengths)
     panel.set_xticks(shown, [short_length(n) for n in shown])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
@@ -272,8 +282,8 @@ def _axes(panel: Axes, lengths: Sequence[int], values: Sequence[float], room: fl
     panel.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _apart(lengths: Sequence[int]) -> list[int]:
-    """The longest length, and others whose labels do not touch on a logarithmic axis."""
+def _spaced_labels(lengths: Sequence[int]) -> list[int]:
+    """Return the longest length, and others whose labels do not touch on a logarithmic axis."""
     gap = (lengths[-1] / lengths[0]) ** (1 / TICKS)
     shown = [lengths[-1]]
     for n in reversed(lengths):
@@ -282,6 +292,6 @@ def _apart(lengths: Sequence[int]) -> list[int]:
     return shown
 
 
-def _plain(panel: Axes) -> None:
+def _add_grid(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)

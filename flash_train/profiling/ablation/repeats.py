@@ -1,4 +1,4 @@
-"""How much repeated measurements spread: the steps of a run, and runs that differ only in their seed."""
+"""The spread of repeated measurements: the steps of a run, and runs that differ only in their seed."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ SEED = "seed"
 
 
 def relative_spread(values: Sequence[float]) -> float | None:
-    """The distance between the quartiles over the median; None for fewer than three finite values above 0."""
+    """Return the interquartile range over the median; None for fewer than three finite values above 0."""
     known = [value for value in values if math.isfinite(value) and value > 0]
     if len(known) < 3:
         return None
@@ -21,17 +21,17 @@ def relative_spread(values: Sequence[float]) -> float | None:
 
 
 def step_spread(seconds: Sequence[float], utilisation: Sequence[float] = ()) -> float | None:
-    """`relative_spread` of the steps of a run, whose first step holds compilation and warm-up.
+    """Return `relative_spread` of a run's steps without the first, which includes compilation and warm-up.
 
-    Steps of packed documents differ in how much attention computes. Where the model-FLOP utilisation is known and
-    spreads less than the seconds do, its spread counts: it has the FLOPs of each step divided out.
+    Steps of packed documents differ in the FLOPs of attention. If the model-FLOP utilisation is known and spreads less
+    than the seconds, its spread is returned: utilisation does not depend on the FLOPs of a step.
     """
     found = (relative_spread(values[1:]) for values in (seconds, utilisation))
     return min((spread for spread in found if spread is not None), default=None)
 
 
 def combine_seeds(rows: Sequence[Row]) -> list[Row]:
-    """One trial for all that differ only in their seed: the median of each measurement, and the number of runs.
+    """Merge trials that differ only in their seed: the median of each measurement, and the number of runs.
 
     Runs whose steps were disturbed are left out if there are others. `step_spread` becomes the range of the runs' step
     times over their median, if this is more than the median spread of their steps. Trials of a single seed, or without

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DISTURBED = 0.1  # if a trial's steps spread more, something else ran on the machine
+DISTURBED = 0.1  # if a trial's steps spread more than this, something else ran on the machine
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Row:
     ran: str | None = None
 
     def shown(self, axis: str) -> str:
-        """The value on an axis, as tables show it; for `attention=auto` also the backend that ran."""
+        """Return the value on an axis, as tables show it; for `attention=auto` it includes the backend that ran."""
         value = str(self.axes[axis])
         return f"{value}: {self.ran}" if axis == "attention" and value == "auto" and self.ran else value
 
@@ -35,5 +35,5 @@ class Row:
         return (self.measured.get("step_spread") or 0.0) > DISTURBED
 
     def without(self, *names: str) -> tuple[Any, ...]:
-        """The values on all axes but these."""
+        """Return the values on all axes except these."""
         return tuple(value for name, value in self.axes.items() if name not in names)

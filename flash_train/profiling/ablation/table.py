@@ -1,4 +1,4 @@
-"""An ablation's trials as CSV and Markdown: the best of them, ratios, and how much their losses differ."""
+"""An ablation's trials as CSV and Markdown, with the best trials, ratios, and the differences between losses."""
 
 import csv
 import io
@@ -14,12 +14,12 @@ from flash_train.records.markdown import escape, markdown_table
 
 BASELINE = "standard"  # the attention that ratios refer to
 COMPARED = ("memory", "attention")  # trials that differ only in these compute the same
-FEW = 3  # logged steps; with fewer, a time is the time of one step, too little to call a trial the best
+FEW = 3  # with fewer logged steps, a time comes from a single step, which is too little to call a trial the best
 TIMES = """Times are in milliseconds per optimizer step: the median of a trial's steps 2 to N, or its only step. Each
-column has its own median, so the parts need not add up. Attention's time lies within forward and backward. The rest of
+column has its own median, so the parts need not add up. Attention's time is part of forward and backward. The rest of
 a step, between forward, backward, optimizer and data wait, is logging and callbacks. The loss is the last step's.
 """
-MARK = "†"  # of a time whose steps were disturbed
+MARK = "†"  # marks a time whose steps were disturbed
 DISTURBANCE = f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the trial, no time of it is best."
 SPREAD = f"""Spread: the distance between the quartiles of a trial's steps 2 to N, over their median; with several seeds
 the range of their medians, if it is larger.
@@ -29,7 +29,7 @@ the range of their medians, if it is larger.
 
 @dataclass(frozen=True)
 class Difference:
-    """How much the losses of a group of comparable trials differ.
+    """The difference between the losses of a group of comparable trials.
 
     `largest` is the largest (max - min) / |max| of all steps. `words` distinguish the group from others. `masks`: its
     backends drew different dropout masks. `lost` names the trials whose loss is not finite; `largest` is then NaN.
@@ -44,7 +44,7 @@ class Difference:
     def finding(self) -> str:
         if self.lost:
             return f"a loss that is not finite: {', '.join(self.lost)}"
-        why = ", for dropout masks differ between backends" if self.masks else ""
+        why = ", because dropout masks differ between backends" if self.masks else ""
         return f"largest relative difference {self.largest:.1e}{why}"
 
 
@@ -84,13 +84,13 @@ COLUMNS = (
     Column("val_tokens", "val. tokens", lambda number: f"{number:,.0f}", None),
 )
 
-#: only if several seeds are one trial: how many runs its figures cover
+#: the number of runs in a trial; shown only if trials with several seeds are merged
 RUNS = Column("runs", "runs", lambda number: f"{number:.0f}", None)
-ENDS = ("status", "reason", "ran")  # next to axes and measurements: how a trial ended, and with which attention
+ENDS = ("status", "reason", "ran")  # the columns that say how a trial ended, and with which attention
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """A line per trial: axes, status, reason, the attention that ran, measurements with all their digits."""
+    """Write a line per trial: axes, status, reason, the attention that ran, measurements with all their digits."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header(rows))
@@ -99,7 +99,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def losses_to_csv(rows: Sequence[Row]) -> str:
-    """A line per trial and step: axes, step, training loss."""
+    """Write a line per trial and step: axes, step, training loss."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*(rows[0].axes if rows else ()), "step", "loss"])
@@ -108,7 +108,7 @@ def losses_to_csv(rows: Sequence[Row]) -> str:
 
 
 def from_csv(text: str, losses: str = "") -> list[Row]:
-    """The rows that `to_csv` wrote, with the losses that `losses_to_csv` wrote."""
+    """Read the rows that `to_csv` wrote, with the losses that `losses_to_csv` wrote."""
     curves: dict[tuple[Any, ...], dict[int, float]] = {}
     for line in csv.DictReader(io.StringIO(losses)):
         step, loss = int(line.pop("step")), float(line.pop("loss"))
@@ -135,17 +135,17 @@ def header(rows: Sequence[Row]) -> list[str]:
 
 
 def values(row: Row) -> list[Any]:
-    """A row's values in the order of `header`."""
+    """Return a row's values in the order of `header`."""
     return [*row.axes.values(), row.status, row.reason, row.ran, *(row.measured.get(column.name) for column in COLUMNS)]
 
 
 def title(device: str, steps: int) -> str:
-    """The heading of the tables and plots."""
+    """Return the heading of the tables and plots."""
     return f"Ablation on {device}, {steps} {'step' if steps == 1 else 'steps'}"
 
 
 def format_versions(versions: Mapping[str, str | None]) -> list[str]:
-    """The commit, and the versions of torch and triton, as far as they are known."""
+    """Format the commit, and the versions of torch and triton, as far as they are known."""
     commit, _, dirty = (versions.get("commit") or "").partition("-")
     known = {"commit": commit[:12] + ("-" + dirty if dirty else "")}
     known |= {label: versions.get(name) or "" for name, label in (("torch", "torch"), ("triton", "Triton"))}
@@ -157,7 +157,7 @@ def to_markdown(rows: Sequence[Row], title: str, common: Sequence[str] = ()) -> 
 
 
 def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
-    """The trials that ran, the best of each group bold, with ratios to standard attention; then those that did not.
+    """Describe the trials that ran, with the best of each group bold and ratios to standard attention; then the others.
 
     Args:
         common: settings that all trials share, such as `data=stdlib`.
@@ -181,7 +181,7 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
     text = f"Every trial has {', '.join([*fixed, *common])}.\n\n" if fixed or common else ""
     if lines:
         marks = f"**Bold**: the best of the trials that differ only in {' and '.join(COMPARED)}"
-        if all(_few(row) for row in ran):
+        if all(_has_few_steps(row) for row in ran):
             marks = f"Nothing is marked as the best: that takes {FEW} steps"
         marks += f"; ×: ratio to {BASELINE} attention.\n\n" if compared else ".\n\n"
         spread = f"\n{SPREAD}" if any(row.measured.get("step_spread") is not None for row in ran) else ""
@@ -197,18 +197,18 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
 
 
 def validation_tokens(rows: Iterable[Row]) -> int | None:
-    """How many tokens all trials were validated on; None if unknown, or if they differ."""
+    """Return how many tokens all trials were validated on; None if unknown, or if they differ."""
     numbers = {row.measured.get("val_tokens") for row in rows if row.status == "ok"}
     number = numbers.pop() if len(numbers) == 1 else None
     return int(number) if number is not None and math.isfinite(number) else None
 
 
-def _few(row: Row) -> bool:
+def _has_few_steps(row: Row) -> bool:
     return len(row.losses) < FEW
 
 
 def by_length(rows: Sequence[Row]) -> str:
-    """A short table: a row per length and other differing axes, a column per attention."""
+    """Return a short table: a row per length and other differing axes, a column per attention."""
     rows = combine_seeds(rows)
     backends = list(dict.fromkeys(row.axes["attention"] for row in rows))
     others = [name for name in varying(rows) if name not in ("attention", "seq_len")]
@@ -217,14 +217,14 @@ def by_length(rows: Sequence[Row]) -> str:
     for row in rows:
         places.setdefault(tuple(row.axes[name] for name in axes), {})[row.axes["attention"]] = row
     lines = [
-        [f"{place[0]:,}", *map(str, place[1:]), *(_short(found.get(name)) for name in backends)]
+        [f"{place[0]:,}", *map(str, place[1:]), *(_time_and_memory(found.get(name)) for name in backends)]
         for place, found in places.items()
     ]
     table = markdown_table([*axes, *(f"{name}: ms · GiB" for name in backends)], lines)
     return table + (f"\n{DISTURBANCE}\n" if any(row.disturbed for row in rows) else "")
 
 
-def _short(row: Row | None) -> str:
+def _time_and_memory(row: Row | None) -> str:
     if row is None or row.status != "ok":
         return row.status if row else "–"
     seconds, gib = row.measured.get("step_seconds"), row.measured.get("peak_memory_gib")
@@ -233,13 +233,15 @@ def _short(row: Row | None) -> str:
 
 
 def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
-    """A phrase for each undisturbed trial of `attention` that another attention beat in the same setting."""
+    """Return a phrase for each undisturbed trial of `attention` that another attention beat in the same setting."""
     found = []
     rows = combine_seeds(rows)
     ran = [
         row
         for row in rows
-        if row.status == "ok" and _is_finite(row.measured.get("step_seconds")) and not (_few(row) or row.disturbed)
+        if row.status == "ok"
+        and _is_finite(row.measured.get("step_seconds"))
+        and not (_has_few_steps(row) or row.disturbed)
     ]
     for own in (row for row in ran if row.axes["attention"] == attention):
         same = [row for row in ran if row.without("attention") == own.without("attention")]
@@ -252,13 +254,13 @@ def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The axes on which the trials differ; length and attention always."""
+    """Return the axes on which the trials differ; length and attention are always included."""
     names = list(rows[0].axes) if rows else []
     return [n for n in names if n in ("seq_len", "attention") or len({row.axes[n] for row in rows}) > 1]
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Trials that differ only in attention and memory, ordered by the first of each group."""
+    """Group trials that differ only in attention and memory; groups are ordered by their first trial."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(row.without(*COMPARED), []).append(row)
@@ -266,12 +268,12 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def describe(group: Sequence[Row], rows: Sequence[Row]) -> str:
-    """The settings that a group's trials share and other groups do not."""
+    """Return the settings that a group's trials share and other groups do not."""
     return ", ".join(f"{name}={group[0].axes[name]}" for name in varying(rows) if name not in COMPARED)
 
 
 def loss_differences(rows: Sequence[Row]) -> list[Difference]:
-    """One for each group of two trials or more that ran."""
+    """Compare losses in each group that has two or more trials that ran."""
     found = []
     for group in groups(rows):
         ran = [row for row in group if row.status == "ok" and row.losses]
@@ -288,7 +290,7 @@ def loss_differences(rows: Sequence[Row]) -> list[Difference]:
 
 
 def _name(row: Row, group: Sequence[Row]) -> str:
-    """The settings in which a trial differs from others of its group."""
+    """Return the settings in which a trial differs from others of its group."""
     names = [name for name in COMPARED if len({other.axes.get(name) for other in group}) > 1] or ["attention"]
     return " ".join(f"{name}={row.axes[name]}" for name in names)
 
@@ -298,7 +300,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _baselines(rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
-    """Standard attention's trials, by their values on the other axes."""
+    """Return standard attention's trials, by their values on the other axes."""
     return {row.without("attention"): row for row in rows if row.axes.get("attention") == BASELINE}
 
 
@@ -320,7 +322,7 @@ def _figures(
             _is_finite(value)
             and column.best
             and not disturbed
-            and not _few(row)  # its figure may be chance; others are still compared with it
+            and not _has_few_steps(row)  # its figure may be by chance; others are still compared with it
             and len(known) > 1
             and figure == column.shown(column.best(known))
         ):

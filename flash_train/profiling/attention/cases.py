@@ -18,7 +18,10 @@ SPARSE_BLOCK = 128
 
 @dataclass(frozen=True)
 class Case:
-    """A shape in bf16. Dense unless ``lengths`` names packed documents or ``density`` the part of blocks to attend."""
+    """A shape in bf16. The case is dense by default.
+
+    With ``lengths``, it has packed documents; with ``density`` below 1, only this share of blocks is attended.
+    """
 
     head_dim: int
     n_heads: int
@@ -48,7 +51,7 @@ class Case:
         return attention_flops(squares, self.n_heads, self.head_dim) * self.density / (2 if self.causal else 1)
 
     def spec(self, device: torch.device | str) -> AttentionSpec:
-        """The mask. The pattern of blocks has equally many in every row and is the same at every call."""
+        """Return the mask. Its random pattern has equally many blocks in every row and is the same at every call."""
         mask: Mask = Causal() if self.causal else Full()
         if self.density < 1:
             blocks = self.seq_len // SPARSE_BLOCK
@@ -63,7 +66,7 @@ class Case:
         return Packing(cu, cu, lengths=self.lengths)
 
     def inputs(self, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-        """Fresh random q, k, v that require gradients: (batch, seqlen, heads, head_dim), packed (total, ...)."""
+        """Draw random q, k, v that require gradients: (batch, seqlen, heads, head_dim), packed (total, ...)."""
         rows = (sum(self.lengths),) if self.lengths else (self.batch, self.seq_len)
         q, k, v = (
             torch.randn(*rows, heads, self.head_dim, device=device, dtype=dtype, requires_grad=True)
@@ -73,7 +76,7 @@ class Case:
 
 
 def log_normal_lengths(total: int, seed: int = 1) -> tuple[int, ...]:
-    """Document lengths with a median near 1.5k and a long tail, that add up to ``total``."""
+    """Draw document lengths with a median near 1.5k and a long tail; they add up to ``total``."""
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -83,7 +86,7 @@ def log_normal_lengths(total: int, seed: int = 1) -> tuple[int, ...]:
 
 
 def cases() -> Iterator[Case]:
-    """The shapes of the FlashAttention papers, then grouped heads, dropout, packed documents and block sparsity."""
+    """Yield the shapes of the FlashAttention papers, then grouped heads, dropout, packed documents, block sparsity."""
     for head_dim, heads in ((128, 16), (64, 32), (256, 8)):
         for n in (2048, 4096, 16384):
             for causal in (True, False):

@@ -1,4 +1,4 @@
-"""The bytes that one call of attention moves in a GPU's memory, by the counters of NVIDIA's `ncu`.
+"""The bytes that one call of attention moves in a GPU's memory, measured by the counters of NVIDIA's `ncu`.
 
 ``ncu`` watches the process ``python -m flash_train.profiling.attention.dram_traffic BACKEND LENGTH forward|backward``.
 """
@@ -18,17 +18,17 @@ from flash_train.profiling.attention.memory import one_row
 METRICS = {"read": "dram__bytes_read.sum", "write": "dram__bytes_write.sum"}
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 TIMEOUT = 180  # seconds
-# ncu must not lock the clock nor flush caches: a kernel may find data of the kernel before in the cache.
+# ncu must not lock clocks or flush caches, since a kernel may find the previous kernel's data in the cache.
 OPTIONS = ["--csv", "--print-units", "base", "--profile-from-start", "off"]
 OPTIONS += ["--clock-control", "none", "--cache-control", "none"]
 
 
 class Unmeasured(Exception):
-    """There is no measurement; the message says why, in one line."""
+    """The bytes could not be measured; the message says why, in one line."""
 
 
 def measure(backend: str, length: int, direction: str) -> dict[str, int]:
-    """Bytes read from and written to the device's memory by the forward or the backward of one call.
+    """Count the bytes that the forward or the backward of one call reads from and writes to the device's memory.
 
     Raises:
         Unmeasured: no `ncu`, no permission to read counters, or a call that fails.
@@ -51,7 +51,7 @@ def measure(backend: str, length: int, direction: str) -> dict[str, int]:
 
 
 def total(output: str) -> dict[str, int]:
-    """BackwardBuffers the output of `ncu --csv` over kernels: bytes by direction, and the number of kernels.
+    """Sum the output of `ncu --csv` over kernels: bytes by direction, and the number of kernels.
 
     Raises:
         Unmeasured: no kernel was recorded.
@@ -74,7 +74,7 @@ def _bytes(value: str, unit: str) -> int:
 
 
 def run(backend: str, length: int, direction: str) -> None:
-    """The watched process. It compiles and allocates everything before the counters start."""
+    """Run in the watched process. It compiles and allocates everything before the counters start."""
     case = one_row(length)
     q, k, v = case.inputs("cuda")
     spec, packing, dout = case.spec("cuda"), case.packing("cuda"), torch.randn_like(q)

@@ -12,17 +12,17 @@ from flash_train.profiling.ablation.plot import fit_exponent
 from flash_train.profiling.attention.cases import Case
 from flash_train.profiling.memory.allocations import Recording, moments
 
-HEADS, HEAD_DIM = 16, 128  #: of the 1b3 shape
-FITTED_FROM = 8192  #: tokens; in shorter rows, parts with other growth still count
+HEADS, HEAD_DIM = 16, 128  #: the shape of the model 1b3
+FITTED_FROM = 8192  #: tokens; in shorter rows, parts that grow differently are too large a share
 
 
 def one_row(length: int) -> Case:
-    """A causal call as the model makes it: packed, with one document."""
+    """Return a causal call as the model makes it: packed, with one document."""
     return Case(HEAD_DIM, HEADS, HEADS, 0, True, lengths=(length,))
 
 
 def own_bytes(backend: str, length: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Peak bytes of a forward and backward, without q, k, v and the gradient of the output.
+    """Measure the peak bytes of a forward and backward, without q, k, v and the gradient of the output.
 
     They include the results: the output, its log-sum-exp, and the gradients of q, k and v.
     """
@@ -46,7 +46,7 @@ def own_bytes(backend: str, length: int, device: torch.device, dtype: torch.dtyp
 
 
 def exponents(sizes: Mapping[str, Mapping[int, int]]) -> dict[str, float | None]:
-    """The exponent p of size ~ length^p, by backend. None with fewer than two lengths of FITTED_FROM or more."""
+    """Fit the exponent p of size ~ length^p, by backend; None if fewer than two lengths are FITTED_FROM or more."""
     found = {}
     for backend, by_length in sizes.items():
         long = {n: size for n, size in by_length.items() if n >= FITTED_FROM}

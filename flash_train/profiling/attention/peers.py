@@ -26,11 +26,11 @@ OURS = PORTABLE.name
 OWN = tuple(FAMILIES)  #: the families of this project's kernels
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ROUNDS = 7  #: timed rounds of each implementation in a case
-ALLOWED_ERROR = 1e-2  #: bf16 operands land between 2e-3 and 5e-3
+ALLOWED_ERROR = 1e-2  #: with bf16 operands the error is between 2e-3 and 5e-3
 
 
 def implementations(case: Case) -> tuple[str, ...]:
-    """The implementations that can run a case on this machine: ours, then its peers."""
+    """Return the implementations that can run a case on this machine: ours, then its peers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = tuple(name for name, family in FAMILIES.items() if family.unavailable(device) is None)
     if case.lengths:
@@ -39,7 +39,7 @@ def implementations(case: Case) -> tuple[str, ...]:
 
 
 def build(name: str, case: Case, device: torch.device | str, rng: RngState | None = None) -> Attention:
-    """The call on q, k, v from ``Case.inputs``. ``rng`` fixes the dropout mask of our kernels.
+    """Return a call on q, k, v from ``Case.inputs``. ``rng`` fixes the dropout mask of our kernels.
 
     Raises:
         ValueError: the implementation has no such call.
@@ -65,7 +65,7 @@ def _sdpa(name: str, case: Case) -> Attention:
 
 
 def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
-    """PyTorch's call for packed sequences; its kernel is FlashAttention-2's."""
+    """Return PyTorch's call for packed sequences; its kernel is FlashAttention-2's."""
     from torch.nn.attention.varlen import varlen_attn
 
     packing, longest = case.packing(device), max(case.lengths)
@@ -78,7 +78,7 @@ def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
 
 
 def _flex(case: Case, device: torch.device | str) -> Attention:
-    """FlexAttention as its users call it: compiled for the shape, with a block mask built beforehand."""
+    """Return FlexAttention as its users call it: compiled for the shape, with a block mask built beforehand."""
     from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -103,7 +103,7 @@ def _flex(case: Case, device: torch.device | str) -> Attention:
 
 
 def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] | None:
-    """The case's mask as FlexAttention takes it: a function of batch row, head, query and key."""
+    """Return the case's mask as FlexAttention takes it: a function of batch row, head, query and key."""
     from torch.nn.attention.flex_attention import and_masks
 
     rules: list[Callable[..., Tensor]] = []
@@ -121,10 +121,11 @@ def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] 
 
 
 def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Relative error (Frobenius; the largest among output and gradients) in a random batch row and key head.
+    """Return the relative error (Frobenius; the largest of output and gradients) in a random batch row and key head.
 
     Heads are independent: one key head and its queries are cheap to compute in fp32 at any length. Every implementation
-    draws another dropout mask, so with dropout ours is compared under the reference's mask, others without dropout.
+    draws a different dropout mask. So with dropout, ours is compared under the reference's mask and the others without
+    dropout.
     """
     q, k, v = tensors
     rng = None
@@ -168,7 +169,7 @@ def measure(
     from triton.errors import TritonError
 
     tensors = case.inputs(device)
-    timed: dict[str, _Timed] = {}
+    timed: dict[str, _TimedImplementation] = {}
     failed: dict[str, dict[str, Any]] = {}
 
     def attempt(name: str, step: Callable[[str], None]) -> None:
@@ -185,7 +186,7 @@ def measure(
         if not error < ALLOWED_ERROR:  # NaN fails too
             failed[name] = {"error": error, "reason": "wrong result"}
             return
-        timed[name] = _Timed(
+        timed[name] = _TimedImplementation(
             error, call, None if case.density == 1 else build(name, replace(case, density=1.0), device)
         )
 
@@ -210,8 +211,8 @@ def measure(
 
 
 @dataclass
-class _Timed:
-    """An implementation with a right result, and its milliseconds per round, forward and backward."""
+class _TimedImplementation:
+    """An implementation with a correct result, and its milliseconds per round, forward and backward."""
 
     error: float
     call: Attention
@@ -236,7 +237,7 @@ class _Timed:
 
 
 def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> tuple[float, float]:
-    """Milliseconds of forward and backward."""
+    """Return the milliseconds of forward and backward."""
     forward = timer(lambda: call(*tensors))
     out = call(*tensors)
     dout = torch.randn_like(out)

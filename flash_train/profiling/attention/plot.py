@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from flash_train.attention.kernels.families import FAMILIES, PORTABLE
 from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure
 
-#: label, color and mark of an implementation, in the order of the legend; marks differ, too, for prints in gray
+#: label, color and mark of each implementation, in the legend's order; the marks also differ, for prints in gray
 STYLES = {
     **dict.fromkeys(FAMILIES, ("this project", BLUE, "o")),
     PORTABLE.name: ("its portable kernels", "#56B4E9", "o"),
@@ -33,7 +33,7 @@ def plot_attention(source: str | os.PathLike[str], path: str | os.PathLike[str])
 
 
 def fingerprint(source: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file. A picture carries it to name its source."""
+    """Return the SHA-256 of a file. A picture stores it to name its source."""
     return hashlib.sha256(Path(source).read_bytes()).hexdigest()
 
 

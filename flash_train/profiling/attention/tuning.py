@@ -17,8 +17,8 @@ from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile, block_d
 from flash_train.attention.masks import Document
 
-KERNELS = ("forward", "dq", "dkdv", "dk", "dv")  #: dk and dv are the two launches of dkdv when it is split
-REGISTERS = (16, 224)  #: of a thread's 255, for a tile in fp32: fewer leave the thread idle, more spill
+KERNELS = ("forward", "dq", "dkdv", "dk", "dv")  #: a split dkdv is launched twice: as dk and as dv
+REGISTERS = (16, 224)  #: registers per thread for a tile in fp32, of 255: fewer leave the thread idle, more spill
 ALLOWED_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 DROPOUT = 0.1
 DOCUMENTS = 4
@@ -44,7 +44,7 @@ class Setting:
         return not self.variant.endswith("full"), DROPOUT if self.variant.startswith("dropout") else 0.0
 
     def spec(self, device: torch.device) -> AttentionSpec:
-        """The variant ``terms`` has documents, whose partial tiles test every pair."""
+        """Return the mask and dropout. The variant ``terms`` has documents; its partial tiles test every pair."""
         causal, dropout = self.spec_parts
         mask: Mask = Causal() if causal else Full()
         if self.variant == "terms":
@@ -54,7 +54,7 @@ class Setting:
 
 
 class Problem:
-    """Fresh inputs of a setting, and the launch of each kernel on them.
+    """Random inputs of a setting, and the launch of each kernel on them.
 
     ``start`` is the tile of the forward, whose results the backward's kernels need.
     """
@@ -90,7 +90,7 @@ class Problem:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """The right result of every kernel, from the reference in fp32."""
+        """The correct result of every kernel, from the reference in fp32."""
         q, k, v = (x.float().requires_grad_() for x in (self.q, self.k, self.v))
         spec = self.setting.spec(self.device)
         out = attention(q, k, v, spec, rng=self.rng if spec.dropout else None, backend="reference")
@@ -113,7 +113,7 @@ class Problem:
 
 
 def candidates(kernel: str, setting: Setting, shared: int) -> list[Tile]:
-    """Tiles that may fit registers and ``shared`` bytes of shared memory, and leave no warp idle."""
+    """Return tiles that may fit registers and ``shared`` bytes of shared memory, and leave no warp idle."""
     return [tile for tile in _all_tiles() if _plausible(kernel, tile, setting, shared)]
 
 
@@ -124,15 +124,15 @@ def _all_tiles() -> Iterator[Tile]:
 
 
 def _plausible(kernel: str, tile: Tile, setting: Setting, shared: int) -> bool:
-    """A lower bound on resources: only the compiler knows what fits."""
+    """Whether a lower bound on the tile's resources fits; only the compiler knows the resources themselves."""
     width = block_d(setting.head_dim)
-    held, walked = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
+    outer, inner = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     accumulators = 2 if kernel == "dkdv" else 1
     products = 2 if kernel in ("dq", "dkdv", "dk") else 1  # scores, and dP
-    registers = (accumulators * held * width + products * held * walked) / (32 * tile.num_warps)
+    registers = (accumulators * outer * width + products * outer * inner) / (32 * tile.num_warps)
     row = width * setting.dtype.itemsize
-    loaded = 2 * walked * row * max(1, tile.num_stages - 1)
-    return REGISTERS[0] <= registers <= REGISTERS[1] and walked <= 2 * held and loaded <= shared
+    loaded = 2 * inner * row * max(1, tile.num_stages - 1)
+    return REGISTERS[0] <= registers <= REGISTERS[1] and inner <= 2 * outer and loaded <= shared
 
 
 def compile_only(setting: Setting, start: Tile, tries: list[tuple[str, Tile]]) -> None:
@@ -151,7 +151,7 @@ def compile_only(setting: Setting, start: Tile, tries: list[tuple[str, Tile]]) -
 def try_tile(
     kernel: str, tile: Tile, small: Problem, large: Problem, timer: Callable[[Callable[[], Any]], float]
 ) -> float:
-    """Milliseconds of a kernel on the large problem, after a check on the small one.
+    """Return the milliseconds of a kernel on the large problem, after a check on the small one.
 
     Raises:
         Unfit: it does not compile, needs more than the chip has, or is wrong.
@@ -170,8 +170,8 @@ def try_tile(
 
 
 def smaller(setting: Setting) -> Setting:
-    """The setting at a length that fits the reference and that no tile divides.
+    """Return the setting with a length that the reference can hold and that no tile divides.
 
-    2000 is a multiple of 16, as longer lengths are, so Triton's specialisation does not compile the kernel again.
+    2000 is a multiple of 16, like longer lengths, so Triton does not compile another specialisation of the kernel.
     """
     return replace(setting, seq_len=2000, n_heads=2)

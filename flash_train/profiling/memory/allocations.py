@@ -1,7 +1,7 @@
-"""Records the memory of a stretch of a program: every allocation, with the module and the phase that made it.
+"""Records the memory of a part of a program: every allocation, with the module and the phase that made it.
 
 On CUDA the allocations come from the allocator's history, elsewhere from PyTorch's profiler. Hooks on the modules log
-what the model is doing and touch no value; the two logs are joined by time. The profiler's clock may differ from the
+which module runs and change no value; the two logs are joined by time. The profiler's clock may differ from the
 system's by more than an operation takes, so each log entry is also a mark in the profiler's record and gets its time.
 """
 
@@ -23,8 +23,8 @@ from flash_train.profiling.memory.ledger import ROUND, Moment
 class Allocation:
     """A piece of memory: bytes, address, time of allocation and of release (ns; None: never), and its origin.
 
-    `scope` is the name of the innermost module that ran, "" outside of all. `owner` names what the memory holds if that
-    was known before (weights, gradients, …), else it is "".
+    `scope` is the name of the innermost module that ran, "" outside of all. `owner` is the kind of tensor in the memory
+    (weights, gradients, …) if it existed before the recording, otherwise "".
     """
 
     size: int
@@ -55,19 +55,19 @@ class Scopes:
         self.entries: list[tuple[int, str, str]] = []
         self.phase = ""
         self._now = ""
-        self._stack: list[str] = []  # modules whose forward runs, on top of the module before them
+        self._stack: list[str] = []  # modules whose forward runs, above the module that ran before them
 
     def begin(self, phase: str) -> None:
         self.phase = phase
         self._log("")
 
     def at(self, when: int) -> tuple[str, str]:
-        """(phase, module) at a time; "" before the first entry."""
+        """Return (phase, module) at a time; "" before the first entry."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
         return self.entries[index][1:] if index >= 0 else ("", "")
 
     def last_module(self, when: int) -> str | None:
-        """The module that ran last in the phase of a time; None if none has run yet."""
+        """Return the module that ran last, up to a time, in the phase of this time; None if none has run yet."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0]) - 1
         phase = self.entries[index][1] if index >= 0 else ""
         while index >= 0 and self.entries[index][1] == phase:
@@ -77,14 +77,16 @@ class Scopes:
         return None
 
     def change_after(self, when: int) -> int | None:
-        """The time of the next entry; None if there is none."""
+        """Return the time of the next entry; None if there is none."""
         index = bisect.bisect_right(self.entries, when, key=lambda entry: entry[0])
         return self.entries[index][0] if index < len(self.entries) else None
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Log the modules of `model`: before and after their forward, and when their backward begins, which is when
-        the gradient of their result arrives."""
+        """Log the modules of `model`: before and after their forward, and when their backward begins.
+
+        A module's backward begins when the gradient of its result arrives.
+        """
         handles: list[Any] = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._entering(name)))
@@ -118,23 +120,23 @@ class Scopes:
 
         return hook
 
-    @torch.compiler.disable  # log when it runs, not when a compiled block is traced
+    @torch.compiler.disable  # log when the module runs, not when a compiled block is traced
     def _log(self, scope: str) -> None:
         self._now = scope
         with record_function(f"{MARK}{len(self.entries)}"):
             self.entries.append((time.time_ns(), self.phase, scope))
 
-    def by_marks(self, times: dict[str, int]) -> None:
+    def use_profiler_times(self, times: dict[str, int]) -> None:
         """Replace the times by the profiler's (ns, by the names of its events)."""
         self.entries = [(times[f"{MARK}{i}"], *entry[1:]) for i, entry in enumerate(self.entries)]
 
 
 class Recording:
-    """The events of a stretch of time, and the memory in use before it.
+    """The events between two times, and the memory in use before the first.
 
     Args:
         device: CUDA's allocator records; any other device is treated as the CPU, where the profiler records.
-        owned: tensors that exist already, with a name for their kind. Tensors that share a storage count once.
+        owned: existing tensors, each with the name of its kind. Tensors that share a storage count once.
     """
 
     def __init__(self, device: torch.device, owned: Iterable[tuple[str, Tensor]]) -> None:
@@ -156,7 +158,7 @@ class Recording:
             yield
 
     def allocations(self) -> list[Allocation]:
-        """All allocations, in order of their start."""
+        """Return all allocations, in order of their start."""
         open_ = {at: Allocation(size, at, 0, None, "", "", owner) for at, (owner, size) in self.before.items()}
         ended = []
         for event in sorted(self.events, key=lambda event: event.time):
@@ -188,7 +190,7 @@ class Recording:
         results = profiler.profiler.kineto_results if profiler.profiler else None
         for root in results.experimental_event_tree() if results else ():
             walk(root)
-        self.scopes.by_marks(marks)
+        self.scopes.use_profiler_times(marks)
 
     @contextmanager
     def _cuda(self) -> Iterator[None]:
@@ -203,7 +205,7 @@ class Recording:
 
 
 def events_of(trace: Iterable[dict[str, Any]]) -> Iterator[Event]:
-    """The entries of a CUDA allocator's history that change the memory of tensors.
+    """Yield the entries of a CUDA allocator's history that change the memory of tensors.
 
     Sizes are the requested ones, addresses are the blocks', times are Unix microseconds. Memory counts as allocated
     until "free_requested"; "free_completed" follows when no stream uses the block any more.
@@ -217,7 +219,7 @@ def events_of(trace: Iterable[dict[str, Any]]) -> Iterator[Event]:
 def moments(
     allocations: Iterable[Allocation], kind_of: Callable[[Allocation], str], scopes: Scopes
 ) -> list[tuple[str, Moment]]:
-    """The memory held after every change, by kind, with its phase."""
+    """Return the memory held after every change, by kind, with its phase."""
     changes: list[tuple[int, int, Allocation]] = []
     for allocation in allocations:
         changes.append((allocation.start, allocation.size, allocation))
@@ -235,8 +237,10 @@ def moments(
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """A recorded step, in bytes. `moments` are in order, each with its phase; `kept_by_block` is what each block's
-    forward keeps for its backward."""
+    """A recorded step, in bytes.
+
+    `moments` are in order, each with its phase; `kept_by_block` is what each block's forward keeps for its backward.
+    """
 
     peak: Moment
     phases: dict[str, Moment]
@@ -249,11 +253,11 @@ class MemoryProfile:
 
 
 def profile_of(recording: Recording, model: nn.Module, activation_bytes: int) -> MemoryProfile:
-    """The profile of one recorded optimizer step.
+    """Return the profile of one recorded optimizer step.
 
     Args:
-        model: the one whose modules were watched; blocks are the children of its `blocks`.
-        activation_bytes: bytes of an element of the activations: autocast's copies of weights have this width.
+        model: the model whose modules were watched; its blocks are the children of `blocks`.
+        activation_bytes: bytes per element of the activations, and of autocast's copies of weights.
     """
     allocations = recording.allocations()
     last = {phase: max((e[0] for e in recording.scopes.entries if e[1] == phase), default=0) for phase in PHASES}
@@ -300,7 +304,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def kind_of_module(scope: str) -> str:
-    """The kind of a module's allocations, by its name in `flash_train.model.Transformer`."""
+    """Return the kind of a module's allocations, by its name in `flash_train.model.Transformer`."""
     name = scope.rpartition(".")[2]
     if name.endswith("norm"):
         return "norms"

@@ -11,7 +11,7 @@ class AttentionWalk(ModuleWalk):
     # -- forward
 
     def forward(self, layer: int) -> None:
-        """From `q`, `k` and `v`, as their products left them, to `out`."""
+        """Walk from `q`, `k` and `v`, as their products left them, to `out`."""
         if self.model.qk_norm:
             self._norm_heads(layer)
         if not self.step.fused:
@@ -19,7 +19,7 @@ class AttentionWalk(ModuleWalk):
         self._attend(layer)
 
     def forget(self, layer: int) -> None:
-        """Release what the backward would need, since the forward will run again; `memory=selective` keeps `out`."""
+        """Release the saved tensors, since the forward will run again; `memory=selective` keeps `out` and `lse`."""
         if self.keeps_results:
             for name in ("out", "lse"):
                 self.ledger.rename(f"{layer}.{name}", f"{layer}.kept {name}")
@@ -30,7 +30,7 @@ class AttentionWalk(ModuleWalk):
         self.ledger.release(*(f"{layer}.{name}" for name in names if name not in kept))
 
     def restore(self, layer: int) -> None:
-        """Give what was kept to a forward that runs again."""
+        """Rename the kept results before the forward runs again, so that it uses them."""
         if self.keeps_results:
             for name in ("out", "lse"):
                 self.ledger.rename(f"{layer}.kept {name}", f"{layer}.{name}")
@@ -40,15 +40,15 @@ class AttentionWalk(ModuleWalk):
         for name, size, heads in (("q", self.heads, m.n_heads), ("k", self.kv_heads, m.n_kv_heads)):
             self.ledger.rename(f"{layer}.{name}", f"{layer}.raw {name}")
             self.ledger.hold(f"{layer}.{name}", "attention", self.activation_bytes * size)
-            # PyTorch's own keeps the scaled rows
+            # PyTorch's own norm keeps the scaled rows.
             factor = 1 if self.step.fused else 1 + self.activation_bytes * m.head_dim / 4
             self.ledger.hold(f"{layer}.rstd {name}", "attention", 4 * self.step.tokens * heads * factor)
 
     def _rotate(self, layer: int) -> None:
-        """PyTorch's rotary embedding makes new tensors; its inputs stay only if something saved them."""
+        """Rotate into new tensors, as PyTorch does; the inputs stay only if something saved them."""
         for name, size in (("q", self.heads), ("k", self.kv_heads)):
             self.ledger.hold(f"{layer}.rotated {name}", "attention", self.activation_bytes * size)
-            self.ledger.pass_by(f"{layer}.halves", "attention", 4 * size)
+            self.ledger.hold_briefly(f"{layer}.halves", "attention", 4 * size)
             self.ledger.release(f"{layer}.{name}")
             self.ledger.rename(f"{layer}.rotated {name}", f"{layer}.{name}")
 
@@ -59,17 +59,18 @@ class AttentionWalk(ModuleWalk):
             hold(f"{layer}.pairs", "attention", e * pairs)
             hold(f"{layer}.dropped pairs", "attention", pairs if m.attention_dropout else 0)
             mask = max(self.step.documents) ** 2
-            self.ledger.pass_by(f"{layer}.scores", "attention workspace", e * document + mask)
-        if self.step.by_formula:  # weights, the mask of dropout, the dropped weights; scaled q and k: all in fp32
+            self.ledger.hold_briefly(f"{layer}.scores", "attention workspace", e * document + mask)
+        # The weights, the dropout mask, the dropped weights, and scaled q and k are in fp32.
+        if self.step.holds_score_matrices:
             hold(f"{layer}.pairs", "attention", 3 * 4 * self.pairs()[0])
             hold(f"{layer}.scaled q and k", "attention", (2 if e == 4 else 3) * 4 * self.heads)
-        self.ledger.pass_by(f"{layer}.chunk", "attention workspace", self.chunk())
+        self.ledger.hold_briefly(f"{layer}.chunk", "attention workspace", self.chunk())
         grouped = self.step.attention == "sdpa" and not self.step.fused and m.n_heads != m.n_kv_heads
         if grouped:  # PyTorch's attention on a CPU gets keys and values once per head
             self.ledger.release(f"{layer}.k", f"{layer}.v")
             for name in ("k", "v"):
                 hold(f"{layer}.{name}", "attention", e * self.heads)
-        if f"{layer}.out" not in self.ledger.held:  # else `restore` has brought it back
+        if f"{layer}.out" not in self.ledger.held:  # otherwise `restore` has renamed the kept one
             hold(f"{layer}.out", "attention", e * self.heads)
             hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
         if self.joins:
@@ -78,19 +79,19 @@ class AttentionWalk(ModuleWalk):
     # -- backward
 
     def backward(self, layer: int) -> None:
-        """From `d mixed`, the gradient of the output, to `d q`, `d k` and `d v`."""
+        """Walk from `d mixed`, the gradient of the output, to `d q`, `d k` and `d v`."""
         ledger, e, m = self.ledger, self.activation_bytes, self.model
         kv = ledger.size_of(f"{layer}.k")
-        if self.step.by_formula:
-            ledger.pass_by(f"{layer}.d pairs", "attention workspace", 4 * self.pairs()[1])
+        if self.step.holds_score_matrices:
+            ledger.hold_briefly(f"{layer}.d pairs", "attention workspace", 4 * self.pairs()[1])
         ledger.hold(f"{layer}.d q", "attention", e * self.heads)
         for name in ("k", "v"):
             ledger.hold(f"{layer}.d {name}", "attention", kv)
-        if self.step.attention == "standard":  # and the output's gradient for the queries that see something
+        if self.step.attention == "standard":  # includes the output's gradient of queries that attend to some key
             _, document = self.pairs()
             widened = document if m.attention_dropout and not self.step.fused else 0  # a CPU's copy of the dropout mask
-            ledger.pass_by(f"{layer}.d pairs", "attention workspace", e * (document + widened + self.heads))
-        rows = 2 if is_own(self.step.attention) else 1  # delta, and the log-sum-exp in base 2
+            ledger.hold_briefly(f"{layer}.d pairs", "attention workspace", e * (document + widened + self.heads))
+        rows = 2 if is_own(self.step.attention) else 1  # delta, and in our kernels the log-sum-exp in base 2
         rows *= self.step.tokens * m.n_heads
         if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 has an accumulator for dQ in fp32
             rows += self.heads
@@ -116,12 +117,12 @@ class AttentionWalk(ModuleWalk):
     @property
     def keeps_results(self) -> bool:
         """Whether `memory=selective` keeps the output: fused attention is one operator, whose results it saves."""
-        fused = self.step.attention not in ("standard", "chunked") and not self.step.by_formula
+        fused = self.step.attention not in ("standard", "chunked") and not self.step.holds_score_matrices
         return self.step.memory == "selective" and fused
 
     @property
     def packed_kernel(self) -> bool:
-        """Whether one kernel takes all documents: ours does; PyTorch's if they are equal, or packed on CUDA."""
+        """Whether one kernel takes all documents: ours does; PyTorch's if lengths are equal, or packed on CUDA."""
         if self.step.attention != "sdpa":
             return is_own(self.step.attention) and self.step.fused
         if self.step.whole_rows or len(set(self.step.lengths or ())) == 1:
@@ -131,24 +132,27 @@ class AttentionWalk(ModuleWalk):
 
     @property
     def joins(self) -> bool:
-        """Whether the documents' outputs are made one at a time, kept, and joined."""
+        """Whether the documents' outputs are computed one at a time, kept, and concatenated."""
         return not self.packed_kernel and self.step.attention != "chunked"
 
     @property
     def _pair_names(self) -> tuple[str, ...]:
-        """Tensors with an element per query and key that the backward needs, and others that come with them."""
+        """Tensors that the backward needs only in these backends; `pairs` have an element per query and key."""
         if self.step.attention == "standard":
             return ("pairs", "dropped pairs")
-        return ("pairs", "scaled q and k") if self.step.by_formula else ()
+        return ("pairs", "scaled q and k") if self.step.holds_score_matrices else ()
 
     def pairs(self) -> tuple[int, int]:
-        """Elements of all score matrices that one layer keeps, and of the largest one."""
+        """Return the elements of all score matrices that one layer keeps, and of the largest one."""
         squares = [n * n for n in self.step.documents]
         return self.model.n_heads * sum(squares), self.model.n_heads * max(squares)
 
     def chunk(self) -> int:
-        """Bytes that chunked attention holds of a chunk: logits and weights before and after a change, in fp32; with
-        dropout its mask and the dropped weights."""
+        """Return the bytes that chunked attention holds for a chunk.
+
+        These are logits and weights before and after a change, in fp32; with dropout also its mask and the dropped
+        weights.
+        """
         if self.step.attention != "chunked":
             return 0
         longest = max(self.step.documents)

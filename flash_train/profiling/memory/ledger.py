@@ -1,16 +1,16 @@
-"""Bytes as they come and go: how much memory is held of each kind, and the most in each phase."""
+"""A ledger of allocated bytes: the memory held of each kind, and the peak of each phase."""
 
 from dataclasses import dataclass, field
 
-ROUND = 512  # what PyTorch's allocators round a tensor up to
+ROUND = 512  # PyTorch's allocators round a tensor's bytes up to a multiple of this
 
-#: phases that are measured, as pages and pictures call them
+#: the measured phases, and their names in reports and plots
 PHASE_NAMES = {"forward": "forward", "backward": "backward", "step": "optimizer"}
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What was held at one time, in bytes by kind."""
+    """The memory held at one time, in bytes by kind."""
 
     parts: dict[str, int]
 
@@ -29,7 +29,7 @@ class Ledger:
     phase: str = ""
 
     def hold(self, name: str, kind: str, size: float) -> None:
-        """Take `size` bytes. Raises ValueError if the name is held already."""
+        """Hold `size` bytes. Raises ValueError if the name is held already."""
         if name in self.held:
             raise ValueError(f"{name} is held already")
         rounded = -(-int(size) // ROUND) * ROUND
@@ -39,29 +39,29 @@ class Ledger:
             self.moments.append((self.phase, Moment({kind: size for kind, size in self.parts.items() if size})))
 
     def release(self, *names: str) -> None:
-        """Give back what is held under these names. Raises ValueError for a name that is not held."""
+        """Release the bytes under these names. Raises ValueError for a name that is not held."""
         for name in names:
             self._require(name)
             kind, size = self.held.pop(name)
             self.parts[kind] -= size
 
-    def pass_by(self, name: str, kind: str, size: float) -> None:
-        """Take and give back."""
+    def hold_briefly(self, name: str, kind: str, size: float) -> None:
+        """Hold `size` bytes and release them at once, so that they count only for the peak."""
         self.hold(name, kind, size)
         self.release(name)
 
     def rename(self, old: str, new: str) -> None:
-        """Hold under another name. Raises ValueError if `old` is not held."""
+        """Change the name of a holding. Raises ValueError if `old` is not held."""
         self._require(old)
         self.held[new] = self.held.pop(old)
 
     def size_of(self, name: str) -> int:
-        """Bytes held under a name. Raises ValueError if it is not held."""
+        """Return the bytes held under a name. Raises ValueError if it is not held."""
         self._require(name)
         return self.held[name][1]
 
     def peak(self, phase: str | None = None) -> Moment:
-        """The fullest moment of a phase, or of all."""
+        """Return the fullest moment of a phase, or of all."""
         return max((m for p, m in self.moments if phase in (None, p)), key=lambda moment: moment.total)
 
     def _require(self, name: str) -> None:

@@ -14,7 +14,7 @@ from flash_train.profiling.memory.plot import MODES
 from flash_train.records.markdown import markdown_table
 from flash_train.records.plots import save_figure
 
-UNIT = 64  # lengths are multiples of it
+UNIT = 64  # lengths are multiples of this
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Longest:
 
 
 def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4, tolerance: float = 0.02) -> Longest:
-    """The longest row that fits, to `tolerance`, in at most `trials` trials.
+    """Search the longest row that fits, to `tolerance`, in at most `trials` trials.
 
-    A good guess takes two: it fits, and a row longer by the tolerance does not. After a bad guess, steps grow until the
-    answer lies between two trials; then bisection follows.
+    A good guess takes two trials: it fits, and a row longer by the tolerance does not. After a bad guess, steps grow
+    until the answer is between two trials; then bisection follows.
 
     Args:
         fits: tries a length.
@@ -45,7 +45,7 @@ def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4,
     """
     limit = max(UNIT, limit // UNIT * UNIT)
     found = Longest(0, None, ())
-    length, stride = _whole(guess, limit), tolerance
+    length, stride = _round_to_unit(guess, limit), tolerance
     while len(found.trials) < trials:
         fit = fits(length)
         found = Longest(
@@ -56,16 +56,16 @@ def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4,
         if found.within(tolerance, limit) or (not fit and length == UNIT):
             break
         if found.too_long is None:
-            length = _whole(math.ceil(found.seq_len * (1 + stride) / UNIT) * UNIT, limit)
+            length = _round_to_unit(math.ceil(found.seq_len * (1 + stride) / UNIT) * UNIT, limit)
         elif found.seq_len == 0:
-            length = _whole(found.too_long * (1 - min(stride, 0.75)), limit)
+            length = _round_to_unit(found.too_long * (1 - min(stride, 0.75)), limit)
         else:
-            length = _whole((found.seq_len + found.too_long) / 2, limit)
+            length = _round_to_unit((found.seq_len + found.too_long) / 2, limit)
         stride *= 3
     return found
 
 
-def _whole(length: float, limit: int) -> int:
+def _round_to_unit(length: float, limit: int) -> int:
     return min(limit, max(UNIT, int(length) // UNIT * UNIT))
 
 
@@ -74,9 +74,9 @@ class Row:
     """The result of one attention backend and memory mode.
 
     Args:
-        found: without a row if `status` is not ok.
+        found: the search's result; its `seq_len` is 0 if `status` is not ok.
         predicted: the longest row that was predicted to fit, at most `limit`; None without a prediction.
-        peak_gib: of the longest row that fitted, if measured.
+        peak_gib: the peak of the longest row that fitted, if measured.
         exact: whether a row longer by the search's tolerance did not fit.
         limit: tokens; no longer row was tried.
         status: ok, oom (nothing fitted), failed or unavailable.
@@ -95,11 +95,11 @@ class Row:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the limit ended the search, so that longer rows may fit, too."""
+        """Whether the search ended at the limit; longer rows may fit, too."""
         return self.status == "ok" and self.found.seq_len >= self.limit
 
     def answer(self, unit: str = "") -> str:
-        """The result as text, with a unit after its number."""
+        """Return the result as text, with a unit after its number."""
         if self.status != "ok":
             return {"oom": "nothing fitted"}.get(self.status, self.status)
         return (
@@ -112,7 +112,7 @@ def markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row per backend and memory mode, then notes on the limit and on rows without an answer."""
+    """Return a table with a row per backend and memory mode, then notes on the limit and on rows without an answer."""
     lines = []
     for row in rows:
         peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
@@ -136,7 +136,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def to_record(row: Row, tolerance: float) -> dict[str, Any]:
-    """Plain values. An exact answer is exact to `tolerance`."""
+    """Return plain values. An exact answer is exact to `tolerance`."""
     return {
         "attention": row.attention,
         "memory": row.memory,
@@ -170,7 +170,7 @@ def from_record(record: Mapping[str, Any]) -> Row:
 def plot_longest(
     rows: Sequence[Row], path: str | os.PathLike[str], title: str, *, metadata: dict[str, str] | None = None
 ) -> Path:
-    """A bar for each backend and memory mode."""
+    """Draw a bar for each backend and memory mode."""
     figure = Figure(figsize=(8, 1.4 + 0.45 * len(rows)), layout="constrained")
     panel = figure.subplots()
     places = range(len(rows))

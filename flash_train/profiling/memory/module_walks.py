@@ -1,4 +1,4 @@
-"""The memory of each kind of module in a training step: what its forward makes and keeps, what its backward takes.
+"""The memory of each kind of module in a training step: the tensors of its forward and of its backward.
 
 A walk enters tensors into the step's ledger when PyTorch makes them and releases them when PyTorch frees them. Names in
 the ledger begin with the layer's number. Sizes are in elements unless they are called bytes.
@@ -12,32 +12,32 @@ from flash_train.profiling.memory.step import Step
 
 
 class ModuleWalk:
-    """What all walks know: the step, its ledger, and the sizes of its tensors."""
+    """The base of all walks. It has the step, its ledger, and the sizes of its tensors."""
 
     def __init__(self, step: Step, ledger: Ledger) -> None:
         m, precision = step.model, PRECISIONS[step.precision]
         self.step, self.model, self.ledger = step, m, ledger
         self.weight_bytes, self.activation_bytes = precision.weight_bytes, precision.activation_bytes
         self.mixed = self.weight_bytes != self.activation_bytes  # autocast
-        self.widens = self.activation_bytes < 4 and not step.fused  # PyTorch's norm saves a copy in fp32
+        self.saves_fp32_copy = self.activation_bytes < 4 and not step.fused  # in PyTorch's norm
         self.stream = step.tokens * m.width
         self.hidden = step.tokens * m.mlp_width
         self.heads = step.tokens * m.n_heads * m.head_dim
         self.kv_heads = step.tokens * m.n_kv_heads * m.head_dim
 
-    def weight_gradient(self, name: str, size: int, ends: Sequence[str] = (), *, ready: bool = False) -> None:
-        """Under autocast a weight's gradient comes in 16 bits first. `ready`: it comes in the weight's dtype.
+    def weight_gradient(self, name: str, size: int, releases: Sequence[str] = (), *, ready: bool = False) -> None:
+        """Make a weight's gradient. Under autocast it is in 16 bits first, unless it is `ready` in the weight's dtype.
 
-        `ends` are released before the gradient is widened.
+        The tensors in `releases` are released before the gradient is converted to the weight's dtype.
         """
         ledger, narrow = self.ledger, self.mixed and not ready
-        comes_as = "gradient in 16 bits" if narrow else f"gradient {name}"
-        ledger.hold(comes_as, "gradients", (self.activation_bytes if narrow else self.weight_bytes) * size)
-        ledger.release(*ends)
+        first_name = "gradient in 16 bits" if narrow else f"gradient {name}"
+        ledger.hold(first_name, "gradients", (self.activation_bytes if narrow else self.weight_bytes) * size)
+        ledger.release(*releases)
         if narrow:
             ledger.hold(f"gradient {name}", "gradients", self.weight_bytes * size)
-            ledger.release(comes_as)
-        if self.step.accumulate > 1:  # it is added to the gradient of the micro-batches before
+            ledger.release(first_name)
+        if self.step.accumulate > 1:  # it is added to the gradient of earlier micro-batches
             ledger.release(f"gradient {name}")
 
 
@@ -52,7 +52,7 @@ class LinearWalk(ModuleWalk):
         self.weights = {"q": attention, "k": kv, "v": kv, "out": attention, "gate": mlp, "up": mlp, "down": mlp}
 
     def forward(self, layer: int, weight: str, result: str, kind: str, size: int, *, saves: bool) -> None:
-        """Under autocast each product makes a copy of its weight in 16 bits, which Lightning does not cache."""
+        """Multiply by the weight. Under autocast this makes a 16-bit copy, which Lightning does not cache."""
         copy = f"copy {layer}.{weight}"
         self.ledger.hold(copy, "autocast copies", self.activation_bytes * self.weights[weight] if self.mixed else 0)
         self.ledger.hold(f"{layer}.{result}", kind, self.activation_bytes * size)
@@ -60,43 +60,46 @@ class LinearWalk(ModuleWalk):
             self.ledger.release(copy)
 
     def backward(self, layer: int, weight: str, *uses: str) -> None:
-        """The weight's gradient; then `uses`, the layer's input and its result's gradient, are released."""
-        ends = [f"copy {layer}.{weight}", *(f"{layer}.{name}" for name in uses)]
-        self.weight_gradient(f"{layer}.weights of {weight}", self.weights[weight], ends)
+        """Make the weight's gradient, then release `uses`: the layer's input and its result's gradient."""
+        releases = [f"copy {layer}.{weight}", *(f"{layer}.{name}" for name in uses)]
+        self.weight_gradient(f"{layer}.weights of {weight}", self.weights[weight], releases)
 
 
 class NormWalk(ModuleWalk):
     """The RMS norms over the residual stream."""
 
     def forward(self, name: str) -> None:
-        """Its result, and what it saves next to its input: a number per row; PyTorch's own also the scaled rows."""
+        """Make the result, and save a number per row. PyTorch's own norm also saves the scaled rows."""
         hold = self.ledger.hold
         hold(name, "norms", self.activation_bytes * self.stream)
         hold(f"{name} rstd", "norms", 4 * self.step.tokens)
         if not self.step.fused:
             hold(f"{name} scaled", "norms", self.activation_bytes * self.stream)
-            if self.widens:
+            if self.saves_fp32_copy:
                 hold(f"{name} wide", "norms", 4 * self.stream)
-            self.ledger.pass_by(f"{name} squared", "norms", 4 * self.stream)
+            self.ledger.hold_briefly(f"{name} squared", "norms", 4 * self.stream)
 
     def forget(self, name: str) -> None:
         """Release the result and what was saved: the forward will run again."""
         scaled = [] if self.step.fused else [f"{name} scaled"]
-        self.ledger.release(name, f"{name} rstd", *scaled, *([f"{name} wide"] if self.widens else []))
+        self.ledger.release(name, f"{name} rstd", *scaled, *([f"{name} wide"] if self.saves_fp32_copy else []))
 
     def backward(self, name: str, gradients: Sequence[str], source: str | None) -> None:
-        """From the gradients of its result to that for its input `source`; None if its copy in fp32 replaced it."""
+        """Make the gradient of the input `source` from the gradients of the result.
+
+        `source` is None if the input's fp32 copy replaced it.
+        """
         ledger, kind = self.ledger, "norms"
         ledger.hold(f"d {name}", kind, self.activation_bytes * self.stream)
         if not self.step.fused:  # product by product: with the weight, with the scaled rows, and through the mean
             wide = f"d {name} in fp32"
-            ledger.pass_by(f"d {name} of its weight", kind, self.activation_bytes * self.stream)
+            ledger.hold_briefly(f"d {name} of its weight", kind, self.activation_bytes * self.stream)
             ledger.release(*gradients, f"{name} scaled")
-            ledger.hold(wide, kind, (4 if self.widens else 0) * self.stream)
-            ledger.pass_by(f"{wide} by rows", kind, 2 * 4 * self.stream)
+            ledger.hold(wide, kind, (4 if self.saves_fp32_copy else 0) * self.stream)
+            ledger.hold_briefly(f"{wide} by rows", kind, 2 * 4 * self.stream)
             ledger.release(wide)
         ledger.release(*(gradients if self.step.fused else ()), *([source] if source else []))
-        ledger.release(f"{name} rstd", *([f"{name} wide"] if self.widens else []), f"d {name}")
+        ledger.release(f"{name} rstd", *([f"{name} wide"] if self.saves_fp32_copy else []), f"d {name}")
 
 
 class ResidualWalk(ModuleWalk):
@@ -123,7 +126,7 @@ class ResidualWalk(ModuleWalk):
             norms.forward(normed)
 
     def backward(self, layer: int, which: int) -> None:
-        """An update's gradient through its dropout: leaves `masked`."""
+        """Walk an update's gradient through its dropout; `masked` stays held."""
         if self.model.residual_dropout:
             for name in ("scaled", "masked"):
                 self.ledger.hold(f"{layer}.{name} {which}", "residual stream", self.activation_bytes * self.stream)
@@ -147,13 +150,13 @@ class MLPWalk(ModuleWalk):
         if not (fused or saves):
             ledger.release(f"{layer}.silu")
         self.linears.forward(layer, "down", "added", "mlp", self.stream, saves=saves)
-        if fused:  # the backward computes it again
+        if fused:  # the backward recomputes it
             ledger.release(f"{layer}.product")
         if not saves:
             ledger.release(f"{layer}.gate", f"{layer}.up", *([] if fused else [f"{layer}.product"]))
 
     def backward(self, layer: int) -> None:
-        """Leaves `d norm2 by up`, and with the fused norm, which takes both, `d norm2 by gate`."""
+        """Walk to `d norm2 by up`; the fused norm takes `d norm2 by gate` too, so that also stays held."""
         ledger, fused, kind = self.ledger, self.step.fused, "mlp"
         size = self.activation_bytes * self.hidden
         ledger.hold(f"{layer}.d product", kind, size)

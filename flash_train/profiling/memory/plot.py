@@ -1,4 +1,4 @@
-"""The plot of a step's memory: what it holds over time, and its peak against the length of a row."""
+"""The plot of a step's memory: the memory over time, and its peak against the length of a row."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from flash_train.profiling.memory.prediction import KINDS
 from flash_train.records.memory_use import GIB
 from flash_train.records.plots import BLUE, GREEN, ORANGE, save_figure, say_empty
 
-# Okabe & Ito (2008) and greys: memory that stays is grey, memory that comes and goes has a colour.
+# Okabe & Ito (2008) and greys: memory that outlives the step is grey, other memory has a colour.
 COLORS = {
     "weights": "#555555", "gradients": "#999999", "optimizer state": "#777777", "autocast copies": "#BBBBBB",
     "matrix-product workspace": "#DDDDDD", "batch and tables": "#EEEEEE", "residual stream": "#0072B2",
@@ -23,7 +23,7 @@ COLORS = {
 BELOW = ("weights", "optimizer state", "gradients", "autocast copies", "matrix-product workspace", "batch and tables")
 ORDER = (*BELOW, *(kind for kind in KINDS if kind not in BELOW))
 MODES = {"none": (BLUE, "o"), "selective": (ORANGE, "s"), "checkpoint": (GREEN, "D")}
-POINTS = 1500  # more moments than this are thinned out: each stretch keeps its fullest
+POINTS = 1500  # with more moments than this, only the fullest of each stretch is drawn
 
 
 def plot_memory(
@@ -104,7 +104,7 @@ def _lengths(
 
 
 def thinned(moments: Sequence[tuple[str, Moment]]) -> list[tuple[str, Moment]]:
-    """About POINTS moments: the fullest of each stretch within a phase."""
+    """Thin out to about POINTS moments: the fullest of each stretch within a phase."""
     width = -(-len(moments) // POINTS)
     found: list[tuple[str, Moment]] = []
     start = 0

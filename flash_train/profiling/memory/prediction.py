@@ -1,10 +1,11 @@
 """The memory of a training step, from its configuration alone.
 
-The prediction walks through the step as PyTorch runs it. Every tensor that matters enters a ledger when it is made and
-leaves it when it is freed: when its name in Python ends, or when the backward has used what autograd saved. It uses
-shapes, sizes of dtypes, and this order of events only; no number was fitted.
+The prediction walks through the step as PyTorch runs it. Every tensor that matters enters a ledger when it is allocated
+and leaves it when it is freed: when its last Python reference goes, or when the backward has used it. The prediction
+uses only shapes, sizes of dtypes, and this order of events; no number was fitted.
 
-`Step.fused` is the path on CUDA (kernels for norm, rotary, SwiGLU and linear cross entropy), else PyTorch's own.
+With `Step.fused` it follows the path on CUDA (kernels for norm, rotary, SwiGLU and linear cross entropy), otherwise
+PyTorch's own operations.
 """
 
 from dataclasses import dataclass
@@ -20,16 +21,20 @@ KINDS = (
     "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
     "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
 )  # fmt: skip
-OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel takes
-# An embedding's gradient on CUDA: PyTorch sorts more tokens than these, and adds up so many of a kind at once, in fp32
+OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel updates
+# An embedding's gradient on CUDA: with more tokens than the first number, PyTorch sorts them, then adds up in fp32 as
+# many rows of the same token at once as the second says.
 EMBEDDING_SORTS, EMBEDDING_ADDS = 3072, 10
 PHASES = ("forward", "loss", "backward", "step")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes. `peak` is the fullest moment of the step, `phases` has the fullest of each phase, `per_layer` is what a
-    block keeps between its forward and its backward, `moments` are all of them, for a picture."""
+    """The predicted memory of a step, in bytes.
+
+    `peak` is the fullest moment of the step, `phases` has the fullest of each phase, `per_layer` is what a block keeps
+    between its forward and its backward, and `moments` has all moments, for a picture.
+    """
 
     peak: Moment
     phases: dict[str, Moment]
@@ -42,9 +47,9 @@ class Prediction:
 
 
 def predict(step: Step) -> Prediction:
-    """The memory of a step after the first, when optimizer state exists.
+    """Predict the memory of a step after the first, when optimizer state exists.
 
-    If the step has several micro-batches, it is the memory of one after the first, when gradients exist, too.
+    If the step has several micro-batches, this is the memory of a later one, when gradients exist, too.
     """
     walk = _StepWalk(step)
     walk.run()
@@ -53,7 +58,7 @@ def predict(step: Step) -> Prediction:
 
 
 class _StepWalk(ModuleWalk):
-    """One optimizer step of the model: its blocks, and what comes before and after them."""
+    """One optimizer step of the model: its blocks, the embedding before them, the loss after them, the optimizer."""
 
     def __init__(self, step: Step) -> None:
         ledger = Ledger()
@@ -80,13 +85,13 @@ class _StepWalk(ModuleWalk):
         self.embedding_backward()
         self.ledger.phase = "step"
         norms = 4 * len(self.linears.weights) * self.model.n_layers
-        self.ledger.pass_by("norms of the gradients", "optimizer state", norms)
+        self.ledger.hold_briefly("norms of the gradients", "optimizer state", norms)
 
     def begin(self) -> None:
         m, hold = self.model, self.ledger.hold
         hold("weights", "weights", self.weight_bytes * m.num_parameters)
         hold("optimizer", "optimizer state", 2 * self.weight_bytes * m.num_parameters)
-        if self.step.fused:  # two int32 a block: which weight it belongs to, and its number there
+        if self.step.fused:  # two int32 per block: the index of its weight, and its own index within the weight
             hold("optimizer's blocks", "optimizer state", 2 * 4 * m.num_parameters // OPTIMIZER_BLOCK)
         if self.step.accumulate > 1:
             hold("gradients", "gradients", self.weight_bytes * m.num_parameters)
@@ -100,7 +105,7 @@ class _StepWalk(ModuleWalk):
         ledger = self.ledger
         ledger.hold("x0", "residual stream", self.activation_bytes * self.stream)
         if self.mixed:
-            ledger.pass_by("embedding in fp32", "residual stream", self.weight_bytes * self.stream)
+            ledger.hold_briefly("embedding in fp32", "residual stream", self.weight_bytes * self.stream)
         for layer in range(self.model.n_layers):
             before = sum(ledger.parts.values())
             self.block(layer, saves=not self.recomputes)
@@ -109,7 +114,7 @@ class _StepWalk(ModuleWalk):
                 self.per_layer = sum(ledger.parts.values()) - copies - before
 
     def block(self, layer: int, *, saves: bool) -> None:
-        """A block's forward. `saves`: autograd keeps what its backward needs, else all is freed with its name."""
+        """Walk a block's forward. With `saves`, autograd keeps what the backward needs; otherwise it keeps nothing."""
         self.residual.draw_masks(layer)
         self.norms.forward(f"{layer}.norm1")
         for name, size in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
@@ -126,9 +131,9 @@ class _StepWalk(ModuleWalk):
         self.residual.add(f"x{layer + 1}", f"{layer}.added", self.norms)
         if not saves:
             self.ledger.release(*self.residual.masks(layer))
-        if not saves or self.widens:  # the norms saved copies in fp32 in the stream's place
+        if not saves or self.saves_fp32_copy:  # the norms saved fp32 copies instead of the stream
             self.ledger.release(f"{layer}.middle")
-        if self.widens and not self.recomputes:
+        if self.saves_fp32_copy and not self.recomputes:
             self.ledger.release(f"x{layer}")
 
     # -- loss
@@ -144,24 +149,24 @@ class _StepWalk(ModuleWalk):
         ledger.hold("gradient of the hidden states", kind, e * self.stream)
         ledger.hold("sum of the head's gradient", kind, 4 * self.head)
         ledger.hold("copy of the head", kind, e * self.head if self.mixed else 0)
-        ledger.pass_by("logits", kind, e * chunk * m.vocab_size)
-        if self.weight_bytes < 4:  # else the sum is the gradient
-            ledger.pass_by("gradient of the head", kind, self.weight_bytes * self.head)
+        ledger.hold_briefly("logits", kind, e * chunk * m.vocab_size)
+        if self.weight_bytes < 4:  # otherwise the sum is the gradient
+            ledger.hold_briefly("gradient of the head", kind, self.weight_bytes * self.head)
         ledger.release("losses", "sum of the head's gradient", "copy of the head")
         ledger.hold("gradient of the head", kind, self.weight_bytes * self.head)
         ledger.release("final")
 
     def chunk_of_logits(self, phase: str) -> None:
-        """PyTorch's way: a chunk's logits at a time, computed again in the backward."""
+        """Walk PyTorch's path: one chunk of logits at a time, which the backward recomputes."""
         size = min(CHUNK_TOKENS, self.step.tokens) * self.model.vocab_size
         copies = (2 if phase == "forward" else 3) * 4  # logits, log-softmax, its gradient: fp32
         head = self.head if self.mixed and phase == "backward" else 0  # in 16 bits
-        self.ledger.pass_by("logits", "logits and loss", copies * size + self.activation_bytes * head)
+        self.ledger.hold_briefly("logits", "logits and loss", copies * size + self.activation_bytes * head)
 
     # -- backward
 
     def loss_backward(self) -> None:
-        """To `dx`, the gradient for the last block's output."""
+        """Walk from the loss back to `dx`, the gradient of the last block's output."""
         ledger, e = self.ledger, self.activation_bytes
         if self.step.fused:
             self.weight_gradient("head", self.head, ready=True)
@@ -170,7 +175,7 @@ class _StepWalk(ModuleWalk):
             ledger.hold("gradient of the hidden states", "logits and loss", e * self.stream)
             self.chunk_of_logits("backward")
             self.weight_gradient("head", self.head)
-            ledger.pass_by("its pieces joined", "logits and loss", e * self.stream)
+            ledger.hold_briefly("its pieces joined", "logits and loss", e * self.stream)
         if self.adds_head_to_embedding:
             ledger.hold("gradient that waits for the embedding's", "gradients", self.weight_bytes * self.head)
         if not self.step.fused:
@@ -188,7 +193,7 @@ class _StepWalk(ModuleWalk):
         self.residual.backward(layer, 2)
         self.mlp.backward(layer)
         by = ["up", "gate"] if fused else ["up"]
-        middle = None if self.widens else f"{layer}.middle"
+        middle = None if self.saves_fp32_copy else f"{layer}.middle"
         self.norms.backward(f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in by], middle)
 
         self.residual.backward(layer, 1)
@@ -198,10 +203,10 @@ class _StepWalk(ModuleWalk):
         for name in ("v", "k", "q"):
             ledger.hold(f"{layer}.d norm1 by {name}", "norms", e * self.stream)
             self.linears.backward(layer, name, f"d {name}", *(["norm1"] if name == "q" else []))
-            if name != "v" and not fused:  # added to the gradient by v; the fused norm takes all three
+            if name != "v" and not fused:  # it is added to v's gradient; the fused norm takes all three
                 ledger.release(f"{layer}.d norm1 by {name}")
         by = ["v", "k", "q"] if fused else ["v"]
-        x = None if self.widens and not self.recomputes else f"x{layer}"
+        x = None if self.saves_fp32_copy and not self.recomputes else f"x{layer}"
         self.norms.backward(f"{layer}.norm1", [f"{layer}.d norm1 by {name}" for name in by], x)
         if self.model.residual_dropout:
             ledger.release(f"{layer}.masked 2")
@@ -220,7 +225,7 @@ class _StepWalk(ModuleWalk):
             ledger.hold("sums for the embedding", "gradients", 4 * rows * m.width)
             ends.append("sums for the embedding")
         if m.tied_embeddings:
-            ledger.pass_by("embedding", "gradients", self.weight_bytes * self.head)
+            ledger.hold_briefly("embedding", "gradients", self.weight_bytes * self.head)
         else:
             self.weight_gradient("embedding", self.head, ready=True)
         if self.adds_head_to_embedding:
@@ -229,5 +234,5 @@ class _StepWalk(ModuleWalk):
 
     @property
     def adds_head_to_embedding(self) -> bool:
-        """Whether the two gradients of tied weights are added before the gradients of earlier micro-batches are."""
+        """Whether tied weights' two gradients are added to each other before the sum over micro-batches."""
         return self.model.tied_embeddings and self.step.accumulate > 1

@@ -31,7 +31,7 @@ def report(
     allocated: int | None = None,
     reserved: int | None = None,
 ) -> Report:
-    """Bytes throughout.
+    """Compare a measured step with its prediction, in bytes.
 
     Args:
         step: the predicted step.
@@ -62,8 +62,10 @@ def report(
 
 
 def attention_traffic(step: Step) -> dict[str, dict[str, int]]:
-    """Bytes that one block's attention moves, as standard attention and as our kernels, whichever ran; for the kernels
-    also with block maps of several densities."""
+    """Count the bytes that one block's attention moves, as standard attention and as our kernels.
+
+    Both are counted, no matter which one ran. The kernels are also counted with block maps of several densities.
+    """
     m, itemsize = step.model, PRECISIONS[step.precision].activation_bytes
     shape = (m.n_heads, m.n_kv_heads, m.head_dim, itemsize)
     found = {}
@@ -77,7 +79,7 @@ def attention_traffic(step: Step) -> dict[str, dict[str, int]]:
 
 
 def write_report(folder: Path, found: Report, title: str, picture: Path) -> list[Path]:
-    """`memory.json`, `memory.md`, and `memory.html`, which holds the picture and needs no network."""
+    """Write `memory.json`, `memory.md`, and `memory.html`, which holds the picture and needs no network."""
     write_json(folder / "memory.json", found)
     write_text(folder / "memory.md", markdown(found, title))
     write_text(folder / "memory.html", page(found, title, picture))
@@ -85,14 +87,14 @@ def write_report(folder: Path, found: Report, title: str, picture: Path) -> list
 
 
 def tables(found: Report) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(heading, columns, rows) of each table, figures in MiB."""
+    """Return (heading, columns, rows) of each table, figures in MiB."""
     parts = [
         [kind, _mib(both["measured_bytes"]), _mib(both["predicted_bytes"])] for kind, both in found["parts"].items()
     ]
     parts.append(["all", _mib(found["measured_peak_bytes"]), _mib(found["predicted_peak_bytes"])])
     if found["reserved_peak_bytes"] is not None:
         parts.append(["reserved from the device", _mib(found["reserved_peak_bytes"]), "–"])
-        parts.append(["of it not allocated (fragmentation)", _mib(found["fragmentation_bytes"]), "–"])
+        parts.append(["reserved but not allocated (fragmentation)", _mib(found["fragmentation_bytes"]), "–"])
     phases = [
         [
             PHASE_NAMES[phase],
@@ -124,14 +126,14 @@ def markdown(found: Report, title: str) -> str:
 
 
 def summary(found: Report) -> str:
-    """One line: the measured and the predicted peak, and their relative difference."""
+    """Return one line: the measured and the predicted peak, and their relative difference."""
     measured, predicted = found["measured_peak_bytes"], found["predicted_peak_bytes"]
     off = (predicted - measured) / measured
     return f"peak {_mib(measured)} MiB measured, {_mib(predicted)} MiB predicted ({off:+.1%})"
 
 
 def page(found: Report, title: str, picture: Path) -> str:
-    """One HTML page with everything in it."""
+    """Return one HTML page with everything in it."""
     image = base64.b64encode(picture.read_bytes()).decode()
     body = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(summary(found))}</p>"]
     body.append(f'<img alt="memory over the step, and against length" src="data:image/png;base64,{image}">')
@@ -161,7 +163,7 @@ td {{ font-variant-numeric: tabular-nums }}
 
 
 def _by_kind(measured: Moment, predicted: Moment) -> dict[str, dict[str, int]]:
-    """Measured and predicted bytes by kind, largest first."""
+    """Return measured and predicted bytes by kind, largest first."""
     kinds = [kind for kind in KINDS if measured.parts.get(kind) or predicted.parts.get(kind)]
     kinds.sort(key=lambda kind: -max(measured.parts.get(kind, 0), predicted.parts.get(kind, 0)))
     return {

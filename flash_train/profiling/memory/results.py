@@ -28,18 +28,18 @@ Record = dict[str, Any]
 
 
 def allowed_error(measured: int) -> float:
-    """Bytes by which a prediction may be off."""
+    """Return the bytes by which a prediction may be off."""
     return max(RELATIVE * measured, ABSOLUTE)
 
 
 def compared(records: Iterable[Record]) -> list[Record]:
-    """The measured steps, each with `error_bytes`: predicted minus measured."""
+    """Return the measured steps, each with `error_bytes`: predicted minus measured."""
     ran = [record for record in records if record["kind"] == "step" and record["status"] == "ok"]
     return [record | {"error_bytes": record["predicted_bytes"] - record["measured_bytes"]} for record in ran]
 
 
 def own_sizes(records: Iterable[Record]) -> dict[str, dict[int, int]]:
-    """Bytes of attention by itself, by backend and length."""
+    """Return the bytes of attention by itself, by backend and length."""
     found: dict[str, dict[int, int]] = {}
     for record in records:
         if record["kind"] == "attention" and record["status"] == "ok":
@@ -48,12 +48,12 @@ def own_sizes(records: Iterable[Record]) -> dict[str, dict[int, int]]:
 
 
 def summary_table(records: Sequence[Record]) -> str:
-    """A row per attention and memory mode: the number of steps, the longest row, and the worst prediction."""
+    """Return a row per attention and memory mode: the number of steps, the longest row, and the worst prediction."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in compared(records):
         groups.setdefault((record["attention"], record["memory"]), []).append(record)
     rows = []
-    for (attention, memory), found in sorted(groups.items(), key=_place):
+    for (attention, memory), found in sorted(groups.items(), key=_sort_key):
         worst = max(found, key=lambda record: abs(record["error_bytes"]) / allowed_error(record["measured_bytes"]))
         inside = sum(abs(record["error_bytes"]) <= allowed_error(record["measured_bytes"]) for record in found)
         longest, largest = max(r["seq_len"] for r in found), max(r["measured_bytes"] for r in found)
@@ -64,13 +64,13 @@ def summary_table(records: Sequence[Record]) -> str:
     return markdown_table(header, rows, left=2)
 
 
-def _place(group: tuple[tuple[str, str], list[Record]]) -> tuple[bool, str, int]:
+def _sort_key(group: tuple[tuple[str, str], list[Record]]) -> tuple[bool, str, int]:
     (attention, memory), _ = group
     return attention not in LINES, attention, MEMORY_MODES.index(memory)
 
 
 def cases_table(records: Sequence[Record]) -> str:
-    """A row per step; a step that did not run has the reason."""
+    """Return a row per step; a step that did not run has the reason."""
     rows = []
     errors = {record["case"]: record for record in compared(records)}
     for record in records:
@@ -89,7 +89,7 @@ def cases_table(records: Sequence[Record]) -> str:
 
 
 def growth_table(records: Sequence[Record]) -> str:
-    """A column per backend, a row per length, and fitted exponents."""
+    """Return a column per backend, a row per length, and fitted exponents."""
     sizes, asked = own_sizes(records), [record for record in records if record["kind"] == "attention"]
     names = list(dict.fromkeys(record["attention"] for record in asked))
     failed = {(record["attention"], record["seq_len"]): record["status"] for record in asked}
@@ -107,7 +107,7 @@ def growth_table(records: Sequence[Record]) -> str:
 
 
 def traffic_table(records: Sequence[Record]) -> str:
-    """A row per call: the bytes of its algorithm, and the bytes by the card's counters."""
+    """Return a row per call: the bytes by its algorithm, and the bytes by the card's counters."""
     rows = []
     for record in records:
         if record["kind"] != "traffic":
@@ -128,7 +128,7 @@ def traffic_table(records: Sequence[Record]) -> str:
 def plot_memory_results(
     records: Sequence[Record], path: str | os.PathLike[str], *, metadata: dict[str, str] | None = None
 ) -> Path:
-    """A panel per model of the grid, with lines for predictions and marks for measurements; then growth."""
+    """Draw a panel per model, with lines for predictions and marks for measurements; then a panel for growth."""
     steps = [record for record in compared(records) if not record["case"].startswith("other")]
     models = list(dict.fromkeys(record["model"] for record in steps))
     sizes = own_sizes(records)
@@ -150,7 +150,7 @@ def plot_memory_results(
 
 
 def _draw_model(panel: Axes, steps: Sequence[Record]) -> dict[str, Line2D]:
-    """Returns the legend entry of each series."""
+    """Return the legend entry of each series."""
     series: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(steps, key=lambda record: record["seq_len"]):
         series.setdefault((record["attention"], record["memory"]), []).append(record)

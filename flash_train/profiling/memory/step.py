@@ -11,7 +11,7 @@ from flash_train.precision import PRECISIONS
 
 
 def training_backends() -> tuple[str, ...]:
-    """The attention backends that training may run on."""
+    """Return the attention backends that training may run on."""
     return tuple(name for name in backend_names() if name not in ("auto", "reference"))
 
 
@@ -28,11 +28,11 @@ class Step:
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
         attention: the backend that runs, one of `BACKENDS`.
-        fused: the kernels for CUDA, else PyTorch's own operations, as on a CPU.
-        family: the kernel family whose backward runs on the device, if attention is this project's.
+        fused: use the kernels for CUDA; otherwise PyTorch's own operations, as on a CPU.
+        family: the kernel family whose backward runs on the device, if this project's kernels run.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
-        lengths: of the documents, if known; None: at most one document a row.
-        whole_rows: every row is one document, as `data.packing=concat` makes them.
+        lengths: the documents' lengths, if known; with None, each row is one document.
+        whole_rows: every row is one document, as with `data.packing=concat`.
 
     Raises:
         ValueError: an unknown precision, memory mode or attention.
@@ -69,8 +69,8 @@ class Step:
         return FAMILIES[self.family].accumulates_dq(self.model.head_dim, itemsize)
 
     @property
-    def by_formula(self) -> bool:
-        """Whether PyTorch's attention holds whole score matrices: its CPU kernel has no dropout."""
+    def holds_score_matrices(self) -> bool:
+        """Whether PyTorch's attention computes whole score matrices: it does so for dropout on a CPU."""
         return self.attention == "sdpa" and not self.fused and self.model.attention_dropout > 0
 
     @property

@@ -29,7 +29,7 @@ class StepCallback(Callback):
 
 
 def find_callback(trainer: Trainer, kind: type[C], *, before: Callback | None = None) -> C | None:
-    """The trainer's callback of this kind, or None; with `before`, only a callback that runs before this one."""
+    """Return the trainer's callback of this kind, or None; with `before`, only one that runs before that callback."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if before is not None:
         callbacks = callbacks[: callbacks.index(before)]
@@ -51,7 +51,7 @@ def require(callback: Callback, pl_module: LightningModule, *names: str) -> None
 
 
 def validation_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-    """Metrics of the newest validation, by names such as `val/loss`.
+    """Return the metrics of the newest validation, by names such as `val/loss`.
 
     A `CausalLMModule` keeps them as `validation`. For another module they are what it logged under names with `val`.
     """

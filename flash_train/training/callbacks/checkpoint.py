@@ -21,18 +21,18 @@ BRANCH = "branch"
 
 
 def checkpoints_by_step(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in `folder`, sorted by step."""
+    """Return the checkpoints in `folder`, sorted by step."""
     found = [path for path in Path(folder).glob("step-*.ckpt") if NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The optimizer step in the name of a checkpoint."""
+    """Return the optimizer step in the name of a checkpoint."""
     return int(path.stem.removeprefix("step-"))
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """The checkpoint to resume from: the last readable one of the newest branch.
+    """Return the checkpoint to resume from: the last readable one of the newest branch.
 
     A branch begins when a run resumes from a checkpoint that is not the last; each checkpoint stores its branch. File
     times are not used: copying changes them, and clocks can be set back.
@@ -51,7 +51,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
 
 
 def branch_and_step(path: Path) -> tuple[int, int] | None:
-    """A checkpoint's branch and step, which sort checkpoints by age; None for a file that is no readable checkpoint."""
+    """Return a checkpoint's branch and step, which sort checkpoints by age; None if the file cannot be read."""
     try:
         checkpoint = _load(path)
         return int(checkpoint.get(BRANCH, 0)), int(checkpoint["global_step"])  # earlier versions stored no branch
@@ -60,11 +60,11 @@ def branch_and_step(path: Path) -> tuple[int, int] | None:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a checkpoint that `CausalLMModule` wrote; its tensors are mapped from the file.
+    """Return the contents of a checkpoint that `CausalLMModule` wrote; its tensors are mapped from the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no checkpoint, or another module wrote it.
+        ValueError: the file is not a checkpoint, or another module wrote it.
     """
     checkpoint = _load(path)
     if not isinstance(checkpoint.get("hyper_parameters", {}).get("model"), dict):

@@ -124,7 +124,7 @@ class MemorySnapshot(StepCallback):
 
 
 def _lasting_tensors(trainer: Trainer, pl_module: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that outlive a step, each with the name of its category."""
+    """Yield the tensors that outlive a step, each with the name of its category."""
     for parameter in pl_module.parameters():
         yield "weights", parameter
     for optimizer in trainer.optimizers:

@@ -33,7 +33,7 @@ class MissedValidation(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         at_end = trainer.global_step == trainer.max_steps
         before_stop = trainer.should_stop and not getattr(pl_module, "skip_validation", False)
-        checkpoint[DUE] = at_end or before_stop or _by_interval(trainer)
+        checkpoint[DUE] = at_end or before_stop or _is_due_by_interval(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._due = checkpoint.get(DUE, checkpoint["global_step"] == trainer.max_steps)
@@ -68,7 +68,7 @@ class CompletingFitLoop(_FitLoop):
         return trainer.strategy.broadcast(unfinished and trainer.global_step == trainer.max_steps)
 
 
-def _by_interval(trainer: Trainer) -> bool:
+def _is_due_by_interval(trainer: Trainer) -> bool:
     """Whether a validation is due after the batches so far; False if the trainer validates by epochs."""
     every, counts = trainer.val_check_interval, trainer.fit_loop.epoch_loop.batch_progress
     by_batches = trainer.check_val_every_n_epoch is None and isinstance(every, int)

@@ -19,7 +19,7 @@ from flash_train.training.callbacks.throughput import Throughput
 
 
 def describe(row: Mapping[str, Any], steps_left: int) -> str:
-    """One measurement as text: loss, speed, utilisation and peak memory if known, time left."""
+    """Format one measurement: loss, speed, utilisation and peak memory if known, time left."""
     parts = [f"loss {row['train/loss']:.4f}", f"{short(row['throughput/tokens_per_second'])} tok/s"]
     if (mfu := row.get("throughput/mfu")) is not None:
         parts.append(f"MFU {mfu:.1%}")
@@ -30,7 +30,7 @@ def describe(row: Mapping[str, Any], steps_left: int) -> str:
 
 
 def short(value: float) -> str:
-    """A count or a rate with three digits, such as 8.07k or 1.25M."""
+    """Format a count or a rate with three digits, such as 8.07k or 1.25M."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{unit}"
@@ -43,7 +43,7 @@ class RichProgress(StepCallback, ProgressBar):
     It works with every module that `Throughput` supports.
 
     Args:
-        console: where to write. With None, the bar is on standard error; if standard error or standard output is no
+        console: where to write. With None, the bar is on standard error; if standard error or standard output is not a
             terminal, lines on standard output replace it, so that a pipe or a file gets them. Text that cannot be
             written is dropped.
     """

@@ -179,7 +179,7 @@ class RunRecord(StepCallback):
         self._attempt(SUMMARY, lambda: write_json(self.run_dir / SUMMARY, self.summary))
 
     def _newest(self, name: str) -> float | None:
-        """The last measured value of a metric; it may be from before the run was resumed."""
+        """Return the last measured value of a metric; it may be from before the run was resumed."""
         values = self.table.column(name)[1] if self.table is not None else []
         return values[-1] if values else None
 
@@ -202,20 +202,20 @@ class RunRecord(StepCallback):
         write_json(self.run_dir / "validation.json", found)
 
     def _step_times(self) -> dict[str, float]:
-        """Median seconds per optimizer step, and per part of it that was measured."""
+        """Return the median seconds per optimizer step, and per part of it that was measured."""
         names = self.table.columns if self.table is not None else []
         medians = {name.removeprefix("time/"): self._median(name) for name in names if name.startswith("time/")}
         return {name: seconds for name, seconds in medians.items() if seconds is not None}
 
     def _wandb_dir(self, trainer: Trainer) -> str | None:
-        """The folder with W&B's files for this run, if it is inside `run_dir`."""
+        """Return the folder with W&B's files for this run, if it is inside `run_dir`."""
         loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
         folder = Path(loggers[0].experiment.dir).parent if loggers else None
         inside = folder is not None and folder.resolve().is_relative_to(self.run_dir.resolve())
         return str(folder) if inside else None
 
     def _median(self, name: str) -> float | None:
-        """Median over the table's rows. The first, which includes compilation and warm-up, counts only if alone."""
+        """Return the median over the rows; the first of several is left out, as it includes compilation and warm-up."""
         values = self.table.column(name)[1] if self.table is not None else []
         return statistics.median(values[1:] or values) if values else None
 
@@ -236,7 +236,7 @@ def _model_name(pl_module: Any) -> str:
 
 
 def _seq_len(trainer: Trainer, pl_module: Any) -> int | None:
-    """Tokens per row in the newest batch; before the first batch, in the data module."""
+    """Return the tokens per row in the newest batch; before the first batch, in the data module."""
     seq_len = getattr(pl_module, "seq_len", None)
     return seq_len or getattr(trainer.datamodule, "seq_len", None)  # type: ignore[attr-defined]
 
@@ -247,7 +247,7 @@ def _has_validation(row: Mapping[str, Any]) -> bool:
 
 
 def _validation_entries(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Validation metrics by their names in the summary; `val_loss` is None if there was no validation."""
+    """Return validation metrics by their names in the summary; `val_loss` is None if there was no validation."""
     named = {re.sub("^val[/_]", "", name): value for name, value in metrics.items()}
     return {"val_loss": named.pop("loss", None), **named}
 

@@ -82,7 +82,7 @@ def requeue() -> None:
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
-    """The signal that announces the job's time limit; None if there is none."""
+    """Return the signal that announces the job's time limit; None if there is none."""
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None

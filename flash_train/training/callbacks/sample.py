@@ -58,7 +58,7 @@ class ClosingSample(Callback):
 
 
 def printable(text: str) -> str:
-    """The text with control characters, which a terminal would obey, as U+FFFD; newlines and tabs stay."""
+    """Replace control characters, which a terminal would obey, by U+FFFD; newlines and tabs stay."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -68,7 +68,7 @@ def _val_loss(summary: dict) -> str:
 
 
 def summary_table(summary: dict) -> Table:
-    """The summary of a run as a table with two columns; entries without a value are left out."""
+    """Return the summary of a run as a table with two columns; entries without a value are left out."""
     formats = {
         "model": lambda s: f"{s['model']}, {short(s['parameters'])} parameters",
         "attention": lambda s: s["attention"],

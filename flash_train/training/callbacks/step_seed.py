@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 def step_seed(seed: int, batch: int, rank: int) -> int:
-    """A 63-bit seed for one micro-batch of one rank. Hashed, because similar seeds may give similar numbers."""
+    """Return a 63-bit seed for one micro-batch of one rank. It is hashed: similar seeds may give similar numbers."""
     digest = hashlib.blake2b(f"{seed}/{batch}/{rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

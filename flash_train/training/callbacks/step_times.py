@@ -27,7 +27,7 @@ class _Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two timestamps that the device has passed."""
+        """Return the seconds between two timestamps that the device has passed."""
         return start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
 
 
@@ -103,7 +103,7 @@ class StepTimes(StepCallback):
             self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Means over the optimizer steps since the last call; synchronise the device before."""
+        """Return means over the optimizer steps since the last call; synchronise the device before."""
         if self._clock is None or not self._steps:
             return {}
         sums = {part: sum(self._clock.seconds(*span) for span in self._spans[part]) for part in self._parts}

@@ -17,7 +17,7 @@ from flash_train.training.step_log import is_logged, log_at_step
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """The device's dense peak in FLOP/s for a Lightning precision; None if it is not known."""
+    """Return the device's dense peak in FLOP/s for a Lightning precision; None if it is not known."""
     dtype = lightning_compute_dtype(precision)
     if device.type != "cuda" or dtype is None:
         return None

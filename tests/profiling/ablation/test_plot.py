@@ -8,7 +8,7 @@ import matplotlib.image
 import pytest
 
 from flash_train.profiling.ablation import plot as ablation_plot
-from flash_train.profiling.ablation.plot import _apart, fit_exponent, plot_ablation, plot_losses
+from flash_train.profiling.ablation.plot import _spaced_labels, fit_exponent, plot_ablation, plot_losses
 from flash_train.profiling.ablation.row import Row
 
 AXES = {"model": "nano", "memory": "none", "attention": "sdpa"}
@@ -172,8 +172,8 @@ def test_nothing_is_drawn_where_nothing_ran(tmp_path):
 
 
 def test_labels_of_lengths_have_room():
-    assert _apart([1024]) == [1024]
-    assert sorted(_apart([256, 512, 1024])) == [256, 512, 1024]
-    shown = sorted(_apart([1024 * i for i in range(1, 21)]))
+    assert _spaced_labels([1024]) == [1024]
+    assert sorted(_spaced_labels([256, 512, 1024])) == [256, 512, 1024]
+    shown = sorted(_spaced_labels([1024 * i for i in range(1, 21)]))
     assert shown[-1] == 20480 and len(shown) <= 10
     assert all(b / a > 1.3 for a, b in zip(shown, shown[1:], strict=False))

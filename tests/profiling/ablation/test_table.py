@@ -97,7 +97,7 @@ def test_losses_are_compared_where_only_attention_and_memory_differ():
 def test_dropout_explains_a_difference_between_backends():
     sdpa, flash = row(losses=[2.0], dropout=0.1), row(losses=[1.0], dropout=0.1, attention="flash")
     (found,) = loss_differences([sdpa, flash])
-    assert found.finding == "largest relative difference 5.0e-01, for dropout masks differ between backends"
+    assert found.finding == "largest relative difference 5.0e-01, because dropout masks differ between backends"
     for other in (
         row(losses=[1.0], dropout=0.1, memory="checkpoint"),
         row(losses=[1.0], dropout=0.1, attention="auto", ran="sdpa"),
@@ -114,7 +114,7 @@ def test_what_auto_ran_is_shown():
 def test_a_table_says_what_its_times_are_and_what_its_trials_have():
     text = to_markdown(ROWS, "title", ["data=stdlib", "torch 2.0"])
     assert "Every trial has model=nano, dropout=0.0, memory=none, data=stdlib, torch 2.0.\n" in text
-    for words in ("median of a trial's steps 2 to N", "within forward and backward", "logging and callbacks"):
+    for words in ("median of a trial's steps 2 to N", "part of forward and backward", "logging and callbacks"):
         assert words in text
     assert format_versions({"commit": "0123456789abcdef-dirty", "torch": "2.8.0", "triton": None}) == [
         *("commit 0123456789ab-dirty", "torch 2.8.0"),
