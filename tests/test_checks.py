@@ -1,4 +1,4 @@
-"""Range errors: every one has the same words."""
+"""Range errors all have the same form."""
 
 import math
 
@@ -21,7 +21,7 @@ from flash_train.checks import POSITIVE, above, at_least, check, check_name, int
     ],
     ids=lambda x: getattr(x, "words", None),
 )
-def test_what_is_allowed(allowed, good, bad, words):
+def test_error_states_the_allowed_range(allowed, good, bad, words):
     for value in good:
         check("x", value, allowed)
     for value in bad:
@@ -30,13 +30,13 @@ def test_what_is_allowed(allowed, good, bad, words):
         assert str(caught.value) == f"x={value!r}: must be {words}"
 
 
-def test_none_is_allowed_where_it_has_a_meaning():
+def test_none_is_accepted_if_allowed():
     check("keep", None, at_least(1), or_none="or null to keep all")
     with pytest.raises(ValueError, match="^keep=0: must be 1 or more, or null to keep all$"):
         check("keep", 0, at_least(1), or_none="or null to keep all")
 
 
-def test_a_name_of_a_table():
+def test_unknown_name_lists_the_choices():
     check_name("memory", "none", {"none": 0})
     with pytest.raises(ValueError, match="^memory='some': must be one of none, full$"):
         check_name("memory", "some", {"none": 0, "full": 1})

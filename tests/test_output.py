@@ -57,7 +57,7 @@ def test_characters_that_the_encoding_lacks_are_escaped():
     ]
 
 
-def test_a_stream_that_works_is_written_to_as_it_is(capsys):
+def test_working_stream_is_used_unchanged(capsys):
     with lasting_output():
         print("out")
         print("err", file=sys.stderr)
@@ -88,7 +88,7 @@ LOGGER.warning("a warning")
     ],
     ids=["nothing set up", "the root logger", "a level", "a handler", "a command"],
 )
-def test_a_program_that_sets_up_logging_decides_where_messages_go(setup, lines):
+def test_messages_follow_the_programs_logging_setup(setup, lines):
     done = subprocess.run([sys.executable, "-c", LOGS, setup], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr.splitlines()) == ("", lines)
 

@@ -43,14 +43,14 @@ def test_sixteen_elements_share_a_call():
             assert value[i, j] == expected[4 * word + byte]
 
 
-def test_the_mask_depends_on_positions_and_not_on_tiles():
+def test_mask_depends_on_positions_not_on_tiles():
     whole = keep_mask(STATE, 0, 0, torch.arange(96), torch.arange(96), 200)
     part = keep_mask(STATE, 0, 0, torch.arange(37, 61), torch.arange(11, 90), 200)
     assert torch.equal(whole[37:61, 11:90], part)
 
 
 @pytest.mark.parametrize("change", ["seed", "offset", "entry", "head"])
-def test_every_coordinate_matters(change):
+def test_mask_depends_on_every_coordinate(change):
     base = {"seed": 1, "offset": 2, "entry": 3, "head": 4}
 
     def mask(seed, offset, entry, head):

@@ -10,7 +10,7 @@ from flash_train.attention import AttentionSpec, BlockSparse, Causal, RngState, 
 x = torch.zeros(1, 32, 2, 64)
 
 
-def test_on_a_cpu_auto_takes_sdpa():
+def test_auto_chooses_sdpa_on_a_cpu():
     words = explain(x, x, x, AttentionSpec(Causal()))
     assert words.startswith("sdpa: flash cannot run: there is no NVIDIA GPU")
 
@@ -20,7 +20,7 @@ def test_features_that_sdpa_lacks_are_named():
     assert words.startswith("reference: flash cannot run") and "neither can sdpa" in words
 
 
-def test_it_raises_the_same_errors_as_the_call():
+def test_explain_raises_the_same_errors_as_the_call():
     for call in (attention, explain):
         with pytest.raises(ValueError, match="kernels"):
             call(x, x, x, backend="kernels")
@@ -28,7 +28,7 @@ def test_it_raises_the_same_errors_as_the_call():
             call(x, x[:, :, :1].expand(1, 32, 3, 64), x[:, :, :1].expand(1, 32, 3, 64))
 
 
-def test_it_names_the_kernels_of_both_directions():
+def test_explain_names_the_forward_and_backward_kernels():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     from flash_train.attention.kernels import families
 

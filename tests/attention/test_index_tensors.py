@@ -89,7 +89,7 @@ def check_decode(device, backend, paged, name, change):
 @on_devices
 @pytest.mark.parametrize("view", ["column", "turned"])
 @pytest.mark.parametrize(("paged", "name"), [*INDICES, (False, "alibi_slopes"), (False, "sinks")])
-def test_views_in_the_decode_kernel(device, paged, name, view):
+def test_decode_kernel_accepts_views(device, paged, name, view):
     check_decode(device, "triton", paged, name, VIEWS[view])
 
 
@@ -119,7 +119,7 @@ def test_one_row_of_pages_expanded_to_all_rows(device):
 
 @on_devices
 @pytest.mark.parametrize("view", ["column", "tail"])
-def test_views_of_documents_in_the_decode_kernel(device, view):
+def test_decode_kernel_accepts_views_of_documents(device, view):
     tensors, options = decode_call(device, False)
     k_ids = (torch.arange(3 * 40, device=device) // 7).int().view(3, 40)
     q_ids = k_ids[:, 20:22].contiguous()
@@ -166,7 +166,7 @@ def test_operators_take_views(device, name, view):
 
 @on_devices
 @pytest.mark.parametrize("view", ["column", "tail"])
-def test_views_of_boundaries_slopes_and_sinks_in_the_kernels(device, view):
+def test_kernels_accept_views_of_boundaries_slopes_and_sinks(device, view):
     check_packed(device, "triton", VIEWS[view])
 
 
@@ -207,12 +207,12 @@ if not INTERPRETING:
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize(("paged", "name"), INDICES)
     @pytest.mark.parametrize("change", [column, turned, torch.Tensor.long, torch.Tensor.tolist, torch.Tensor.numpy])
-    def test_views_dtypes_and_lists_in_dense_backends(backend, paged, name, change):
+    def test_dense_backends_accept_views_dtypes_and_lists(backend, paged, name, change):
         check_decode("cpu", backend, paged, name, change)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("view", VIEWS)
-    def test_views_of_boundaries_slopes_and_sinks_in_dense_backends(backend, view):
+    def test_dense_backends_accept_views_of_boundaries_slopes_and_sinks(backend, view):
         check_packed("cpu", backend, VIEWS[view])
 
     def test_a_length_may_be_a_numpy_integer():

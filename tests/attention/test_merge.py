@@ -51,7 +51,7 @@ def test_merged_parts_equal_attention_over_all_keys(packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("unseen", [0.0, 0.5, 1.0])
-def test_it_is_associative_and_commutative(unseen, packed):
+def test_merge_is_associative_and_commutative(unseen, packed):
     torch.manual_seed(1)
     a, b, c = partials(3, packed, unseen=unseen)
     left, right = merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c))
@@ -74,7 +74,7 @@ def test_a_part_without_keys_changes_nothing(packed):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_gradients(packed):
+def test_gradients_of_merged_parts_equal_the_whole(packed):
     torch.manual_seed(3)
     a, b = partials(2, packed)
     assert torch.autograd.gradcheck(merge, [x.requires_grad_() for x in (*a, *b)])
@@ -100,8 +100,8 @@ def test_gradients_of_rows_without_keys(upstream):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_precision(dtype):
-    """It computes in fp32, so a 16-bit result differs only by its rounding."""
+def test_merge_is_computed_in_fp32(dtype):
+    """A 16-bit result differs from the exact one only by its rounding."""
     torch.manual_seed(5)
     a, b = partials(2, dtype=dtype)
     out, lse = merge(*a, *b)

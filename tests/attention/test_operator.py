@@ -118,13 +118,13 @@ def test_bad_specs_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout"])
-def test_settings_that_are_no_numbers_are_refused(name):
+def test_settings_that_are_not_numbers_are_refused(name):
     with pytest.raises(TypeError, match=f"{name}='a': must be a number"):
         AttentionSpec(**{name: "a"})
 
 
-def test_a_refusal_names_backends_that_can_run(monkeypatch):
-    """It names ``flash`` and ``sdpa`` only if they can run the call."""
+def test_error_names_backends_that_can_run(monkeypatch):
+    """The message names ``flash`` and ``sdpa`` only if they can run the call."""
     call = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
     monkeypatch.setattr(families, "device_unavailable", lambda *_: "it is no Hopper")

@@ -1,4 +1,4 @@
-"""Examples that texts on FlashAttention work out by hand, compared with every backend.
+"""Examples worked out by hand in texts on FlashAttention, compared with every backend.
 
 Figures are as printed there and are exact to half a unit of the last digit. Some texts computed with rounded figures,
 so that their last digit is wrong; this file then has the right figure, and a comment has the printed one.
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.mark.skipif(UNAVAILABLE is None, reason="the kernels run in this process")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
-def test_the_kernels_in_the_interpreter():
+def test_worked_examples_with_the_kernels_in_the_interpreter():
     """Run the examples of this file with the kernels, in a process with the Triton interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

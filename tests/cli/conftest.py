@@ -8,11 +8,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from flash_train.cli import train
-
-TINY_MODEL = [
-    *("model.n_layers=1", "model.width=16", "model.n_heads=2", "model.n_kv_heads=1"),
-    *("model.head_dim=16", "model.mlp_width=32"),
-]
+from tests.support.cli.runs import TINY_MODEL
 
 
 @pytest.fixture

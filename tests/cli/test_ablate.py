@@ -24,7 +24,7 @@ from flash_train.cli.sweep.plan import plan
 from flash_train.cli.sweep.trial import Result, keep, known_result
 from flash_train.files import write_text
 from flash_train.profiling.memory.prediction import predict
-from tests.cli.sweep.test_plan import planned
+from tests.support.cli.sweeps import planned
 
 ROOT = Path(__file__).parents[2]
 LONG = 2**18  # tokens whose score matrix fits nowhere
@@ -71,7 +71,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), MISTAKES, ids=lambda x: " ".join(x))
-def test_mistakes_are_told_before_anything_runs(command, monkeypatch, tmp_path, arguments, says):
+def test_mistakes_are_reported_before_anything_runs(command, monkeypatch, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
     code, lines = command("hardware=cpu", *arguments)
     assert code == 1 and len(lines) == 1, lines
@@ -80,7 +80,7 @@ def test_mistakes_are_told_before_anything_runs(command, monkeypatch, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_training_run_is_left_alone(command, tmp_path):
+def test_folder_of_a_training_run_is_refused(command, tmp_path):
     (tmp_path / "summary.json").touch()
     code, lines = command("hardware=cpu", f"run_dir={tmp_path}")
     assert (code, lines) == (1, [f"flash-train: run_dir={tmp_path}: holds a run; allowed: another folder"])
@@ -94,7 +94,7 @@ def test_help_lists_the_axes(command, capsys, monkeypatch):
     assert all(words in shown for words in ("sweep.seq_len", "sweep.jobs", "run_dir", "dropout", "packing"))
 
 
-def test_wandb_fails_after_everything_is_told(tmp_path, monkeypatch, capsys):
+def test_wandb_failure_comes_after_the_printed_results(tmp_path, monkeypatch, capsys):
     def fail(*arguments):
         raise UsageError("logger=wandb: no server")
 
@@ -149,7 +149,7 @@ def test_trials_that_a_table_leaves_out_are_counted(tmp_path, capsys):
     assert "left out" not in capsys.readouterr().out
 
 
-def test_time_that_remains_goes_by_tokens(tmp_path, monkeypatch, capsys):
+def test_remaining_time_is_estimated_by_tokens(tmp_path, monkeypatch, capsys):
     """A trial of 64 tokens took 10 s, so the remaining ones of 64 and 1,024 tokens take 170 s."""
     now = iter([0.0, 10.0, 20.0, 180.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
@@ -175,7 +175,7 @@ def test_time_that_remains_goes_by_tokens(tmp_path, monkeypatch, capsys):
         (["oom", "unavailable"], 0),
     ],
 )
-def test_the_exit_status_says_that_nothing_came_of_it(command, monkeypatch, tmp_path, statuses, code):
+def test_exit_status_is_an_error_if_no_trial_finished(command, monkeypatch, tmp_path, statuses, code):
     def run(sweep):
         return {each.trial: Result(status, "why") for each, status in zip(sweep.trials, statuses, strict=True)}
 
@@ -203,7 +203,7 @@ def small_gpu(monkeypatch):
     monkeypatch.setattr(predict_command, "capacity", lambda device: 16 * GIB)
 
 
-def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch, small_gpu):
+def test_trials_that_cannot_fit_on_a_gpu_are_not_started(tmp_path, monkeypatch, small_gpu):
     arguments = ["hardware=cuda", f"run_dir={tmp_path}", "sweep.seq_len=[1024,65536]", "sweep.attention=[standard]"]
     arguments += ["data.packing=concat"]
     short, long = plan(read(arguments)).trials
@@ -219,8 +219,8 @@ def test_what_cannot_fit_on_a_gpu_is_known_beforehand(tmp_path, monkeypatch, sma
         assert ablate.predicted_result(short).status == "unavailable"
 
 
-def test_what_cannot_fit_on_a_cpu_is_known_beforehand(tmp_path, monkeypatch):
-    """Begun, it would take all of the machine's memory, or of the container's."""
+def test_trials_that_cannot_fit_on_a_cpu_are_not_started(tmp_path, monkeypatch):
+    """If started, the trial would use all memory of the machine or the container."""
     write_text(tmp_path / "memory.max", f"{2 * GIB}\n")
     monkeypatch.setattr(predict_command, "CONTAINER", tmp_path / "memory.max")
     arguments = [f"run_dir={tmp_path}", "sweep.seq_len=[64,65536]", "sweep.attention=[standard]", "data.packing=concat"]
@@ -240,7 +240,7 @@ def test_what_cannot_fit_on_a_cpu_is_known_beforehand(tmp_path, monkeypatch):
         *(("cpu", "sdpa", 0, True), ("cpu", "sdpa", 0.1, False)),
     ],
 )
-def test_documents_decide_whether_pairs_fit(tmp_path, small_gpu, hardware, attention, dropout, known):
+def test_document_lengths_decide_whether_a_trial_fits(tmp_path, small_gpu, hardware, attention, dropout, known):
     arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1048576", f"sweep.attention=[{attention}]"]
     arguments += [f"attention.dropout={dropout}"]
     (packed,) = plan(read(arguments)).trials
@@ -251,7 +251,7 @@ def test_documents_decide_whether_pairs_fit(tmp_path, small_gpu, hardware, atten
 
 @pytest.mark.parametrize("hardware", ["cpu", "cuda"])
 @pytest.mark.parametrize(("part", "known"), [(0.94, True), (0.96, False)])
-def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, small_gpu, hardware, part, known):
+def test_prediction_near_the_limit_starts_the_trial(tmp_path, monkeypatch, small_gpu, hardware, part, known):
     arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1024", "sweep.attention=[sdpa]"]
     (trial,) = plan(read(arguments)).trials
     step, _ = predict_command.step_before_run(trial.config)
@@ -259,7 +259,7 @@ def test_a_prediction_is_not_trusted_to_the_last_percent(tmp_path, monkeypatch, 
     assert (ablate.predicted_result(trial) is not None) == known
 
 
-def test_a_backend_that_is_not_there_takes_no_process(tmp_path, monkeypatch):
+def test_unavailable_backend_starts_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
     flash, sdpa = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[flash,sdpa]").trials
     found = ablate.predicted_result(flash)
@@ -267,7 +267,7 @@ def test_a_backend_that_is_not_there_takes_no_process(tmp_path, monkeypatch):
     assert ablate.predicted_result(sdpa) is None
 
 
-def test_table_at_wandb(tmp_path):
+def test_table_is_logged_to_wandb(tmp_path):
     settings = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]").trials[0].config.logger
     log_table(settings, tmp_path, "ablation", ["attention", "mfu"], [["sdpa", None], ["flash", 0.5]])
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/ablation*.json")
@@ -294,7 +294,7 @@ def rows_of(run_dir: Path) -> dict[str, dict[str, str]]:
         return {row["attention"]: row for row in csv.DictReader(file)}
 
 
-def test_stopped_and_gone_on_with(tiny, tmp_path):
+def test_stopped_sweep_continues(tiny, tmp_path):
     tiny = [text for text in tiny if not text.startswith("seq_len")]
     arguments = [*tiny, "sweep.attention=[sdpa,standard,flash]", "sweep.seq_len=[32]"]
     run_dir = tmp_path / "run"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from flash_train.cli import export as export_command
 from flash_train.cli import train as command
 from flash_train.model import ModelConfig, Transformer, save_pretrained
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.tokenizers import write_tokenizer
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_a_profile_with_a_progress_bar(monkeypatch, tiny, tmp_path):
     assert (tmp_path / "run" / "memory.json").exists()
 
 
-def test_a_snapshot_is_written_in_one_move(monkeypatch, tiny, tmp_path):
+def test_snapshot_is_written_atomically(monkeypatch, tiny, tmp_path):
     moved, move, write = [], os.replace, memory_files.write_memory
 
     def with_snapshot(config, parts, recorded, folder):
@@ -137,7 +137,7 @@ def test_all_memory_of_a_cpu_is_available():
     assert command.available(device) == command.capacity(device)
 
 
-def test_where_flash_cannot_run_sdpa_is_proposed():
+def test_sdpa_is_proposed_if_flash_cannot_run():
     step = Step(MODEL, 16384, attention="standard", fused=False)
     limit = predict(Step(MODEL, 16384, attention="sdpa", fused=False)).peak_bytes
     assert command.advice(step, limit, flash=False) == "attention=sdpa would fit"
@@ -176,7 +176,7 @@ def test_the_first_setting_that_fits_is_the_cheapest():
     assert "smaller model" in command.advice(Step(MODEL, 8192), 2**20, flash=True)
 
 
-def test_flash_is_proposed_where_it_could_run():
+def test_flash_is_proposed_if_it_can_run():
     step = Step(MODEL, 8192, attention="standard")
     flash = predict(Step(MODEL, 8192)).peak_bytes
     assert command.advice(step, flash, flash=True) == "attention=flash would fit"

@@ -50,7 +50,7 @@ def test_noise_changes_nothing():
     assert best([], OLD) is None
 
 
-def test_where_no_tile_runs_the_table_stays_as_it_is(capsys):
+def test_table_is_unchanged_if_no_tile_runs(capsys):
     everything = Tiles(UNFIT, UNFIT, UNFIT)
     assert tune_row(everything, ["forward", "dq", "dkdv"], lambda kernel: [], trial_of({}), True) == everything
 

@@ -1,34 +1,12 @@
 """A small corpus whose documents are shorter than, as long as, and longer than a row."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from flash_train.data import ByteTokenizer, Document, PackedDataModule
-from flash_train.data.corpus import hash_strings
-
-
-@dataclass
-class ListCorpus:
-    """Texts held in memory."""
-
-    texts: list[bytes]
-    name = "list"
-
-    def fingerprint(self) -> str:
-        return hash_strings([text.hex() for text in self.texts])
-
-    def documents(self) -> Iterator[Document]:
-        for i, text in enumerate(self.texts):
-            yield Document(key=str(i), source=f"text {i}", text=text)
-
-
-def random_texts(n: int, longest: int, seed: int = 0) -> list[bytes]:
-    random = np.random.default_rng(seed)
-    return [random.bytes(int(length)) for length in random.integers(1, longest, size=n)]
+from flash_train.data import ByteTokenizer, PackedDataModule
+from tests.support.data.corpora import ListCorpus, random_texts
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from lightning import Fabric
 
 from flash_train.data import ByteTokenizer, PackedDataModule
 from flash_train.model import ModelConfig, Transformer
-from tests.data.conftest import ListCorpus, random_texts
+from tests.support.data.corpora import ListCorpus, random_texts
 
 
 def main(folder: Path) -> None:

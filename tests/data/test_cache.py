@@ -10,8 +10,8 @@ import pytest
 
 from flash_train.data import ByteTokenizer, JsonTokenizer, lock, notice
 from flash_train.data.cache import tokenize
-from tests.data.conftest import ListCorpus, random_texts
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.corpora import ListCorpus, random_texts
+from tests.support.data.tokenizers import write_tokenizer
 
 TEXTS = random_texts(300, 100)
 
@@ -69,7 +69,7 @@ def test_tokens_and_offsets_are_the_documents(tmp_path):
     assert cache.is_whole()
 
 
-def test_a_second_time_nothing_is_built(tmp_path):
+def test_finished_cache_is_not_built_again(tmp_path):
     first = tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path)
     before = (first.folder / "tokens.bin").stat()
     second = tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path)
@@ -119,7 +119,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, name, damage):
     assert [entry.name for entry in tmp_path.iterdir()] == [again.folder.name]
 
 
-def test_a_damaged_cache_takes_no_room_while_it_is_rebuilt(tmp_path):
+def test_damaged_cache_is_removed_before_it_is_rebuilt(tmp_path):
     there = []
     corpus = GatedCorpus(lambda: there.append(len(list(tmp_path.glob("list-*")))))
     damaged = tokenize(corpus, ByteTokenizer(), tmp_path)
@@ -136,7 +136,7 @@ def test_a_damaged_cache_is_rebuilt_where_files_cannot_be_locked(tmp_path, monke
     assert list(tmp_path.iterdir()) == [damaged.folder]
 
 
-def test_one_process_builds_while_another_waits_and_says_so_once(tmp_path, monkeypatch, capfd):
+def test_one_process_builds_while_another_waits_and_prints_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(notice, "PATIENCE_SECONDS", 0.5)
     others_wait, results = FORK.Event(), FORK.Queue()
     corpus = GatedCorpus(lambda: others_wait.wait(timeout=60))
@@ -187,7 +187,7 @@ def test_without_locks_two_processes_build_the_same_at_once(tmp_path, monkeypatc
     assert [str(entry) for entry in tmp_path.iterdir()] == [built[0][0]]
 
 
-def test_a_full_disk_is_said_with_the_folder_and_the_key(tmp_path):
+def test_full_disk_error_names_the_folder_and_the_key(tmp_path):
     def fill_disk() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -197,7 +197,7 @@ def test_a_full_disk_is_said_with_the_folder_and_the_key(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_said_with_the_key(tmp_path, monkeypatch):
+def test_unwritable_folder_error_names_the_key(tmp_path, monkeypatch):
     """The path is a file, or a read-only parent refuses the cache folder or its lock."""
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=f"data.cache_dir={tmp_path}/file/k: must be a folder that can be written"):

@@ -7,8 +7,8 @@ import pytest
 from flash_train.data import ByteTokenizer, JsonTokenizer, PackedDataModule, StdlibCorpus, load_corpus
 from flash_train.data.cache import tokenize
 from flash_train.data.split import split
-from tests.data.conftest import ListCorpus, random_texts
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.corpora import ListCorpus, random_texts
+from tests.support.data.tokenizers import write_tokenizer
 
 
 def write_library(root: Path) -> Path:
@@ -46,7 +46,7 @@ def test_standard_library_of_this_interpreter_is_read(tmp_path, monkeypatch):
     assert again.info == data.info
 
 
-def test_standard_library_suits_a_tokenizer_that_takes_only_utf8(tmp_path):
+def test_standard_library_can_be_read_by_a_strict_utf8_tokenizer(tmp_path):
     write_library(tmp_path / "lib")
     declared = "# -*- coding: koi8-r -*-\nx = 'Питон'\n"
     (tmp_path / "lib/declared.py").write_bytes(declared.encode("koi8-r"))
@@ -64,11 +64,11 @@ def test_standard_library_suits_a_tokenizer_that_takes_only_utf8(tmp_path):
     assert StdlibCorpus(tmp_path / "lib").fingerprint() == before
 
 
-def test_the_default_corpus_suits_a_tokenizer_that_takes_only_utf8():
+def test_default_corpus_can_be_read_by_a_strict_utf8_tokenizer():
     assert all(document.text.decode() is not None for document in StdlibCorpus().documents())
 
 
-def test_no_standard_library_is_named(tmp_path):
+def test_missing_standard_library_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no .py files under"):
         StdlibCorpus(tmp_path)
 

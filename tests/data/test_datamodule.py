@@ -11,35 +11,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus, Validated
-from tests.data.conftest import random_texts
-from tests.data.test_tokenizer import write_tokenizer
-
-
-class FakeTrainer:
-    """The attributes of a trainer that PackedDataModule reads for its rank."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.global_rank, self.world_size = rank, world_size
-        total = type("Progress", (), {"processed": 0})
-        progress = type("BatchProgress", (), {"total": total, "current": total})
-        self.fit_loop = type("Loop", (), {"epoch_loop": type("Loop", (), {"batch_progress": progress})})
-        self.limit_train_batches, self.accumulate_grad_batches, self.lightning_module = 1.0, 1, None
-        self.overfit_batches, self.state = 0, type("State", (), {"fn": None})
-
-
-def equal(one: dict, other: dict) -> bool:
-    return one["lengths"] == other["lengths"] and all(
-        torch.equal(one[name], other[name]) for name in ("tokens", "labels", "positions", "cu_seqlens")
-    )
+from tests.support.data.corpora import random_texts
+from tests.support.data.loops import FakeTrainer, equal_batches
+from tests.support.data.tokenizers import write_tokenizer
 
 
 def test_batches_are_the_same_every_time_and_differ_by_seed(make_data):
     first, second, other = (list(islice(make_data(seed=seed).train_dataloader(), 30)) for seed in (7, 7, 8))
-    assert all(map(equal, first, second))
-    assert not all(map(equal, first, other))
+    assert all(map(equal_batches, first, second))
+    assert not all(map(equal_batches, first, other))
 
 
-def test_iterating_leaves_the_global_random_state_alone(make_data):
+def test_iterating_does_not_change_the_global_random_state(make_data):
     data = make_data()
     data.setup()
     before = torch.get_rng_state()
@@ -48,7 +31,7 @@ def test_iterating_leaves_the_global_random_state_alone(make_data):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_two_ranks_cover_what_one_does(make_data):
+def test_two_ranks_read_the_rows_of_one(make_data):
     alone = make_data(batch_size=4)
     ranks = [make_data(batch_size=2) for _ in range(2)]
     for rank, data in enumerate(ranks):
@@ -66,8 +49,8 @@ def test_two_ranks_cover_what_one_does(make_data):
 
 def test_workers_do_not_change_batches(make_data):
     here, there = make_data(), make_data(num_workers=2)
-    assert all(map(equal, islice(here.train_dataloader(), 12), islice(there.train_dataloader(), 12)))
-    assert all(map(equal, here.val_dataloader(), there.val_dataloader()))
+    assert all(map(equal_batches, islice(here.train_dataloader(), 12), islice(there.train_dataloader(), 12)))
+    assert all(map(equal_batches, here.val_dataloader(), there.val_dataloader()))
 
 
 def test_validation_is_every_document_once_whatever_the_seed_and_packing(make_data):
@@ -82,7 +65,7 @@ def test_validation_is_every_document_once_whatever_the_seed_and_packing(make_da
 
 def test_val_batches_limits_validation(make_data):
     all_of_it, some = list(make_data().val_dataloader()), list(make_data(val_batches=2).val_dataloader())
-    assert len(some) == 2 and all(map(equal, some, all_of_it))
+    assert len(some) == 2 and all(map(equal_batches, some, all_of_it))
 
 
 def labelled(data):
@@ -116,7 +99,7 @@ def test_validation_on_more_tokens_than_there_are_reads_all(make_data):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_validated_on_is_what_the_ranks_read(make_data, world_size):
+def test_validated_counts_equal_what_the_ranks_read(make_data, world_size):
     read = 0
     for rank in range(world_size):
         data = make_data(val_batches=2)
@@ -127,12 +110,12 @@ def test_what_is_validated_on_is_what_the_ranks_read(make_data, world_size):
 
 
 @pytest.mark.parametrize(("seq_len", "rows"), [(128, 7), (256, 3), (2048, 1)])
-def test_recall_is_validated_on_the_rows_that_hold_the_tokens(seq_len, rows):
+def test_recall_is_validated_on_enough_rows_for_the_tokens(seq_len, rows):
     data = PackedDataModule(RecallCorpus(), seq_len=seq_len, batch_size=1, val_tokens=1000)
     assert data.validated() == Validated(rows * seq_len, rows, None) and len(list(data.val_dataloader())) == rows
 
 
-def test_info_counts_what_the_rows_hold(make_data):
+def test_info_counts_documents_bytes_and_tokens_of_the_rows(make_data):
     data = make_data()
     info = data.info
     assert info["train"]["documents"] + info["val"]["documents"] == 200
@@ -157,7 +140,7 @@ def test_resuming_with_another_batch_size_repeats_at_most_part_of_a_batch(make_d
     assert data.consumed_batches == 7  # of 15 consumed rows, 14 are whole batches of two
 
 
-def test_resuming_on_other_data_is_a_line(make_data, capsys):
+def test_resuming_on_other_data_prints_a_line(make_data, capsys):
     state = make_data().state_dict()
     make_data().load_state_dict(state)
     assert capsys.readouterr().err == ""
@@ -170,7 +153,7 @@ def test_resuming_on_other_data_is_a_line(make_data, capsys):
     assert line.endswith("seq_len was 64 and is 32, seed was 7 and is 8")
 
 
-def test_resuming_on_a_corpus_of_another_kind_is_a_line(make_data, capsys):
+def test_resuming_on_another_kind_of_corpus_prints_a_line(make_data, capsys):
     text, recall = make_data(), PackedDataModule(RecallCorpus(n_pairs=8), seq_len=64, batch_size=3, seed=7)
     recall_to_text = "corpus_hash was recall-8-64-64 and is [0-9a-f]+, tokenizer was None and is bytes-259, packing was"
     text.load_state_dict({**recall.state_dict(), "consumed_batches": 4})
@@ -180,7 +163,7 @@ def test_resuming_on_a_corpus_of_another_kind_is_a_line(make_data, capsys):
     assert (text.consumed_batches, recall.consumed_batches) == (4, 5)
 
 
-def test_checkpoints_say_how_to_read_their_tokens(make_data, tmp_path):
+def test_checkpoints_store_the_tokenizer_and_its_special_tokens(make_data, tmp_path):
     state = make_data().state_dict()
     assert state["token_ids"] == {"bos": 256, "eos": 257, "pad": 258} and state["tokenizer_file"] is None
     file = write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])
@@ -208,7 +191,7 @@ def test_checkpoints_say_how_to_read_their_tokens(make_data, tmp_path):
         ({"packing": "tight"}, "data.packing='tight': must be one of best_fit, concat"),
     ],
 )
-def test_impossible_options_are_named(make_data, options, message):
+def test_impossible_options_are_refused(make_data, options, message):
     with pytest.raises(ValueError, match=message):
         make_data(**options)
 
@@ -229,7 +212,7 @@ def test_recall_needs_no_cache(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_printed_it_says_what_it_is(make_data, tmp_path):
+def test_repr_shows_the_options(make_data, tmp_path):
     data = make_data()
     assert (
         str(data)
@@ -256,7 +239,7 @@ def test_printed_it_says_what_it_is(make_data, tmp_path):
 # -- loops without a Trainer
 
 
-def test_a_loader_of_a_loop_of_ones_own_is_a_dataloader_that_continues(make_data):
+def test_loader_in_a_users_own_loop_continues(make_data):
     whole = list(islice(make_data().train_dataloader(), 9))
     data = make_data()
     loader = data.train_dataloader()
@@ -268,17 +251,17 @@ def test_a_loader_of_a_loop_of_ones_own_is_a_dataloader_that_continues(make_data
     other = make_data()
     other.load_state_dict(state)
     seen += islice(other.train_dataloader(), 3)
-    assert len(seen) == 9 and all(map(equal, seen, whole)) and other.consumed_batches == 9
+    assert len(seen) == 9 and all(map(equal_batches, seen, whole)) and other.consumed_batches == 9
 
 
-def test_a_loader_of_a_loop_of_ones_own_leaves_the_random_state_alone(make_data):
+def test_loader_in_a_users_own_loop_does_not_change_the_random_state(make_data):
     loader = make_data().train_dataloader()
     before = torch.get_rng_state()
     batch = next(iter(loader))
     assert torch.equal(torch.get_rng_state(), before) and isinstance(batch["lengths"], tuple)
 
 
-def test_given_ranks_win(make_data):
+def test_given_ranks_override_the_trainers(make_data):
     """The ranks of a context-parallel group get the same rows, independent of the Trainer's ranks."""
     shares = [make_data(batch_size=2, rank=rank, world_size=2) for rank in (0, 1)]
     alone = make_data(batch_size=4)
@@ -297,12 +280,12 @@ def test_given_ranks_win(make_data):
         ({"rank": -1, "world_size": 2}, r"rank=-1: must be in \[0, 2\)"),
     ],
 )
-def test_ranks_that_cannot_be(make_data, ranks, message):
+def test_impossible_ranks_are_refused(make_data, ranks, message):
     with pytest.raises(ValueError, match=message):
         make_data(**ranks)
 
 
-def test_under_fabric_two_ranks_have_the_rows_of_one(make_data, tmp_path):
+def test_two_ranks_under_fabric_have_the_rows_of_one(make_data, tmp_path):
     alone = make_data(random_texts(200, 150), batch_size=4)
     command = [sys.executable, str(Path(__file__).with_name("fabric_run.py")), str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

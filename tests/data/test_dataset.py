@@ -69,7 +69,7 @@ def test_concat_is_one_stream_and_one_entry_per_row(lengths, seq_len):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(2, 40), st.integers(1, 4))
-def test_batch_boundaries_are_those_of_the_flattened_stream(lengths, seq_len, batch_size):
+def test_batch_boundaries_are_cumulative_lengths(lengths, seq_len, batch_size):
     rows = make_rows(lengths, seq_len)
     batch = collate([rows[i % len(rows)] for i in range(batch_size)])
     boundaries, total = batch["cu_seqlens"], batch_size * seq_len

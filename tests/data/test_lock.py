@@ -47,21 +47,21 @@ def raises(number: int):
     return act
 
 
-def test_the_lock_is_held_inside_and_nothing_stays(tmp_path):
+def test_lock_is_held_inside_and_its_file_is_removed(tmp_path):
     path = tmp_path / "lock"
     with exclusive(path, "waiting") as is_alone, asked_for(path) as is_free:
         assert is_alone and not is_free()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_given_back_after_an_error(tmp_path):
+def test_lock_is_released_after_an_error(tmp_path):
     path = tmp_path / "lock"
     with pytest.raises(KeyError), exclusive(path, "waiting"):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_forked_inside_do_not_keep_it(tmp_path):
+def test_forked_processes_do_not_keep_the_lock(tmp_path):
     path, context = tmp_path / "lock", multiprocessing.get_context("fork")
     done = context.Event()
     with ExitStack() as waiting:
@@ -89,13 +89,13 @@ def test_a_file_that_a_file_server_has_lost_is_not_the_lock(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
-def test_where_files_cannot_be_locked_that_is_told(tmp_path, monkeypatch, number):
+def test_missing_file_locks_are_reported_to_the_caller(tmp_path, monkeypatch, number):
     first_time(monkeypatch, raises(number))
     with exclusive(tmp_path / "lock", "waiting") as is_alone:
         assert not is_alone and list(tmp_path.iterdir()) == []
 
 
-def test_other_errors_are_not_taken_for_it(tmp_path, monkeypatch):
+def test_other_errors_are_raised(tmp_path, monkeypatch):
     first_time(monkeypatch, raises(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"), exclusive(tmp_path / "lock", "waiting"):
         pass

@@ -84,6 +84,6 @@ def test_half_a_million_documents_pack_in_seconds():
     assert index.efficiency > 0.99
 
 
-def test_unknown_packing_is_named():
+def test_unknown_packing_is_refused():
     with pytest.raises(ValueError, match="data.packing='worst_fit': must be one of best_fit, concat"):
         pack(np.array([3]), 8, "worst_fit")

@@ -42,7 +42,7 @@ def test_a_validation_row_asks_about_all_pairs_to_its_end():
     assert set(row["tokens"][40:].tolist()) <= set(row["tokens"][:40:2].tolist())
 
 
-def test_rows_are_pure_and_streams_are_apart():
+def test_rows_depend_on_their_number_only_and_streams_differ():
     def row(seed: int, stream: str, i: int) -> list[int]:
         return RecallRows(RecallCorpus(), 256, seed, stream)[i]["tokens"].tolist()
 
@@ -66,7 +66,7 @@ def test_accuracy_counts_answers_only():
         recall_accuracy(logits, torch.full((1, 4), IGNORE))
 
 
-def test_impossible_counts_are_named():
+def test_impossible_counts_are_refused():
     with pytest.raises(ValueError, match="data.n_pairs=65: must be from 1 to n_keys=64"):
         RecallCorpus(n_pairs=65)
     with pytest.raises(ValueError, match="n_keys \\+ n_values ≤ 256"):

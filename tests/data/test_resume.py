@@ -1,66 +1,17 @@
 """A resumed run gets the same batches as an uninterrupted one, with Lightning's own Trainer."""
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from tests.data.conftest import random_texts
-
-
-class Recorder(lightning.LightningModule):
-    """Stores the tokens of every batch, by optimizer step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: list[tuple[int, list]] = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.global_step, batch["tokens"].tolist()))
-        return self.weight.sum()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class StopAtBatch(Callback):
-    """Saves a checkpoint in `on_train_batch_end` of a batch, counted over the whole run, and stops there."""
-
-    def __init__(self, batch: int, path) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_end(self, trainer, module, *_):
-        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.batch:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
-def fit(data, path, *, steps=-1, callbacks=(), resume=None, module=None, **options) -> list[tuple[int, list]]:
-    module = module or Recorder()
-    trainer = lightning.Trainer(
-        **{"max_steps": steps, "max_epochs": -1, **options},
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-        num_sanity_val_steps=0,
-        default_root_dir=path,
-        callbacks=list(callbacks),
-        check_val_every_n_epoch=None,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-    return module.seen
+from tests.support.data.corpora import random_texts
+from tests.support.data.loops import Recorder, StopAtBatch, fit
 
 
 @pytest.mark.parametrize("stop", [2, 8, 30])  # early, in the middle of an epoch, and past its end
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 4}, {"limit_train_batches": 5}])
-def test_resumed_batches_are_those_of_an_uninterrupted_run(make_data, tmp_path, stop, options):
+def test_resumed_run_has_the_batches_of_an_uninterrupted_one(make_data, tmp_path, stop, options):
     texts = random_texts(60, 150)
     assert 8 * 3 < make_data(texts).info["train"]["rows"] < 30 * 3
     whole = fit(make_data(texts), tmp_path, steps=20, accumulate_grad_batches=2, **options)
@@ -78,7 +29,7 @@ def test_resumed_batches_are_those_of_an_uninterrupted_run(make_data, tmp_path, 
 
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 3}, {"limit_train_batches": 8}])
 @pytest.mark.parametrize("stop", [1, 2, 5, 11])  # before the first step, and after
-def test_a_stop_in_the_middle_of_an_accumulation_repeats_its_batches(make_data, tmp_path, stop, options):
+def test_stop_inside_an_accumulation_repeats_its_batches(make_data, tmp_path, stop, options):
     path, options = tmp_path / "stop.ckpt", {"accumulate_grad_batches": 3, **options}
     whole = fit(make_data(), tmp_path, steps=6, **options)
     # With 8 batches per epoch, the epoch's third step has two; batch 11 is then the third batch of the fourth step.
@@ -91,7 +42,7 @@ def test_a_stop_in_the_middle_of_an_accumulation_repeats_its_batches(make_data, 
 
 
 @pytest.mark.parametrize("accumulate, stop", [((1, 4), 5), ((2, 3), 8), ((4, 1), 8), ((3, 2), 5)])
-def test_another_accumulation_goes_on_with_the_next_batch_in_whole_steps(make_data, tmp_path, accumulate, stop):
+def test_resuming_with_another_accumulation_continues_with_the_next_batch(make_data, tmp_path, accumulate, stop):
     class Validations(Callback):
         def __init__(self):
             self.steps = []
@@ -111,7 +62,7 @@ def test_another_accumulation_goes_on_with_the_next_batch_in_whole_steps(make_da
     assert validations.steps == [step for step in (3, 6, 9, 12) if step > seen]
 
 
-def test_logged_steps_go_on_where_they_were(make_data, tmp_path):
+def test_logged_steps_continue_after_resuming(make_data, tmp_path):
     class Logged(Callback):
         def __init__(self):
             self.steps = []
@@ -127,7 +78,7 @@ def test_logged_steps_go_on_where_they_were(make_data, tmp_path):
     assert rest.steps == whole.steps[6:]
 
 
-def test_stopping_twice(make_data, tmp_path):
+def test_run_stopped_twice_has_the_same_batches(make_data, tmp_path):
     first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     whole = fit(make_data(), tmp_path, steps=12)
     seen = fit(make_data(), tmp_path, steps=12, callbacks=[StopAtBatch(3, first)])
@@ -148,12 +99,12 @@ def test_model_checkpoints_count_no_batch_fetched_ahead(make_data, tmp_path, num
     assert fit(data, tmp_path, steps=6, accumulate_grad_batches=2, resume=tmp_path / "4.ckpt") == whole[8:]
 
 
-def test_a_new_trainer_without_a_checkpoint_starts_anew(make_data, tmp_path):
+def test_new_trainer_without_a_checkpoint_starts_at_the_first_batch(make_data, tmp_path):
     data = make_data()
     assert fit(data, tmp_path, steps=3) == fit(data, tmp_path, steps=3)
 
 
-def test_a_trainer_with_a_distributed_sampler_of_its_own_leaves_batches_alone(make_data, tmp_path):
+def test_lightnings_distributed_sampler_does_not_change_batches(make_data, tmp_path):
     data = make_data()
     seen = fit(data, tmp_path, steps=3, strategy="ddp", devices=1, use_distributed_sampler=True)
     assert [tokens for _, tokens in seen] == [
@@ -171,7 +122,7 @@ class Planning(Recorder):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stop", [1, 4, 8, 11, 16, 19])  # within and at the end of steps of three, and of epochs
-def test_the_length_of_training_in_epochs_changes_no_resumed_batch(make_data, tmp_path, stop, accumulate):
+def test_max_epochs_does_not_change_resumed_batches(make_data, tmp_path, stop, accumulate):
     options = {"max_epochs": 3, "limit_train_batches": 8, "accumulate_grad_batches": accumulate}
     path, planning = tmp_path / "stop.ckpt", Planning()
     whole = fit(make_data(), tmp_path, module=planning, **options)
@@ -184,7 +135,7 @@ def test_the_length_of_training_in_epochs_changes_no_resumed_batch(make_data, tm
     assert resumed == whole[done:]
 
 
-def test_a_loader_without_an_end_that_is_asked_for_early_begins_at_the_resumed_batch(make_data, tmp_path):
+def test_endless_loader_requested_early_begins_at_the_resumed_batch(make_data, tmp_path):
     options = {"max_epochs": 2, "accumulate_grad_batches": 2}
     path = tmp_path / "stop.ckpt"
     whole = fit(make_data(), tmp_path, steps=8, module=Planning(), **options)
@@ -192,7 +143,7 @@ def test_a_loader_without_an_end_that_is_asked_for_early_begins_at_the_resumed_b
     assert fit(make_data(), tmp_path, steps=8, module=Planning(), resume=path, **options) == whole[4:]
 
 
-def test_stopping_twice_with_epochs_alone(make_data, tmp_path):
+def test_run_stopped_twice_has_the_same_batches_with_max_epochs_only(make_data, tmp_path):
     options = {"max_epochs": 3, "limit_train_batches": 8, "accumulate_grad_batches": 3}
     first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     whole = fit(make_data(), tmp_path, module=Planning(), **options)
@@ -201,7 +152,7 @@ def test_stopping_twice_with_epochs_alone(make_data, tmp_path):
     assert seen + fit(make_data(), tmp_path, module=Planning(), resume=second, **options) == whole
 
 
-def test_data_restored_after_the_strategy_is_set_up_begin_at_the_resumed_batch(make_data, tmp_path):
+def test_data_restored_after_strategy_setup_begin_at_the_resumed_batch(make_data, tmp_path):
     """Strategies that shard weights restore a checkpoint after they have created optimizers and loaders."""
 
     class Late(SingleDeviceStrategy):
@@ -246,6 +197,6 @@ NEVER = "data: training batches are endless, so an epoch never ends and nothing 
     ],
     ids=str,
 )
-def test_a_validation_that_never_comes_is_a_line(make_data, tmp_path, capfd, options, warns):
+def test_validation_that_never_runs_prints_a_line(make_data, tmp_path, capfd, options, warns):
     fit(make_data(), tmp_path, steps=2, **options)
     assert (NEVER in capfd.readouterr().err) == warns

@@ -16,7 +16,7 @@ import pytest
 from flash_train.data import ByteTokenizer, JsonTokenizer, TextCorpus, rows
 from flash_train.data.cache import tokenize
 from flash_train.data.corpus import hash_files, hash_strings
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.tokenizers import write_tokenizer
 
 EXPECTED = [b"one", "zwei\nü".encode(), b'three, "four"', b"five"]
 TEXTS = [text.decode() for text in EXPECTED]
@@ -121,7 +121,7 @@ def test_another_column_may_change_its_type_in_a_large_file(tmp_path, change):
     assert sum(1 for _ in TextCorpus(path).documents()) == 11_001
 
 
-def test_another_column_may_hold_anything(tmp_path):
+def test_another_column_may_have_any_content(tmp_path):
     deep = '{"a":' * 100 + "1" + "}" * 100
     path = tmp_path / "x.jsonl"
     path.write_bytes(
@@ -142,7 +142,7 @@ def write_parquet(path: Path, **columns) -> Path:
 
 
 @pytest.mark.parametrize("empty", [{"text": pyarrow.array([], "string")}, {"text": pyarrow.array([], "null")}, {}])
-def test_a_parquet_shard_without_rows_is_no_obstacle(tmp_path, empty):
+def test_parquet_shard_without_rows_is_skipped(tmp_path, empty):
     write_parquet(tmp_path / "0.parquet", **empty)
     write_parquet(tmp_path / "1.parquet", text=["one", None, "two"], n=[1, 2, 3])
     write_parquet(tmp_path / "2.parquet", n=[{"a": 1}], text=["three"])
@@ -158,7 +158,7 @@ def test_parquet_columns_of_every_text_type(tmp_path, kind):
     assert texts(write_parquet(tmp_path / "x.parquet", text=column)) == [b"a", b"b", b"a"]
 
 
-def test_parquet_columns_that_are_no_text(tmp_path):
+def test_parquet_column_that_is_not_text_is_refused(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", text=[1, 2])
     with pytest.raises(ValueError, match="data.text_field=text: row 0 of .*x.parquet holds int64: must be text"):
         texts(path)
@@ -174,7 +174,7 @@ def test_parquet_columns_that_are_no_text(tmp_path):
         ("half.json", b'[{"text": "good"}, {"text": "half \\ud83d"}, {"text": "\\ud83d\\ude00"}]'),
     ],
 )
-def test_half_a_surrogate_pair_refuses_its_row_alone(tmp_path, capsys, name, content):
+def test_half_a_surrogate_pair_refuses_only_its_row(tmp_path, capsys, name, content):
     path = tmp_path / name
     path.write_bytes(content)
     place = "line 3" if name.endswith("l") else "row 1"
@@ -188,7 +188,7 @@ def test_half_a_surrogate_pair_refuses_its_row_alone(tmp_path, capsys, name, con
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-def test_text_that_is_not_utf8_refuses_its_row_alone(tmp_path, kind):
+def test_text_that_is_not_utf8_refuses_only_its_row(tmp_path, kind):
     path, bad, kept = tmp_path / f"x.{kind}", b"bad \xe2\x82 \xff", "kept \ufffd".encode()
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([b"good", bad, kept])}), path)
@@ -203,7 +203,7 @@ def test_text_that_is_not_utf8_refuses_its_row_alone(tmp_path, kind):
     assert texts(path, errors="replace") == [b"good", bad.decode(errors="replace").encode(), kept]
 
 
-def test_places_are_those_of_the_file(tmp_path):
+def test_document_sources_give_the_line_in_the_file(tmp_path):
     lines = tmp_path / "x.jsonl"
     lines.write_text('\n{"text": "a"}\n\n{"text": null}\n{"n": 1}\n{"text": "b"}\n')
     assert documents(lines) == [("line 2", b"a"), ("line 6", b"b")]
@@ -244,14 +244,14 @@ def test_malformed_files_name_the_file_and_the_row(tmp_path, name, content, mess
     str(raised.value).encode()
 
 
-def test_a_pyarrow_without_zstandard_is_one_line(tmp_path, monkeypatch):
+def test_pyarrow_without_zstandard_ends_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "x.jsonl.zst").write_bytes(compress(as_lines(), ".zst"))
     monkeypatch.setattr(pyarrow, "Codec", SimpleNamespace(is_available=lambda name: False))
     with pytest.raises(ValueError, match=r"data.path: .*x.jsonl.zst: this pyarrow cannot read .zst; decompress"):
         texts(tmp_path / "x.jsonl.zst")
 
 
-def test_a_folder_keeps_what_has_text_and_says_what_has_none(tmp_path, capsys):
+def test_folder_keeps_files_with_text_and_lists_those_without(tmp_path, capsys):
     files = {"a.txt": "a", "package.json": '{"name": "x"}', "numbers.csv": "x,y\n1,2\n", "b.json": '[{"text": "b"}]'}
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -270,7 +270,7 @@ def test_a_folder_keeps_what_has_text_and_says_what_has_none(tmp_path, capsys):
         texts(tmp_path)
 
 
-def test_a_key_that_some_rows_lack_is_not_an_error_and_one_that_all_lack_is_found_early(tmp_path, capsys):
+def test_key_missing_in_some_rows_is_accepted_and_in_all_rows_fails_early(tmp_path, capsys):
     path = tmp_path / "x.jsonl"
     path.write_text('{"n": 1}\n' * 900 + '{"text": "a"}\n')
     assert texts(path) == [b"a"]
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         tracemalloc.stop()
 
 
-def test_rows_in_replace_or_skip_are_another_corpus_than_before(tmp_path):
+def test_fingerprint_changes_for_rows_read_with_replace_or_skip(tmp_path):
     """The fingerprint changes for rows that earlier versions read differently, and stays the same for UTF-8."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     prints = {errors: TextCorpus(tmp_path, errors=errors).fingerprint() for errors in ("strict", "replace", "skip")}

@@ -32,7 +32,7 @@ def test_ranks_share_the_stream_of_one(world_size):
         assert sum((sampler.batch(i) for sampler in ranks), []) == alone.batch(i)
 
 
-def test_more_rows_to_a_batch_than_there_are():
+def test_batch_larger_than_the_data():
     stream = [row for batch in islice(EndlessBatchSampler(2, 5, seed=1), 4) for row in batch]
     assert Counter(stream) == {0: 10, 1: 10}
 
@@ -44,7 +44,7 @@ def test_unshuffled_rows_are_in_order():
 @pytest.mark.parametrize(
     ("n_rows", "batch_size", "world_size"), [(10, 3, 2), (12, 3, 2), (1, 4, 3), (7, 1, 1), (5, 2, 4)]
 )
-def test_every_row_is_dealt_once_and_ranks_have_as_many_full_batches(n_rows, batch_size, world_size):
+def test_each_row_goes_to_one_rank_and_ranks_have_equally_many_batches(n_rows, batch_size, world_size):
     rows = list(range(n_rows))
     samplers = [ShardedBatchSampler(rows, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     dealt = [list(sampler) for sampler in samplers]

@@ -1,4 +1,4 @@
-"""Searching folders: which files are found, in which order, and what is said about skipped ones."""
+"""Searching folders: which files are found, in which order, and what is printed about skipped ones."""
 
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_link_does_not_rename_a_document(tmp_path):
     assert keys(root) == ["z.txt", "z/one.txt"]
 
 
-def test_the_order_of_documents_follows_the_names_alone(tmp_path, monkeypatch):
+def test_order_of_documents_depends_on_names_only(tmp_path, monkeypatch):
     root = write(tmp_path / "root", *(f"{folder}/{name}.txt" for folder in "bca" for name in "zxy"))
     write(tmp_path / "far", "1.txt", "2.txt")
     (root / "link").symlink_to(tmp_path / "far")
@@ -69,7 +69,7 @@ def test_the_order_of_documents_follows_the_names_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.txt"])
-def test_a_folder_that_cannot_be_read_is_said(tmp_path, capsys, deny, pattern):
+def test_unreadable_folders_are_listed(tmp_path, capsys, deny, pattern):
     root = write(tmp_path / "root", "a.txt", "private/b.txt", "sub/private/c.txt", "sub/secret.txt")
     deny(root / "private", root / "sub/private", root / "sub/secret.txt")
     assert keys(f"{root}{pattern}") == ["a.txt"]
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_read_is_said(tmp_path, capsys, deny, pattern):
     assert line == f"data: data.path={root}{pattern}: {reason}"
 
 
-def test_a_path_that_cannot_be_read_is_an_error_that_says_so(tmp_path, deny):
+def test_unreadable_path_is_an_error(tmp_path, deny):
     root = write(tmp_path / "root", "a.txt")
     deny(root)
     for path in (root, f"{root}/*.txt", f"{root}/**/*.txt"):
@@ -86,7 +86,7 @@ def test_a_path_that_cannot_be_read_is_an_error_that_says_so(tmp_path, deny):
             TextCorpus(path)
 
 
-def test_everything_that_is_not_read_is_in_one_line(tmp_path, capsys):
+def test_skipped_files_are_listed_in_one_line(tmp_path, capsys):
     root = write(tmp_path / "root", "a.txt", "1.png", "2.png", "3.png", "4.png", ".git/config", "sub/.hidden.txt")
     (root / "gone.txt").symlink_to(root / "nowhere.txt")
     (root / "circle.txt").symlink_to(root / "circle.txt")
@@ -99,7 +99,7 @@ def test_everything_that_is_not_read_is_in_one_line(tmp_path, capsys):
     )
 
 
-def test_a_glob_says_which_folders_it_does_not_search(tmp_path, capsys):
+def test_glob_names_the_folders_that_it_does_not_search(tmp_path, capsys):
     root = write(tmp_path / "root", "a.txt", "sub/b.txt", "c.png")
     assert keys(f"{root}/*") == ["a.txt"]
     (line,) = said(capsys)
@@ -120,7 +120,7 @@ def test_globs_with_folders_of_any_depth(tmp_path):
         TextCorpus(f"{root}/nowhere/**/*.txt")
 
 
-def test_a_corpus_is_another_when_the_set_of_files_changes(tmp_path):
+def test_fingerprint_follows_the_set_of_files(tmp_path):
     root = write(tmp_path / "root", "a.txt")
     write(tmp_path / "far", "b.txt")
     before = TextCorpus(root).fingerprint()

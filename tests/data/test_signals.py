@@ -34,7 +34,7 @@ def children() -> list[int]:
 
 
 def has_pending(pid: int, number: signal.Signals) -> bool:
-    """Whether a signal sent to the process waits for it. A second one of its kind would be lost until then."""
+    """Return whether a signal is pending for the process. Until it is delivered, a second one would be lost."""
     pending = Path(f"/proc/{pid}/status").read_text().split("ShdPnd:")[1].split()[0]
     return bool(int(pending, 16) >> (number - 1) & 1)
 
@@ -75,7 +75,7 @@ def test_a_sigterm_of_the_main_process_ends_a_worker(batches):
     assert workers[1] in children()
 
 
-def test_the_main_process_hears_signals_again(batches):
+def test_main_process_receives_signals_afterwards(batches):
     """Also a signal that arrived while workers were being started."""
     assert not set(STOPPING) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

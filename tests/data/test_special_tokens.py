@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flash_train.data import JsonTokenizer
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.tokenizers import write_tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|endoftext|>", "<|im_end|>"]  # ids 256 to 259
 
@@ -55,11 +55,11 @@ def ids(path, **options):
         ({"tokenizer_config": {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}}, (None, 258)),
     ],
 )
-def test_the_files_next_to_a_tokenizer_say_which(folder, files, expected):
+def test_special_tokens_are_read_from_files_next_to_the_tokenizer(folder, files, expected):
     assert ids(folder(**files)) == expected
 
 
-def test_what_transformers_wrote_is_what_transformers_reads(folder, tmp_path):
+def test_special_tokens_agree_with_transformers(folder, tmp_path):
     written = PreTrainedTokenizerFast(tokenizer_file=str(folder()), eos_token="<|im_end|>", bos_token="<s>")
     written.save_pretrained(tmp_path / "theirs")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
@@ -67,7 +67,7 @@ def test_what_transformers_wrote_is_what_transformers_reads(folder, tmp_path):
     assert found == (theirs.bos_token_id, theirs.eos_token_id) == (256, 259)
 
 
-def test_tokens_that_are_given_win(folder):
+def test_given_tokens_override_files(folder):
     path = folder(tokenizer_config={"eos_token": "<|endoftext|>", "bos_token": "<s>"})
     assert ids(path, eos="<|im_end|>") == (256, 259)
     assert ids(path, bos="<|im_end|>") == (259, 258)
@@ -75,7 +75,7 @@ def test_tokens_that_are_given_win(folder):
     assert ids(path, eos="a") == (256, JsonTokenizer(path).encode("a")[0])  # an ordinary token, given by the caller
 
 
-def test_ordinary_tokens_are_not_taken_by_their_names(tmp_path):
+def test_ordinary_tokens_with_special_names_are_not_used(tmp_path):
     vocabulary = {letter: i for i, letter in enumerate(["a", "b", "</s>", "<s>", "[SEP]", "[CLS]"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -95,7 +95,7 @@ def test_ordinary_tokens_are_not_taken_by_their_names(tmp_path):
         (["<b>"], {"special_tokens_map": {"eos_token": "<end>"}}, "special_tokens_map.json gives eos_token='<end>'"),
     ],
 )
-def test_no_guess_is_made_and_the_advice_works(folder, specials, files, says):
+def test_unclear_end_token_is_refused_and_the_advice_works(folder, specials, files, says):
     path = folder(specials, **files)
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         JsonTokenizer(path)
@@ -112,7 +112,7 @@ def test_no_guess_is_made_and_the_advice_works(folder, specials, files, says):
         (["<s>", "</s>"], {"tokenizer_config": {"eos_token": "</s>", "bos_token": "<begin>"}}, "bos_token='<begin>'"),
     ],
 )
-def test_a_begin_token_that_is_not_known_can_be_given_or_left_out(folder, specials, files, says):
+def test_unknown_begin_token_can_be_given_or_left_out(folder, specials, files, says):
     path = folder(specials, **files)
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
         JsonTokenizer(path)
@@ -121,7 +121,7 @@ def test_a_begin_token_that_is_not_known_can_be_given_or_left_out(folder, specia
 
 
 @pytest.mark.parametrize("name", ["eos", "bos"])
-def test_a_token_that_is_given_must_be_in_the_vocabulary(folder, name):
+def test_given_token_must_be_in_the_vocabulary(folder, name):
     with pytest.raises(ValueError, match=rf"data\.{name}=<end>: is not in the vocabulary of .*; give") as refusal:
         JsonTokenizer(folder(config={"eos_token_id": 259}), **{name: "<end>"})
     assert "<|im_end|>" in str(refusal.value)
@@ -142,7 +142,7 @@ def test_special_tokens_beyond_the_embeddings_of_a_model_are_not_used(folder):
         JsonTokenizer(path, embeddings=257, eos="</s>")
 
 
-def test_added_tokens_that_text_can_make_need_their_embedding(tmp_path):
+def test_added_tokens_that_text_can_contain_need_embeddings(tmp_path):
     path = write_tokenizer(tmp_path / "t.json", ["</s>"])
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_tokens(["hello"])
@@ -151,7 +151,7 @@ def test_added_tokens_that_text_can_make_need_their_embedding(tmp_path):
     assert limited.vocab_size == 258 and 257 in limited.encode("hello")
 
 
-def test_the_token_cache_knows_the_tokens_apart(folder):
+def test_fingerprint_depends_on_the_special_tokens(folder):
     path = folder()
     prints = {JsonTokenizer(path, eos=eos, bos=bos).fingerprint for eos in SPECIALS[1:3] for bos in ("<s>", "")}
     assert len(prints) == 4

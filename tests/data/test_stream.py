@@ -14,10 +14,8 @@ import torch
 from flash_train.data import ByteTokenizer, Document, HubCorpus, PackedDataModule
 from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.stream import StreamedRows, limit_entries, tokens_of_chunk
-from tests.data.conftest import ListCorpus, random_texts
-from tests.data.test_datamodule import FakeTrainer, equal
-from tests.data.test_resume import StopAtBatch, fit
-from tests.data.test_text import write_parquet
+from tests.support.data.corpora import ListCorpus, random_texts, write_parquet
+from tests.support.data.loops import FakeTrainer, StopAtBatch, equal_batches, fit
 
 SEQ_LEN = 16
 TEXTS = random_texts(2000, 30, seed=5)  # chunks of 4,096 tokens, which is 256 documents
@@ -84,7 +82,7 @@ def epoch(rows: StreamedRows) -> list[dict]:
         seen.append(place)
 
 
-def test_the_first_batch_needs_the_first_chunk_alone(tmp_path):
+def test_first_batch_needs_only_the_first_chunk(tmp_path):
     corpus = StreamedList()
     data = make(tmp_path, corpus)
     assert len(data.info["val"]) and corpus.read == list(range(256))
@@ -97,7 +95,7 @@ def test_the_first_batch_needs_the_first_chunk_alone(tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
-def test_every_document_is_trained_on_once_but_for_those_of_validation(tmp_path, packing):
+def test_every_document_outside_validation_is_trained_on_once(tmp_path, packing):
     data = make(tmp_path, packing=packing)
     data.setup()
     rows, val = data._train, list(make(tmp_path, batch_size=1).val_dataloader())
@@ -131,16 +129,20 @@ def test_every_pass_has_the_same_rows_in_another_order(tmp_path):
     assert [chunk for chunk, _ in first] == [chunk for chunk, _ in second] == sorted(chunk for chunk, _ in first)
 
 
-def test_batches_follow_from_the_seed_whatever_is_cached(tmp_path):
+def test_batches_depend_on_the_seed_not_on_the_cache(tmp_path):
     first = list(islice(make(tmp_path / "1").train_dataloader(), 500))
     again = list(islice(make(tmp_path / "1").train_dataloader(), 500))
     afresh = list(islice(make(tmp_path / "2").train_dataloader(), 500))
     other = list(islice(make(tmp_path / "1", seed=8).train_dataloader(), 500))
-    assert all(map(equal, first, again)) and all(map(equal, first, afresh)) and not any(map(equal, first, other))
+    assert (
+        all(map(equal_batches, first, again))
+        and all(map(equal_batches, first, afresh))
+        and not any(map(equal_batches, first, other))
+    )
     assert {batch["cu_seqlens"].shape for batch in first} == {first[0]["cu_seqlens"].shape}
 
 
-def test_what_is_tokenised_is_found_again(tmp_path):
+def test_tokenised_chunks_are_reused(tmp_path):
     list(islice(make(tmp_path).train_dataloader(), 300))
     corpus = StreamedList()
     list(islice(make(tmp_path, corpus).train_dataloader(), 300))
@@ -150,7 +152,7 @@ def test_what_is_tokenised_is_found_again(tmp_path):
 def test_workers_and_ranks_see_the_same_stream(tmp_path):
     here, there = make(tmp_path / "1", batch_size=4), make(tmp_path / "2", batch_size=4, num_workers=2)
     expected = list(islice(here.train_dataloader(), 300))
-    assert all(map(equal, expected, islice(there.train_dataloader(), 300)))
+    assert all(map(equal_batches, expected, islice(there.train_dataloader(), 300)))
     ranks = [make(tmp_path / "3", batch_size=2) for _ in range(2)]
     for rank, data in enumerate(ranks):
         data.trainer = FakeTrainer(rank, 2)
@@ -160,7 +162,7 @@ def test_workers_and_ranks_see_the_same_stream(tmp_path):
 
 @pytest.mark.parametrize("keep_cache", [True, False])
 @pytest.mark.parametrize("stop", [3, 150, 700, 1100])  # in the first chunk, later, in the last, in the second pass
-def test_a_resumed_run_reads_on_where_it_was(tmp_path, stop, keep_cache):
+def test_resumed_run_continues_the_stream(tmp_path, stop, keep_cache):
     rows = make(tmp_path / "0")
     rows.setup()
     assert 700 * 3 < len(epoch(rows._train)) < 1100 * 3
@@ -181,7 +183,7 @@ def test_overfit_batches_repeats_the_first_batches_of_a_stream(tmp_path):
     assert [tokens for _, tokens in seen] == 2 * first and first[0] != first[1]
 
 
-def test_a_checkpoint_says_which_documents_are_consumed(tmp_path):
+def test_checkpoint_lists_the_consumed_documents(tmp_path):
     path = tmp_path / "stop.ckpt"
     fit(
         make(tmp_path),
@@ -207,7 +209,7 @@ def test_another_batch_size_repeats_at_most_part_of_a_batch(tmp_path, before, af
     assert torch.equal(next(iter(resumed.train_dataloader()))["tokens"], torch.cat(stream[first : first + after]))
 
 
-def test_a_position_of_other_rows_is_not_taken_over(tmp_path, capsys):
+def test_position_in_other_rows_is_not_reused(tmp_path, capsys):
     data = make(tmp_path)
     batches = list(islice(data.train_dataloader(), 400))
     state = data.state_dict()
@@ -217,10 +219,10 @@ def test_a_position_of_other_rows_is_not_taken_over(tmp_path, capsys):
     other.load_state_dict(state)
     assert "packing was best_fit and is concat" in capsys.readouterr().err
     straight = islice(make(tmp_path, packing="concat").train_dataloader(), 300, 302)
-    assert all(map(equal, straight, other.train_dataloader())) and len(batches) == 400
+    assert all(map(equal_batches, straight, other.train_dataloader())) and len(batches) == 400
 
 
-def test_resuming_with_and_without_streaming_is_a_line(tmp_path, capsys):
+def test_resuming_with_streaming_changed_prints_a_line(tmp_path, capsys):
     class NotStreamed(StreamedList):
         streaming = False
 
@@ -262,7 +264,7 @@ def test_rows_with_too_many_segments_are_cut():
 
 
 @pytest.mark.parametrize("seq_len", [16, 1024, 16_384, 131_072, 1 << 20])
-def test_a_chunk_is_many_rows_and_not_much_text(seq_len):
+def test_chunk_size_is_bounded_in_rows_and_tokens(seq_len):
     tokens = tokens_of_chunk(seq_len)
     assert tokens >= 16 * seq_len and (tokens == 256 * seq_len or tokens >= 4 << 20)
     assert tokens <= max(4 << 20, 16 * seq_len)
@@ -284,7 +286,7 @@ def write_rows(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])  # csv goes through `datasets`, like a data set on the hub
-def test_a_stream_of_the_hub_goes_on_at_its_position(tmp_path, monkeypatch, kind):
+def test_hub_stream_continues_at_its_position(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     write_rows(tmp_path / "set", kind)
     corpus = HubCorpus(str(tmp_path / "set"), streaming=True)
@@ -298,7 +300,7 @@ def test_a_stream_of_the_hub_goes_on_at_its_position(tmp_path, monkeypatch, kind
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_a_resumed_run_on_a_data_set_of_the_hub_reads_on(tmp_path, monkeypatch, kind):
+def test_resumed_run_continues_a_hub_stream(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr("flash_train.data.cache.BATCH_DOCUMENTS", 8)
     monkeypatch.setattr("flash_train.data.stream.CHUNK_ROWS", 4)

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pyarrow
@@ -6,20 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from flash_train.data import HubCorpus, PackedDataModule, TextCorpus
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict]) -> Path:
-    from datasets import Dataset
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows).to_parquet(path)
-    return path
+from tests.support.data.corpora import write_jsonl, write_parquet
 
 
 def texts(corpus) -> list[bytes]:
@@ -44,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_folder_is_searched_through(folder):
+def test_folders_are_searched_recursively(folder):
     expected = [b"txt", b"row 0", "row 2 é".encode(), b"parquet 0", b"parquet 1", b"md", b""]
     assert texts(TextCorpus(folder)) == expected
     assert [document.key for document in TextCorpus(folder).documents()][::5] == ["a.txt", "sub/b.MD"]
@@ -64,7 +50,7 @@ def test_files_globs_and_lists(folder):
     assert texts(TextCorpus([folder / "sub" / "b.MD", f"{folder}/*.txt", folder / "a.txt"])) == [b"md", b"txt"]
 
 
-def test_rows_are_known_by_content_and_files_by_path(tmp_path):
+def test_row_keys_depend_on_content_only(tmp_path):
     one = write_jsonl(tmp_path / "1.jsonl", [{"text": "a"}, {"text": "b"}])
     other = write_jsonl(tmp_path / "2.jsonl", [{"text": "b"}, {"text": "c"}])
     (_, b_of_one), (b_of_other, _) = ([d.key for d in TextCorpus(path).documents()] for path in (one, other))
@@ -102,7 +88,7 @@ def test_malformed_rows_name_the_file(tmp_path):
         texts(TextCorpus(tmp_path / "x.parquet"))
 
 
-def test_missing_and_unreadable_paths_are_named(folder, tmp_path):
+def test_missing_and_unreadable_paths_are_errors(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="data.path=.*nowhere"):
         TextCorpus(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.html"):
@@ -146,7 +132,7 @@ def test_hub_reads_a_local_folder(tmp_path, monkeypatch, write, streaming):
     assert texts(corpus) == [b"uno", b"two"]
 
 
-def test_hub_mistakes_are_named(tmp_path):
+def test_hub_errors_name_the_data_set(tmp_path):
     write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "one"}])
     with pytest.raises(FileNotFoundError, match="data.name=.*nowhere"):
         texts(HubCorpus(str(tmp_path / "nowhere"), streaming=True))
@@ -156,7 +142,7 @@ def test_hub_mistakes_are_named(tmp_path):
         texts(HubCorpus(str(tmp_path / "set"), text_field="body", streaming=True))
 
 
-def test_hub_says_what_it_does_not_read(tmp_path, monkeypatch, capsys):
+def test_hub_lists_files_that_it_does_not_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     write_jsonl(tmp_path / "set" / "a.jsonl", [{"text": "one"}])
     write_jsonl(tmp_path / "set" / "b.jsonl", [{"text": "two"}])
@@ -179,7 +165,7 @@ def test_hub_says_what_it_does_not_read(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_hub_reads_the_text_field_of_local_files_alone(tmp_path, monkeypatch, streaming):
+def test_hub_reads_only_the_text_field_of_local_files(tmp_path, monkeypatch, streaming):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     folder = tmp_path / "types"
     write_jsonl(folder / "a.jsonl", [{"text": "x" * 1000, "o": 1}] * 11_000 + [{"text": "last", "o": {"a": [1]}}])

@@ -1,24 +1,12 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flash_train.data import ByteTokenizer, JsonTokenizer
-
-
-def write_tokenizer(path: Path, specials: list[str]) -> Path:
-    """A byte-level tokenizer without merges: 256 ids, then `specials`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
-    tokenizer.save(str(path))
-    return path
+from tests.support.data.tokenizers import write_tokenizer
 
 
 @given(st.binary())
@@ -90,7 +78,7 @@ def test_fingerprint_covers_the_file_and_the_errors(tmp_path):
     assert JsonTokenizer(first).fingerprint == JsonTokenizer(first).fingerprint
 
 
-def test_mistakes_are_named(tmp_path):
+def test_errors_name_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="data.tokenizer=.*none.json: no such file"):
         JsonTokenizer(tmp_path / "none.json")
     (tmp_path / "other.json").write_text(json.dumps({"model": "x"}))

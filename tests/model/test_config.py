@@ -1,4 +1,4 @@
-"""Shapes: what is refused and how, plain values and back, and the sizes in conf/model."""
+"""ModelConfig: refused shapes, conversion to plain values and back, and the sizes in conf/model."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from flash_train.model import ModelConfig, RopeScaling, Transformer
-from tests.model.common import tiny_config
+from tests.support.model.tiny import tiny_config
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 
@@ -27,7 +27,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
         ({"norm_eps": 0.0}, r"model\.norm_eps=0\.0: must be positive and finite"),
     ],
 )
-def test_refuses_what_cannot_be_built(overrides, message):
+def test_config_refuses_impossible_shapes(overrides, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(**overrides)
 
@@ -53,12 +53,12 @@ def test_refuses_what_cannot_be_built(overrides, message):
         ),
     ],
 )
-def test_refuses_scaling_that_makes_no_sense(arguments, message):
+def test_scaling_refuses_impossible_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**arguments)
 
 
-def test_a_dictionary_of_plain_values_and_back():
+def test_config_round_trips_through_a_dictionary():
     config = tiny_config(rope_scaling=RopeScaling("yarn", 4.0, 2048), qk_norm=True, residual_dropout=0.1)
     values = config.to_dict()
     assert values["rope_scaling"]["kind"] == "yarn" and isinstance(values["rope_scaling"], dict)
@@ -82,11 +82,11 @@ def test_a_dictionary_of_plain_values_and_back():
     ],
     ids=lambda s: s.kind,
 )
-def test_scaling_survives_the_format_of_transformers(scaling):
+def test_scaling_round_trips_through_the_format_of_transformers(scaling):
     assert RopeScaling.from_hf(scaling.to_hf() | {"rope_theta": 5e5}) == scaling
 
 
-def test_reads_the_older_and_the_plain_form():
+def test_scaling_reads_the_older_format_and_plain_rope():
     assert RopeScaling.from_hf({"type": "linear", "factor": 2.0}) == RopeScaling("linear", 2.0)
     assert RopeScaling.from_hf({"rope_type": "default", "rope_theta": 1e4}) is None
     assert RopeScaling.from_hf(None) is None
@@ -107,13 +107,13 @@ def test_reads_the_older_and_the_plain_form():
         ),
     ],
 )
-def test_refuses_rules_of_transformers_it_does_not_have(given, message):
+def test_scaling_refuses_unknown_rules_of_transformers(given, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling.from_hf(given)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"tied_embeddings": True}, {"qk_norm": True}, {"n_kv_heads": 4}])
-def test_counts_parameters(overrides):
+def test_parameter_count_equals_the_model(overrides):
     config = tiny_config(**overrides)
     with torch.device("meta"):
         assert Transformer(config).num_parameters() == config.num_parameters
@@ -130,7 +130,7 @@ def test_counts_parameters(overrides):
         ("8b", 128_256, 8_030_261_248),
     ],
 )
-def test_the_sizes_of_conf(size, vocab_size, parameters):
+def test_model_sizes_in_conf_have_the_stated_parameters(size, vocab_size, parameters):
     values = yaml.safe_load((CONF / f"{size}.yaml").read_text(encoding="utf-8"))
     assert values["name"] == size and "attention_dropout" not in values
     config = ModelConfig.from_dict(values | {"vocab_size": values["vocab_size"] or vocab_size})

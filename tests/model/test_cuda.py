@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_train.model import ModelConfig, Transformer, ops
 from flash_train.model.rope import rope_tables
-from tests.model.common import packing_of, positions_of, random_batch, tiny_config, tiny_model
+from tests.support.model.tiny import packing_of, positions_of, random_batch, tiny_config, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ def test_rms_norm(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1000, 2048), (37, 8192), (333, 768), (999, 16, 128), (2, 20_000)])
 @pytest.mark.parametrize(("added", "uses"), [(True, 2), (False, 3), (True, 1)])
-def test_a_step_of_the_residual_stream(shape, dtype, added, uses):
+def test_add_rms_norm(shape, dtype, added, uses):
     x, update, *upstream = (draw(*shape, dtype=dtype, seed=seed) for seed in range(6))
     weight = draw(shape[-1], dtype=dtype, seed=7).abs() + 0.5
 
@@ -81,7 +81,7 @@ def test_a_step_of_the_residual_stream(shape, dtype, added, uses):
     check(lambda x, w, u=None: ops.add_rms_norm(x, u, w, 1e-5, uses), plain, inputs, upstream[: 1 + uses])
 
 
-def test_either_result_of_a_step_of_the_stream_may_be_unused():
+def test_either_result_of_add_rms_norm_may_be_unused():
     x, update = (draw(64, 256, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
     weight = torch.ones(256, device="cuda").requires_grad_()
     stream, _, normed = ops.add_rms_norm(x, update, weight, 1e-5, 2)
@@ -95,7 +95,7 @@ def test_either_result_of_a_step_of_the_stream_may_be_unused():
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_rms_norm_leaves_its_gradient_alone_and_mixes_dtypes():
+def test_rms_norm_does_not_change_its_upstream_gradient_and_mixes_dtypes():
     x, weight = draw(64, 256, dtype=torch.bfloat16).requires_grad_(), torch.ones(256, device="cuda").requires_grad_()
     upstream = draw(64, 256, dtype=torch.bfloat16, seed=3)
     before = upstream.clone()
@@ -147,7 +147,7 @@ def plain_loss(hidden, weight, labels):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width", "vocab_size"), [(100, 64, 320), (9000, 128, 64), (5000, 256, 32_768)])
-def test_linear_cross_entropy_under_a_gradient_that_is_not_one(tokens, width, vocab_size, dtype):
+def test_linear_cross_entropy_with_an_upstream_gradient_other_than_one(tokens, width, vocab_size, dtype):
     hidden, weight = draw(tokens, width, dtype=dtype), draw(vocab_size, width, dtype=dtype, seed=1) / width**0.5
     labels = torch.randint(vocab_size, (tokens,), device="cuda")
     labels[::7] = ops.IGNORE_INDEX
@@ -184,7 +184,7 @@ def test_linear_cross_entropy_under_autocast_and_with_either_input_frozen():
         torch.testing.assert_close(ops.linear_cross_entropy(hidden, weight, labels), loss)
 
 
-def test_a_second_backward_through_the_loss_raises_and_is_not_silently_wrong():
+def test_second_backward_through_the_loss_raises():
     hidden, weight = (
         draw(64, 32, dtype=torch.float32).requires_grad_(),
         draw(96, 32, dtype=torch.float32).requires_grad_(),
@@ -223,7 +223,7 @@ def on_card(model_dtype=torch.float32, autocast=None, **options):
         (torch.float32, torch.float16),
     ],
 )
-def test_the_fused_model_errs_no_more_than_plain_pytorch(dtype, autocast, qk_norm, monkeypatch):
+def test_fused_model_is_as_accurate_as_plain_pytorch(dtype, autocast, qk_norm, monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"  # no TF32
     fused = on_card(dtype, autocast, qk_norm=qk_norm)
     exact = on_card(torch.float64, qk_norm=qk_norm, attention="standard")
@@ -239,8 +239,8 @@ def test_the_fused_model_errs_no_more_than_plain_pytorch(dtype, autocast, qk_nor
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("memory", ["selective", "checkpoint"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_memory_modes_have_the_gradients_of_keeping_everything(memory, dropout, autocast, attention):
-    """The MLP overwrites what it saved; the recomputation must not meet that, nor other random numbers."""
+def test_memory_modes_have_the_gradients_of_memory_none(memory, dropout, autocast, attention):
+    """The MLP overwrites saved tensors. The recomputation must not read them, and must draw the same random numbers."""
     options = {
         "attention": attention,
         "attention_dropout": dropout,
@@ -260,7 +260,7 @@ def test_memory_modes_have_the_gradients_of_keeping_everything(memory, dropout, 
 
 
 @pytest.mark.parametrize(("memory", "runs"), [("none", 1), ("selective", 1), ("checkpoint", 2)])
-def test_how_often_the_flash_kernel_runs(memory, runs):
+def test_number_of_runs_of_the_flash_kernel_by_memory_mode(memory, runs):
     class Calls(TorchDispatchMode):
         count = 0
 
@@ -277,8 +277,8 @@ def test_how_often_the_flash_kernel_runs(memory, runs):
 
 @pytest.mark.parametrize("vocab_size", [320, 32_768])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_logits_never_exist_at_once(vocab_size, autocast):
-    """By the shapes of all results of operators, and, where it shows, by the memory in use."""
+def test_full_logits_are_never_allocated(vocab_size, autocast):
+    """Checks the shapes of all operator results and, if the logits are large enough to show, the allocated memory."""
     tokens_count, shapes = 16_384, set()
 
     class Shapes(TorchDispatchMode):
@@ -330,7 +330,7 @@ def test_changing_a_document_leaves_the_logits_of_the_others_bitwise_equal(atten
 
 
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
-def test_a_compiled_block_errs_no_more_than_the_plain_one(attention):
+def test_compiled_block_is_as_accurate_as_the_plain_one(attention):
     """Against fp32: both round to bf16, in different places."""
     model = tiny_model(attention=attention, width=128, head_dim=32).to("cuda", torch.bfloat16)
     x = draw(2048, 128, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from flash_train.model import generate
-from tests.model.common import tiny_model
+from tests.support.model.tiny import tiny_model
 
 
 def test_temperature_zero_takes_the_likeliest_id_of_each_step():
@@ -22,7 +22,7 @@ def test_temperature_zero_takes_the_likeliest_id_of_each_step():
             tokens.append(token)
 
 
-def test_is_a_function_of_the_generator():
+def test_samples_depend_on_the_generator_only():
     def sample(seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
         return generate(tiny_model(), [1, 2], max_new_tokens=12, temperature=1.5, generator=generator)
@@ -36,7 +36,7 @@ def test_low_temperature_is_greedy():
 
 
 @pytest.mark.parametrize("temperature", [0, 100.0])
-def test_ids_from_the_limit_on_are_never_drawn(temperature):
+def test_ids_at_or_above_the_limit_are_never_drawn(temperature):
     model = tiny_model()
     with torch.no_grad():
         model.head.weight[10:] = 50 * model.hidden(torch.tensor([[1]]))[0]  # without the limit they would win at once
@@ -45,7 +45,7 @@ def test_ids_from_the_limit_on_are_never_drawn(temperature):
     assert max(generate(model, [1], max_new_tokens=30, temperature=temperature)) >= 10
 
 
-def test_leaves_the_model_as_it_was_and_samples_without_dropout():
+def test_generate_samples_without_dropout_and_restores_training_mode():
     model = tiny_model(residual_dropout=0.5).train()
     first = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=5, temperature=0)
     assert model.training and all(p.grad is None for p in model.parameters())
@@ -64,14 +64,14 @@ def test_a_compiled_model_runs_eagerly_and_is_compiled_afterwards():
     assert compilations.frame_count > 0
 
 
-def test_refuses_an_empty_prompt_and_a_negative_temperature():
+def test_generate_refuses_an_empty_prompt_and_a_negative_temperature():
     with pytest.raises(ValueError, match="at least one token"):
         generate(tiny_model(), [], max_new_tokens=1)
     with pytest.raises(ValueError, match="temperature=-1: must be 0 or more"):
         generate(tiny_model(), [1], max_new_tokens=1, temperature=-1)
 
 
-def test_ends_when_its_time_is_over(monkeypatch):
+def test_generate_stops_at_its_time_limit(monkeypatch):
     """Each look at the clock is a second later; the first is before any token."""
     clock = iter(range(100))
     module = sys.modules[generate.__module__]  # the package has the function under the module's name

@@ -1,4 +1,4 @@
-"""The PyTorch path of the fused operations: against fp64, in chunks and whole, and within bounded memory."""
+"""The PyTorch path of the fused operations: compared with fp64, in chunks and whole, and with bounded memory."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_train.model import ops
 from flash_train.model.rope import rope_tables
-from tests.model.common import tiny_config
+from tests.support.model.tiny import tiny_config
 
 
 class LargestTensor(TorchDispatchMode):
@@ -39,7 +39,7 @@ def linear_problem(tokens: int, width: int, vocab_size: int, dtype=torch.float32
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 128, 300])
-def test_cross_entropy_in_chunks_is_the_whole_with_its_gradients(monkeypatch, tokens):
+def test_chunked_cross_entropy_equals_the_whole_with_gradients(monkeypatch, tokens):
     monkeypatch.setattr(ops, "CHUNK_TOKENS", 128)
     hidden, weight, labels = linear_problem(tokens, 32, 50)
     loss = ops.linear_cross_entropy(hidden, weight, labels) / 123.0  # the caller's scale reaches the backward
@@ -52,7 +52,7 @@ def test_cross_entropy_in_chunks_is_the_whole_with_its_gradients(monkeypatch, to
     assert not got[0][labels == ops.IGNORE_INDEX].any()
 
 
-def test_cross_entropy_without_a_single_label_is_zero_and_so_are_its_gradients():
+def test_cross_entropy_without_labels_is_zero_with_zero_gradients():
     hidden, weight, labels = linear_problem(10, 8, 20)
     loss = ops.linear_cross_entropy(hidden, weight, torch.full_like(labels, ops.IGNORE_INDEX))
     loss.backward()
@@ -70,7 +70,7 @@ def test_cross_entropy_in_bf16_sums_in_fp32(autocast, dtype):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
 
 
-def test_the_logits_of_a_long_batch_never_exist_at_once():
+def test_full_logits_of_a_long_batch_are_never_allocated():
     tokens, vocab_size = 8 * ops.CHUNK_TOKENS, 259
     hidden, weight, labels = linear_problem(tokens, 16, vocab_size)
     with LargestTensor() as seen:
@@ -82,7 +82,7 @@ def test_the_logits_of_a_long_batch_never_exist_at_once():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_norm_and_swiglu_against_fp64(dtype, tolerance):
+def test_norm_and_swiglu_agree_with_fp64(dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(40, 64, generator=generator).to(dtype) for _ in range(2))
     weight = (torch.rand(64, generator=generator) + 0.5).to(dtype)
@@ -121,7 +121,7 @@ def test_the_compute_dtype_follows_autocast():
         assert ops.compute_dtype(x) == torch.bfloat16
 
 
-def test_our_own_kernels_in_the_interpreter():
+def test_model_kernels_in_the_interpreter():
     """Residual addition with its norm, and the linear cross entropy: as exact as PyTorch in fp32 and fp16."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     script = Path(__file__).parent / "kernels_interpreted.py"
@@ -130,7 +130,7 @@ def test_our_own_kernels_in_the_interpreter():
 
 
 @pytest.mark.parametrize("added", [True, False])
-def test_a_step_of_the_residual_stream(added):
+def test_add_rms_norm(added):
     draw = torch.Generator().manual_seed(0)
     x, update = (torch.randn(7, 12, generator=draw) for _ in range(2))
     weight = torch.rand(12, generator=draw)

@@ -1,4 +1,4 @@
-"""The Llama layout, both ways, against transformers."""
+"""Reading and writing models in the Llama layout, compared with transformers."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flash_train.model import RopeScaling, Transformer, load_pretrained, save_pretrained
-from tests.model.common import packing_of, random_batch, tiny_config, tiny_model
+from tests.support.model.tiny import packing_of, random_batch, tiny_config, tiny_model
 
 SCALINGS = {
     "plain": None,
@@ -85,7 +85,7 @@ def assert_same_logits(a, b) -> None:
     ],
     ids=["gqa", "tied", "mha", "wide-heads", "theta", "llama3", "yarn"],
 )
-def test_reads_what_transformers_wrote(tmp_path, overrides):
+def test_models_written_by_transformers_are_read(tmp_path, overrides):
     theirs = llama(**overrides)
     theirs.save_pretrained(tmp_path)
     assert_same_logits(ours(tmp_path), theirs)
@@ -93,7 +93,7 @@ def test_reads_what_transformers_wrote(tmp_path, overrides):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_transformers_reads_what_it_wrote(tmp_path, scaling, tied):
+def test_saved_models_are_read_by_transformers(tmp_path, scaling, tied):
     model = tiny_model(rope_scaling=scaling, tied_embeddings=tied, width=64, n_kv_heads=1).eval()
     assert save_pretrained(model, model.config, tmp_path / "out", token_ids={"eos_token_id": 7}) == tmp_path / "out"
     theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -102,7 +102,7 @@ def test_transformers_reads_what_it_wrote(tmp_path, scaling, tied):
     assert_same_logits(model, theirs.eval())
 
 
-def test_comes_back_the_same(tmp_path):
+def test_saved_model_round_trips(tmp_path):
     model = tiny_model(rope_scaling=SCALINGS["llama3"], width=64)
     save_pretrained(model.state_dict(), model.config, tmp_path / "again")
     config, state = load_pretrained(tmp_path / "again")
@@ -111,7 +111,7 @@ def test_comes_back_the_same(tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_keeps_the_dtype(tmp_path):
+def test_saved_model_keeps_its_dtype(tmp_path):
     model = tiny_model(width=64).bfloat16()
     save_pretrained(model, model.config, tmp_path)
     assert LlamaForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
@@ -119,7 +119,7 @@ def test_keeps_the_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("writer", ["ours", "theirs"])
-def test_shards(tmp_path, writer):
+def test_sharded_weights_are_read(tmp_path, writer):
     if writer == "ours":
         model = tiny_model(width=64).eval()
         save_pretrained(model, model.config, tmp_path, max_shard_bytes=40_000)
@@ -131,7 +131,7 @@ def test_shards(tmp_path, writer):
     assert_same_logits(LlamaForCausalLM.from_pretrained(tmp_path).eval(), model)
 
 
-def test_saving_again_replaces_whole_files_and_leaves_nothing_beside_them(tmp_path):
+def test_saving_again_removes_old_shards(tmp_path):
     first, second = tiny_model(width=64, seed=0), tiny_model(width=64, seed=1)
     save_pretrained(first, first.config, tmp_path, max_shard_bytes=40_000)
     save_pretrained(second, second.config, tmp_path)  # one file now: the old shards must not be read again
@@ -155,7 +155,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
+def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
     """Otherwise a crash right after may leave a file that has its name but nothing in it."""
     synced, moved = set(), []
 
@@ -177,7 +177,7 @@ def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch
     ("scaling", "length", "expected"),
     [(None, None, 2048), (None, 65536, 65536), (SCALINGS["llama3"], None, 256), (SCALINGS["linear"], None, 2048)],
 )
-def test_the_length_in_the_config(tmp_path, scaling, length, expected):
+def test_exported_config_has_the_maximum_length(tmp_path, scaling, length, expected):
     model = tiny_model(width=64, rope_scaling=scaling)
     save_pretrained(model, model.config, tmp_path, max_seq_len=length)
     assert LlamaConfig.from_pretrained(tmp_path).max_position_embeddings == expected
@@ -190,14 +190,14 @@ def test_the_length_in_the_config(tmp_path, scaling, length, expected):
         ({"width": 50}, r"model\.width=50: must be a multiple of model\.n_heads=4"),
     ],
 )
-def test_refuses_to_export_what_llama_cannot_hold(tmp_path, overrides, message):
+def test_export_refuses_features_that_llama_lacks(tmp_path, overrides, message):
     model = tiny_model(**overrides)
     with pytest.raises(ValueError, match=message):
         save_pretrained(model, model.config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_refuses_weights_of_another_configuration(tmp_path):
+def test_export_refuses_weights_of_another_configuration(tmp_path):
     with pytest.raises(ValueError, match=r"do not belong to this configuration: blocks\.2"):
         save_pretrained(tiny_model(width=64), tiny_config(width=64, n_layers=3), tmp_path)
 
@@ -220,7 +220,7 @@ def test_refuses_weights_of_another_configuration(tmp_path):
         ),
     ],
 )
-def test_refuses_models_that_are_no_plain_llama_in_one_line(tmp_path, changes, message):
+def test_loading_refuses_models_that_are_not_plain_llama(tmp_path, changes, message):
     llama().save_pretrained(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message) as caught:
@@ -243,7 +243,7 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_extending_the_context_keeps_the_weights(tmp_path):
-    """The commonest use: a model read in, its rotary scaling replaced."""
+    """The most common use: load a model and replace its rotary scaling."""
     import dataclasses
 
     llama().save_pretrained(tmp_path)
@@ -254,7 +254,7 @@ def test_extending_the_context_keeps_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_errs_no_more_than_twice_what_transformers_does(tmp_path, dtype):
+def test_error_is_at_most_twice_that_of_transformers(tmp_path, dtype):
     """FlashAttention's rule: error against fp64 ≤ 2 × the error of PyTorch in the same precision; gradients 3 ×."""
     theirs = llama(num_hidden_layers=4)
     theirs.save_pretrained(tmp_path)

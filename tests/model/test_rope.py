@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own, and the tables made of them."""
+"""Rotary frequencies compared with transformers, and the cos and sin tables."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from flash_train.model import RopeScaling
 from flash_train.model.ops import apply_rotary
 from flash_train.model.rope import rope_frequencies, rope_tables
-from tests.model.common import tiny_config
+from tests.support.model.tiny import tiny_config
 
 SCALINGS = [
     RopeScaling("linear", 4.0),
@@ -33,7 +33,7 @@ def llama_config(theta: float, head_dim: int, **rope) -> LlamaConfig:
 @pytest.mark.parametrize("head_dim", [32, 128])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s.kind}-{s.factor}")
-def test_equals_transformers(scaling, theta, head_dim):
+def test_rope_frequencies_equal_transformers(scaling, theta, head_dim):
     config = tiny_config(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
     ours, ours_scale = rope_frequencies(config)
     theirs, theirs_scale = ROPE_INIT_FUNCTIONS[scaling.kind](llama_config(theta, head_dim, **scaling.to_hf()), "cpu")
@@ -42,7 +42,7 @@ def test_equals_transformers(scaling, theta, head_dim):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
-def test_ntk_is_the_dynamic_rule_of_transformers_held_at_one_length(factor):
+def test_ntk_equals_dynamic_ntk_of_transformers_at_one_length(factor):
     """Dynamic NTK with factor 1 at `factor` times the trained length has the base of the fixed rule."""
     ours, _ = rope_frequencies(tiny_config(head_dim=64, rope_scaling=RopeScaling("ntk", factor)))
     llama = llama_config(1e4, 64, rope_type="dynamic", factor=1.0)
@@ -66,7 +66,7 @@ def test_tables_stay_fp32_in_a_bf16_model_and_far_positions_differ():
 
 
 def test_scores_depend_on_distance_alone():
-    """What makes it a relative position: q at m against k at n scores as q at m+s against k at n+s."""
+    """The encoding is relative: q at m and k at n have the same score as q at m+s and k at n+s."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
 

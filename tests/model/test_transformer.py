@@ -1,4 +1,4 @@
-"""The decoder: documents that do not see each other, its loss, its precision, its FLOPs, its compilation."""
+"""The decoder: separate documents, loss, precision, FLOPs, and compilation."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from flash_train.attention import attended_pairs
 from flash_train.model import ModelConfig, RopeScaling, Transformer
-from tests.model.common import packing_of, positions_of, random_batch, tiny_config, tiny_model
+from tests.support.model.tiny import packing_of, positions_of, random_batch, tiny_config, tiny_model
 
 LENGTHS = (20, 1, 11, 32)  # the second row starts where the fourth document does
 SHAPE = (2, 32)
@@ -31,7 +31,7 @@ def test_changing_a_document_leaves_the_logits_of_the_others_bitwise_equal(docum
     assert (before[span] != after[span]).any(-1).all()
 
 
-def test_packed_documents_are_what_they_are_alone():
+def test_packed_documents_have_the_logits_of_single_documents():
     model = tiny_model().double().eval()
     tokens, labels = random_batch(SHAPE, 96)
     packed = model(tokens, packing=packing_of(LENGTHS)).flatten(0, 1)
@@ -45,7 +45,7 @@ def test_packed_documents_are_what_they_are_alone():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_positions_left_out_are_counted_from_each_start(packed):
+def test_default_positions_restart_at_each_document(packed):
     model = tiny_model().eval()
     tokens, _ = random_batch(SHAPE, 96)
     packing = packing_of(LENGTHS) if packed else None
@@ -55,7 +55,7 @@ def test_positions_left_out_are_counted_from_each_start(packed):
     assert not torch.equal(derived, model.hidden(tokens, positions=positions * 2, packing=packing))
 
 
-def test_no_token_sees_a_later_one():
+def test_logits_are_causal():
     model = tiny_model().eval()
     tokens, _ = random_batch((1, 32), 96)
     changed = tokens.clone()
@@ -118,7 +118,7 @@ def test_under_autocast_activations_are_bf16_and_gradients_fp32():
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_initial_weights_have_the_stated_spread_and_the_initial_loss_is_near_that_of_a_guess():
+def test_initial_weights_have_the_stated_spread_and_initial_loss_is_near_uniform():
     config = tiny_config(width=100, mlp_width=256, head_dim=32, n_layers=8, vocab_size=512)
     torch.manual_seed(0)
     model = Transformer(config)
@@ -134,8 +134,8 @@ def test_initial_weights_have_the_stated_spread_and_the_initial_loss_is_near_tha
     assert math.log(512) < (loss / count).item() < math.log(512) + 1  # logits of unit variance cost half a nat
 
 
-def test_learns_to_copy():
-    """The whole of it: fifty steps on one batch bring its loss down to almost nothing."""
+def test_model_learns_to_copy():
+    """End to end: fifty steps on one batch bring its loss almost to 0."""
     torch.manual_seed(0)
     model = Transformer(tiny_config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -154,7 +154,7 @@ def test_tied_weights_are_one_parameter():
     assert not any("head" in name for name in model.state_dict())
 
 
-def test_flops_by_hand():
+def test_flops_equal_a_count_by_hand():
     config = ModelConfig(
         vocab_size=10, n_layers=3, width=8, n_heads=4, n_kv_heads=2, head_dim=6, mlp_width=20, tied_embeddings=True
     )
@@ -165,7 +165,7 @@ def test_flops_by_hand():
         assert Transformer(config).model_flops(8, pairs) == expected
 
 
-def test_runs_with_every_rope_rule():
+def test_model_runs_with_every_rope_rule():
     tokens, _ = random_batch((1, 24), 96)
     results = [
         tiny_model(rope_scaling=scaling).eval()(tokens)
@@ -194,7 +194,7 @@ def test_a_block_compiles_without_a_graph_break():
 
 
 @pytest.mark.parametrize("memory", ["none", "selective"])
-def test_a_compiled_model_has_the_gradients_of_the_plain_one(memory):
+def test_compiled_model_has_the_gradients_of_the_plain_one(memory):
     tokens, labels = random_batch(SHAPE, 96)
     results = []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""A damaged file of a saved model ends in one line that names the file and says what it may be."""
+"""A damaged file of a saved model gives a one-line error that names the file and the likely cause."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_damaged_file_is_named(llama, name, change, says):
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 3}}, {"weight_map": {}}])
-def test_an_index_without_a_weight_map(llama, index):
+def test_index_without_a_weight_map_is_refused(llama, index):
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ValueError, match="has no weight_map"):
@@ -45,7 +45,7 @@ def test_an_index_without_a_weight_map(llama, index):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_json_that_is_no_object(llama, name):
+def test_json_that_is_not_an_object_is_refused(llama, name):
     (llama / "model.safetensors").unlink()
     (llama / name).write_text("[1, 2]", encoding="utf-8")
     with pytest.raises(ValueError, match=f"{name} holds list"):

@@ -1,4 +1,4 @@
-"""Peak rates by the driver's name of the card, memory figures, versions."""
+"""Peak FLOP rates by the driver's name of the GPU, memory in use, and versions."""
 
 import subprocess
 from pathlib import Path
@@ -87,13 +87,13 @@ def test_memory_on_a_cpu_is_the_process():
     del held
 
 
-def test_versions_name_what_computes():
+def test_versions_name_torch_and_the_device():
     found = versions()
     assert found["torch"] == torch.__version__
     assert {"python", "triton", "lightning", "gpu", "commit"} <= set(found)
 
 
-def test_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path):
+def test_commit_is_from_the_checkout_that_tracks_the_file(tmp_path):
     def git(*arguments):
         identity = ("-c", "user.name=t", "-c", "user.email=t@t")
         subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)

@@ -10,7 +10,7 @@ from flash_train.records import MetricsTable, plot_run, plots, read_column
 
 
 @pytest.mark.parametrize(("write", "old", "new"), [(write_text, "old\n", "new\n"), (write_bytes, b"old\n", b"new\n")])
-def test_a_file_is_replaced_in_one_move(tmp_path, monkeypatch, write, old, new):
+def test_file_is_replaced_atomically(tmp_path, monkeypatch, write, old, new):
     path = tmp_path / "new" / "a.txt"
     write(path, old)
 
@@ -54,7 +54,7 @@ def test_table_keeps_every_digit_and_grows_columns(tmp_path):
     assert table.column("nothing") == ([], [])
 
 
-def test_table_goes_on_where_the_checkpoint_stood(tmp_path):
+def test_table_continues_at_the_checkpoints_step(tmp_path):
     path = tmp_path / "metrics.csv"
     table = MetricsTable(path)
     for step in range(1, 6):
@@ -87,7 +87,7 @@ def test_a_column_is_read_while_a_run_writes(tmp_path):
     assert (after.st_ino, after.st_mtime_ns, after.st_size) == (before.st_ino, before.st_mtime_ns, before.st_size)
 
 
-def test_a_foreign_file_is_not_taken_for_a_table(tmp_path):
+def test_file_that_is_not_a_table_is_refused(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("name,value\nx,1\n")
     with pytest.raises(ValueError, match="first column is not 'step'"):
@@ -169,7 +169,7 @@ def test_plots_of_values_that_no_axis_can_show(values, tmp_path):
         ("train/gradient_norm", []),
     ],
 )
-def test_a_table_of_one_metric_has_the_picture_that_shows_it(name, written, tmp_path):
+def test_table_of_one_metric_draws_the_plot_of_that_metric(name, written, tmp_path):
     assert drawn(tmp_path, [1.0], [name]) == written
 
 
@@ -177,19 +177,19 @@ def test_columns_without_any_value_draw_nothing(tmp_path):
     assert drawn(tmp_path, [None, None]) == []
 
 
-def test_a_panel_without_a_finite_value_says_so(tmp_path, monkeypatch):
+def test_panel_without_a_finite_value_has_a_note(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(plots, "say_empty", said.append)
     drawn(tmp_path, [NAN], ["throughput/tokens_per_second"])
     assert [panel.get_ylabel() for panel in said] == ["tokens per second", "seconds per step"]
 
 
-def test_a_picture_of_rows_that_are_gone_is_removed(tmp_path):
+def test_plot_of_removed_rows_is_removed(tmp_path):
     (tmp_path / "loss.png").write_bytes(b"of an earlier run")
     assert drawn(tmp_path, [1.0], ["time/step_seconds"]) == ["throughput.png"]
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, monkeypatch):
+def test_plot_that_cannot_be_written_keeps_the_old_one(tmp_path, monkeypatch):
     table = MetricsTable(tmp_path / "metrics.csv")
     table.write(1, {"train/loss": 1.0})
     (picture,) = plot_run(table, tmp_path)

@@ -109,7 +109,7 @@ def test_every_callback_works_with_a_module_that_throughput_supports(tmp_path):
         ((MemorySnapshot(print, every=1),), "MemorySnapshot needs a module with model"),
     ],
 )
-def test_callbacks_say_what_they_need_of_a_module(callbacks, message, tmp_path, monkeypatch):
+def test_callbacks_name_what_a_module_lacks(callbacks, message, tmp_path, monkeypatch):
     class Bare(pl.LightningModule):
         def __init__(self):
             super().__init__()

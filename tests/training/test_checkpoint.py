@@ -18,8 +18,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_after_going_back_the_new_branch_is_the_newest(tmp_path):
-    """Checkpoints of later steps stay, but the newest is of the resumed branch, whatever the files' times are."""
+def test_newest_branch_is_resumed_after_resuming_an_earlier_step(tmp_path):
+    """Checkpoints of later steps stay, but the newest one belongs to the resumed branch, whatever the files' times."""
     tiny_trainer(tmp_path, max_steps=8, checkpoint_every=2, keep_checkpoints=3).fit(
         tiny_module(), datamodule=TinyData()
     )
@@ -39,7 +39,7 @@ def test_after_going_back_the_new_branch_is_the_newest(tmp_path):
     assert newest_checkpoint(folder).name == "step-000008.ckpt"
 
 
-def test_the_last_step_is_the_newest_whatever_the_clock_says(tmp_path):
+def test_newest_checkpoint_is_chosen_by_step_not_by_clock(tmp_path):
     """If the clock goes backwards during a run, no newer checkpoint is removed."""
     folder = tmp_path / "checkpoints"
     clock = iter(range(100, 0, -1))
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_a_later_step_is_never_removed(tmp_path):
     assert newest_checkpoint(folder).name == "step-000002.ckpt"
 
 
-def test_a_damaged_checkpoint_is_passed_over_whatever_the_damage(tmp_path):
+def test_damaged_checkpoints_are_skipped(tmp_path):
     """Files cut off anywhere, and changed bytes where PyTorch reads; PyTorch raises many types of errors for them."""
     draw, saver = random.Random(0), AtomicCheckpointIO()
     for step in (1, 2):
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over_whatever_the_damage(tmp_path):
     assert unreadable > 100  # changed bytes in names or numbers can go unnoticed
 
 
-def test_none_that_can_be_read(tmp_path):
+def test_no_readable_checkpoint_is_an_error(tmp_path):
     (tmp_path / "step-000100.ckpt").write_bytes(b"half of a file")
     with pytest.raises(ValueError, match="step-000100.ckpt is not a checkpoint of this program, or is damaged"):
         newest_checkpoint(tmp_path)
@@ -105,7 +105,7 @@ class Small(io.FileIO):
         return super().write(data) if self.room >= 0 else full_disk()
 
 
-def test_the_systems_error_is_not_hidden_by_torch(tmp_path):
+def test_system_error_is_not_hidden_by_torch(tmp_path):
     """While closing the archive, torch raises its own error instead."""
     tensors = {str(i): torch.ones(1000) for i in range(100)}
     with pytest.raises(RuntimeError, match="unexpected pos"), Small(tmp_path / "theirs", "w") as file:
@@ -114,7 +114,7 @@ def test_the_systems_error_is_not_hidden_by_torch(tmp_path):
         _save(tensors, file)
 
 
-def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, capsys):
+def test_checkpoint_is_written_after_a_disk_was_full(tmp_path, monkeypatch, capsys):
     """One line is printed, the older checkpoint stays, the next one is written, and the run's numbers do not change."""
     through = tiny_trainer(tmp_path / "through", max_steps=6, checkpoint_every=2)
     through.fit(tiny_module(), datamodule=TinyData())
@@ -162,7 +162,7 @@ def test_checkpoint_settings_out_of_range(options, tmp_path):
         StepCheckpoint(tmp_path, **options)
 
 
-def test_checkpoint_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_checkpoint_is_replaced_atomically(tmp_path, monkeypatch):
     path = tmp_path / "a" / "x.ckpt"
     io = AtomicCheckpointIO()
     io.save_checkpoint({"value": torch.ones(3)}, path)

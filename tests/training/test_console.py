@@ -59,7 +59,7 @@ class Gone(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_that_is_gone_stops_no_training(terminal, tmp_path, monkeypatch):
+def test_closed_terminal_does_not_stop_training(terminal, tmp_path, monkeypatch):
     """Also a closed pipe, at which rich would end the program."""
     monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
     monkeypatch.setattr(sys, "stderr", Gone())
@@ -113,7 +113,7 @@ def test_disabled_bar_shows_nothing(tmp_path):
     assert shown(screen) == ""
 
 
-def test_numbers_in_words():
+def test_numbers_are_formatted_with_units():
     row = {
         "train/loss": 2.31412,
         "throughput/tokens_per_second": 40667.0,
@@ -145,7 +145,7 @@ def test_closing_table_and_sample(tmp_path):
     assert modes == [(False, True)]
 
 
-def test_a_sample_does_not_steer_the_terminal():
+def test_sample_has_no_control_characters():
     assert printable("a\x1b[31mb\x0e\x9b\n\x7f\té") == "a�[31mb��\n�\té"
 
 

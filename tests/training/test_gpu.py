@@ -60,7 +60,7 @@ def test_every_precision_trains_with_clipping(precision, tmp_path):
     assert float(found[-1]["train/loss"]) < float(found[0]["train/loss"])
 
 
-def test_utilisation_and_memory_are_the_cards(tmp_path):
+def test_utilisation_and_memory_come_from_the_gpu(tmp_path):
     trainer(tmp_path).fit(tiny_module(config=CONFIG), datamodule=TinyData())
     last = rows(tmp_path)[-1]
     assert (

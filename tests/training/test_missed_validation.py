@@ -65,7 +65,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("count", "steps"), [(1, [4, 8, 12]), (2, [8, 12]), (3, [12])])
-def test_a_validation_that_was_killed_is_done_when_the_run_is_resumed(count, steps, whole, tmp_path):
+def test_killed_validation_runs_after_resuming(count, steps, whole, tmp_path):
     """After the last validation no step is left, and the run's record is completed."""
     with pytest.raises(Killed):
         fit(tmp_path, Kill(count))
@@ -81,7 +81,7 @@ def test_a_validation_that_was_killed_is_done_when_the_run_is_resumed(count, ste
     assert (tmp_path / "loss.png").is_file()
 
 
-def test_a_validation_that_a_signal_cut_short_is_done_when_the_run_is_resumed(whole, tmp_path):
+def test_validation_interrupted_by_a_signal_runs_after_resuming(whole, tmp_path):
     """At a step without a due checkpoint: the signal saves one."""
 
     class Signal(pl.Callback):
@@ -96,7 +96,7 @@ def test_a_validation_that_a_signal_cut_short_is_done_when_the_run_is_resumed(wh
     assert losses(tmp_path) == losses(whole)
 
 
-def test_a_validation_that_stop_after_asked_for_is_done_when_the_run_is_resumed(tmp_path):
+def test_validation_requested_by_stop_after_runs_after_resuming(tmp_path):
     with pytest.raises(Killed):
         fit(tmp_path, Kill(1), stop_after=3)
     again = Validations()
@@ -105,7 +105,7 @@ def test_a_validation_that_stop_after_asked_for_is_done_when_the_run_is_resumed(
     assert [row[0] for row in losses(tmp_path) if row[4]] == ["3", "4", "5"]
 
 
-def test_a_run_that_was_killed_after_its_last_validation_is_closed(whole, tmp_path, monkeypatch):
+def test_run_killed_after_its_last_validation_is_completed(whole, tmp_path, monkeypatch):
     """Its numbers are in metrics.csv, so nothing is computed again."""
 
     def kill(*arguments, **named):
@@ -123,7 +123,7 @@ def test_a_run_that_was_killed_after_its_last_validation_is_closed(whole, tmp_pa
     }
 
 
-def test_what_has_ended_is_not_validated_again(tmp_path):
+def test_finished_run_is_not_validated_again(tmp_path):
     fit(tmp_path, stop_after=4)
     again = Validations()
     fit(tmp_path, again, stop_after=1, resume=True)  # it was validated at 4
@@ -134,7 +134,7 @@ def test_what_has_ended_is_not_validated_again(tmp_path):
     assert again.steps == [] and (tmp_path / "summary.json").stat().st_mtime_ns == before
 
 
-def test_another_run_that_starts_from_the_checkpoint_owes_nothing(tmp_path):
+def test_new_run_from_the_checkpoint_has_no_missed_validation(tmp_path):
     with pytest.raises(Killed):
         fit(tmp_path / "first", Kill(1))
     checkpoint = newest_checkpoint(tmp_path / "first" / "checkpoints")
@@ -165,7 +165,7 @@ def test_the_checkpoint_says_whether_a_validation_is_due(tmp_path):
     assert found == {1: False, 2: False, 3: False, 4: True, 5: False, 6: True}
 
 
-def test_a_module_of_ones_own_may_name_its_validation_otherwise(tmp_path):
+def test_users_module_may_rename_its_validation_metric(tmp_path):
     record = RunRecord(tmp_path)
     record.table, record._is_resumed = MetricsTable(tmp_path / "metrics.csv", up_to_step=4), True
     assert record.lacks_validation(4)
@@ -179,7 +179,7 @@ def test_a_module_of_ones_own_may_name_its_validation_otherwise(tmp_path):
     assert checkpoint == {"validation_due": True}
 
 
-def test_it_needs_the_record(tmp_path):
+def test_missed_validation_needs_the_record(tmp_path):
     with pytest.raises(ValueError, match="MissedValidation needs RunRecord before it"):
         pl.Trainer(callbacks=[MissedValidation()], logger=False, enable_checkpointing=False, accelerator="cpu").fit(
             tiny_module(), datamodule=TinyData()

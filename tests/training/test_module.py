@@ -178,7 +178,7 @@ class Bigram(torch.nn.Module):
         return 6 * 31 * 31 * n_tokens
 
 
-def test_a_model_of_ones_own_trains_and_goes_on(tmp_path):
+def test_users_own_model_trains_and_resumes(tmp_path):
     def run(module, **options):
         trainer = tiny_trainer(tmp_path, max_steps=4, **options)
         trainer.fit(module, datamodule=TinyData(), ckpt_path=newest(tmp_path) if options == {} else None)
@@ -199,7 +199,7 @@ def test_a_model_of_ones_own_trains_and_goes_on(tmp_path):
         CausalLMModule(Bigram(), compile=True)
 
 
-def test_a_built_transformer_says_what_it_runs_on():
+def test_built_transformer_knows_its_backend():
     built = Transformer(tiny_config(), attention="standard", memory="checkpoint")
     module = CausalLMModule(built)
     assert module.attention == "standard"
@@ -241,13 +241,13 @@ def test_schedule_goes_by_max_steps():
         fit(tiny_module(), [packed_row(0)], accumulate=1, max_steps=-1, max_epochs=-1)
 
 
-def test_packed_batches_have_no_end_of_their_own():
+def test_packed_batches_do_not_define_epochs():
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"needs an end: give Trainer\(max_steps=...\)"):
         trainer.fit(tiny_module(), datamodule=TinyData())
 
 
-def test_a_fit_that_ends_amid_a_step_leaves_nothing_to_the_next():
+def test_fit_that_ends_inside_a_step_leaves_no_gradients():
     class Fail(pl.Callback):
         def on_train_batch_end(self, *arguments):
             raise RuntimeError("amid a step")
@@ -291,14 +291,14 @@ def test_plain_rows_need_no_packing():
     assert module.flops(batch) == module.model.model_flops(32, 32 * 33 // 2)
 
 
-def test_flops_are_those_of_the_packed_documents():
+def test_flops_are_counted_for_packed_documents():
     module = tiny_module()
     row = packed_row(0)
     pairs = sum(n * (n + 1) // 2 for n in row["lengths"])
     assert module.flops(row) == module.model.model_flops(32, pairs)
 
 
-def test_more_tokens_than_the_model_knows_are_refused(tmp_path):
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
     class Wide(TinyData):
         vocab_size = 32
 
@@ -306,7 +306,7 @@ def test_more_tokens_than_the_model_knows_are_refused(tmp_path):
         tiny_trainer(tmp_path).fit(tiny_module(), datamodule=Wide())
 
 
-def test_flash_gets_no_numbers_from_the_host():
+def test_packing_for_flash_has_no_host_lengths():
     row = packed_row(0)
     module = tiny_module()
     assert isinstance(module.context(row)["packing"], Packing)

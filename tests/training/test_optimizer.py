@@ -60,7 +60,7 @@ def test_schedule():
     assert learning_rate_factor(0, warmup_steps=0, max_steps=1, min_lr_ratio=0.0) == 1.0
 
 
-def test_scheduler_follows_it():
+def test_scheduler_follows_the_schedule():
     optimizer = build_adamw(nn.Linear(2, 2), OptimizerConfig(lr=2.0))
     scheduler = warmup_cosine(optimizer, OptimizerConfig(lr=2.0, warmup_steps=2), max_steps=10)
     seen = []
@@ -94,7 +94,7 @@ def test_rescale_and_clip(dtype, max_norm):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_a_fused_step_rescales_by_itself(max_norm, device):
+def test_fused_step_rescales_gradients(max_norm, device):
     """Weights come out as where the gradients are multiplied beforehand; no scale is left behind. PyTorch's fused step
     writes the multiplied gradients, too, which ours, on a GPU, only reads."""
     config = OptimizerConfig(lr=0.1)
@@ -119,7 +119,7 @@ def test_a_fused_step_rescales_by_itself(max_norm, device):
         assert fused.grad_scale is None
 
 
-def test_our_own_step_in_the_interpreter():
+def test_fused_adamw_in_the_interpreter():
     """As accurate as PyTorch's fused step; checkpoints load both ways, copies continue, and misuse raises."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     script = Path(__file__).parent / "adamw_interpreted.py"
@@ -127,7 +127,7 @@ def test_our_own_step_in_the_interpreter():
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_the_predicted_memory_knows_our_blocks():
+def test_predicted_memory_includes_the_blocks_of_fused_adamw():
     fused_adamw = pytest.importorskip("flash_train.training.fused_adamw", reason="Triton exists for Linux only")
     assert fused_adamw.BLOCK == OPTIMIZER_BLOCK
 
@@ -135,7 +135,7 @@ def test_the_predicted_memory_knows_our_blocks():
 @pytest.mark.gpu
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_our_own_step(dtype, aligned):
+def test_fused_adamw_equals_pytorchs(dtype, aligned):
     from adamw_interpreted import errors
 
     ours, pytorch = errors("cuda", dtype, aligned=aligned)
@@ -143,7 +143,7 @@ def test_our_own_step(dtype, aligned):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gets_our_own_step():
+def test_fused_adamw_is_used_on_a_gpu():
     optimizer = build_adamw(nn.Linear(2, 2, device="cuda"), OptimizerConfig())
     assert type(optimizer).__name__ == "FusedAdamW"
     assert optimizer.defaults["fused"] is True

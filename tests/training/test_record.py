@@ -43,7 +43,7 @@ def test_a_second_error_of_a_lost_device_does_not_hide_the_first(tmp_path):
     assert summary["steps"] == 3
 
 
-def test_run_that_never_began_keeps_the_earlier_record(tmp_path):
+def test_run_that_never_started_keeps_the_earlier_record(tmp_path):
     tiny_trainer(tmp_path, max_steps=2).fit(tiny_module(), datamodule=TinyData())
     before = (tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()
     with pytest.raises(FileNotFoundError):
@@ -51,7 +51,7 @@ def test_run_that_never_began_keeps_the_earlier_record(tmp_path):
     assert ((tmp_path / "summary.json").read_text(), (tmp_path / "metrics.csv").read_text()) == before
 
 
-def test_running_run_says_so(tmp_path):
+def test_summary_of_a_running_run_has_status_running(tmp_path):
     seen = []
 
     def look(trainer, pl_module):

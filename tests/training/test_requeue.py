@@ -73,7 +73,7 @@ def test_the_signal_that_the_environment_names_is_the_one(tmp_path, job):
 
 
 @pytest.mark.parametrize("status", [1, None])
-def test_a_job_that_cannot_be_queued_keeps_its_checkpoint_and_says_so(status, tmp_path, monkeypatch, capfd):
+def test_job_that_cannot_be_queued_keeps_its_checkpoint_and_prints_a_line(status, tmp_path, monkeypatch, capfd):
     environment = fake_scontrol(tmp_path, status or 0)
     if status is None:
         environment["PATH"] = str(tmp_path)
@@ -93,7 +93,7 @@ def test_another_signal_queues_nothing(tmp_path, job):
 
 
 @pytest.mark.parametrize("how", ["no requeue", "own handler", "no SLURM"])
-def test_the_handler_of_the_signal_is_left_alone_otherwise(how, tmp_path, job, monkeypatch):
+def test_signal_handler_is_unchanged_otherwise(how, tmp_path, job, monkeypatch):
     def own(number, frame):
         pass
 
@@ -129,7 +129,7 @@ def test_the_first_rank_queues_the_job_though_another_rank_alone_had_the_signal(
     assert job.read_text() == "requeue 1234\n"
 
 
-def test_it_needs_the_callback_that_stops(tmp_path):
+def test_requeue_needs_the_stop_callback(tmp_path):
     with pytest.raises(ValueError, match=r"SlurmRequeue needs SaveOnSignal before it: Trainer\(callbacks="):
         plain_trainer(tmp_path, SlurmRequeue(), SaveOnSignal()).fit(tiny_module(), datamodule=TinyData())
 

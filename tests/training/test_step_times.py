@@ -56,7 +56,7 @@ def fit(run_dir, *, memory="none", module_options=None, **options):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_the_parts_make_up_the_step(tmp_path, accumulate):
+def test_parts_add_up_to_the_step(tmp_path, accumulate):
     fit(tmp_path, accumulate=accumulate, max_steps=4)
     summary = json.loads((tmp_path / "summary.json").read_text())
     for row in rows_of(tmp_path)[1:]:
@@ -69,7 +69,7 @@ def test_the_parts_make_up_the_step(tmp_path, accumulate):
 
 
 @pytest.mark.parametrize(("memory", "passes"), [("none", 3), ("checkpoint", 4)])
-def test_attention_counts_once_and_again_where_it_is_computed_again(tmp_path, slow_attention, memory, passes):
+def test_recomputed_attention_counts_twice(tmp_path, slow_attention, memory, passes):
     fit(tmp_path, memory=memory, max_steps=2)
     for row in rows_of(tmp_path):
         assert float(row["time/attention_seconds"]) == 2 * passes  # two layers
@@ -90,7 +90,7 @@ def test_means_over_the_steps_between_two_rows(tmp_path, slow_attention):
         assert float(row["time/attention_seconds"]) == 6
 
 
-def test_the_run_is_the_same_with_it(tmp_path):
+def test_step_times_do_not_change_the_run(tmp_path):
     losses = []
     for step_times in (False, True):
         for memory in ("none", "selective"):
@@ -99,7 +99,7 @@ def test_the_run_is_the_same_with_it(tmp_path):
     assert losses[0] == losses[2] and losses[1] == losses[3]
 
 
-def test_nothing_is_left_behind(tmp_path):
+def test_no_hooks_or_checkpoints_are_left(tmp_path):
     trainer = fit(tmp_path)
     hooked = [m for m in trainer.lightning_module.modules() if m._forward_hooks or m._backward_hooks]
     assert not hooked
@@ -108,7 +108,7 @@ def test_nothing_is_left_behind(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])
-def test_on_a_gpu(tmp_path, memory):
+def test_step_times_on_a_gpu(tmp_path, memory):
     fit(tmp_path, memory=memory, accelerator="cuda", log_every=2, max_steps=8)
     for row in rows_of(tmp_path)[1:]:
         forward, backward, optimizer, attention = (float(row[f"time/{part}_seconds"]) for part in PARTS)
@@ -117,7 +117,7 @@ def test_on_a_gpu(tmp_path, memory):
         assert forward + backward + optimizer <= 1.05 * float(row["time/step_seconds"])
 
 
-def test_it_is_off_unless_asked_for(tmp_path):
+def test_step_times_are_off_by_default(tmp_path):
     trainer = fit(tmp_path, step_times=False)
     assert find_callback(trainer, StepTimes) is None and find_callback(trainer, Throughput) is not None
     assert "time/forward_seconds" not in rows_of(tmp_path)[0]

@@ -25,7 +25,7 @@ from flash_train.training.callbacks.stop import SAME_SIGNAL_SECONDS
 # -- StopAfter, SaveOnSignal
 
 
-def test_stop_after_validates_what_was_reached(tmp_path):
+def test_stop_after_validates_at_its_step(tmp_path):
     trainer = tiny_trainer(tmp_path, stop_after=3)
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert trainer.global_step == 3
@@ -82,7 +82,7 @@ def test_a_signal_before_the_first_step_ends_fit_without_an_error(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_one_ctrl_c_that_comes_twice_is_one(tmp_path):
+def test_ctrl_c_delivered_twice_counts_once(tmp_path):
     """The terminal sends it to the whole group, and a wrapper such as `uv run` forwards it."""
 
     def twice(trainer, pl_module):
@@ -94,7 +94,7 @@ def test_one_ctrl_c_that_comes_twice_is_one(tmp_path):
     assert trainer.global_step == 3
 
 
-def test_a_signal_after_everything_is_done_leaves_a_finished_run(tmp_path):
+def test_signal_after_the_last_step_leaves_a_finished_run(tmp_path):
     class Late(pl.Callback):
         def on_validation_end(self, *arguments):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_a_signal_after_everything_is_done_leaves_a_finished_run(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
-def test_after_a_signal_all_is_as_before(tmp_path):
+def test_signal_handlers_are_restored(tmp_path):
     """The module can be validated, and trained again by the same trainer."""
     module, stop = tiny_module(), Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), signal.SIGTERM))
     trainer = plain_trainer(tmp_path, Throughput(), SaveOnSignal(), RunRecord(tmp_path), stop, max_steps=100)

@@ -25,7 +25,7 @@ def results():
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_interpreted(results, name):
+def test_decode_kernel_equals_the_reference_in_the_interpreter(results, name):
     result = results[name]
     assert not isinstance(result, str), result
     assert result <= 1
@@ -34,7 +34,7 @@ def test_interpreted(results, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_card(case, dtype):
+def test_decode_kernel_equals_the_reference_on_a_gpu(case, dtype):
     assert error(replace(case, dtype=dtype, head_dim=128), "cuda") <= 1
 
 
@@ -53,7 +53,7 @@ def test_more_programs_than_the_second_grid_axis_allows(batch, len_q):
 
 
 @pytest.mark.gpu
-def test_a_long_cache_in_a_graph():
+def test_long_cache_in_a_cuda_graph():
     """131,072 keys, 32 heads with 8 key heads: equal to attention in fp32, also when replayed after the cache grew."""
     n = 131_072
     q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)

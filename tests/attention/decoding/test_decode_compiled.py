@@ -71,7 +71,7 @@ def compare_loops(device, backend, paged, compiler, mode=None, steps=6, dtype=to
 
 @on_devices
 @pytest.mark.parametrize("paged", [False, True])
-def test_a_loop_is_one_graph_with_the_decode_kernel(device, paged):
+def test_decoding_loop_is_one_graph_with_the_decode_kernel(device, paged):
     counter = CompileCounterWithBackend("aot_eager")
     compare_loops(device, "triton", paged, counter)
     assert counter.frame_count == 1
@@ -80,7 +80,7 @@ def test_a_loop_is_one_graph_with_the_decode_kernel(device, paged):
 @pytest.mark.gpu
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_a_loop_by_inductor_and_in_a_cuda_graph(paged, mode):
+def test_decoding_loop_with_inductor_and_in_a_cuda_graph(paged, mode):
     """There are enough steps to record and replay the graph, and nothing prevents recording."""
     from torch._dynamo.utils import counters
 
@@ -169,12 +169,12 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("backend", DENSE)
     @pytest.mark.parametrize("paged", [False, True])
-    def test_a_loop_is_one_graph_with_dense_backends(backend, paged):
+    def test_decoding_loop_is_one_graph_with_dense_backends(backend, paged):
         counter = CompileCounterWithBackend("aot_eager")
         compare_loops("cpu", backend, paged, counter)
         assert counter.frame_count == 1
 
-    def test_a_loop_by_inductor_copies_no_cache():
+    def test_inductor_copies_no_cache_in_a_decoding_loop():
         """Neither cache is cloned for the operator that writes into it."""
         from torch._inductor.utils import run_and_get_code
 
@@ -187,7 +187,7 @@ if not INTERPRETING:
         assert f"empty_strided_cpu((3, {CAPACITY}, 2, 16)" not in code
 
     @pytest.mark.parametrize("backend", DENSE)
-    def test_a_cache_without_room_is_refused_by_a_compiled_step(backend):
+    def test_compiled_step_refuses_a_full_cache(backend):
         mistaken_loop("cpu", backend)
 
     @pytest.mark.parametrize("backend", DENSE)
@@ -284,7 +284,7 @@ if not INTERPRETING:
             draws.append(run(q))
         assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
-    def test_a_mask_function_is_refused_in_one_line():
+    def test_mask_function_is_refused_under_fake_tensors():
         mask = MaskFunction(None, lambda entry, head, q, k: k % 2 == 0)
         with (
             FakeTensorMode(),
@@ -292,7 +292,7 @@ if not INTERPRETING:
         ):
             cached_attention(torch.randn(1, 1, 2, 16), *2 * [torch.randn(1, 8, 2, 16)], 3, AttentionSpec(mask))
 
-    def test_a_decoder_is_exported_with_any_number_of_new_tokens():
+    def test_decoder_is_exported_for_any_number_of_new_tokens():
         decoder, exported = Decoder("cpu", "auto"), Decoder("cpu", "auto")
         n = torch.export.Dim("n", min=1, max=CAPACITY)
 

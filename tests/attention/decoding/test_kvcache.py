@@ -22,37 +22,7 @@ from flash_train.attention.decoding.kvcache import cached_attention
 from flash_train.attention.decoding.rotary import rotate
 from flash_train.attention.dense.reference import reference_attention
 from flash_train.attention.flash_attn.api import flash_attn_func, flash_attn_with_kvcache
-
-HEADS, KV_HEADS = 4, 2
-
-
-class Store:
-    """A cache with random contents, contiguous or in shuffled pages, and the index of each position."""
-
-    def __init__(self, batch, capacity, page_size=None, shuffled_rows=False, head_dim=8, head_dim_v=8):
-        self.idx = self.table = None
-        if page_size is None:
-            first, second = batch + 2, capacity
-            rows = torch.randperm(first)[:batch] if shuffled_rows else torch.arange(batch)
-            self.idx = rows.int() if shuffled_rows else None
-            self.where = [[(int(row), p) for p in range(capacity)] for row in rows]
-        else:
-            columns = -(-capacity // page_size)
-            first, second = batch * columns + 1, page_size
-            self.table = torch.randperm(first)[: batch * columns].view(batch, columns).int()
-            pages = self.table.tolist()
-            self.where = [[(pages[b][p // page_size], p % page_size) for p in range(capacity)] for b in range(batch)]
-        self.k = torch.randn(first, second, KV_HEADS, head_dim, dtype=torch.float64)
-        self.v = torch.randn(first, second, KV_HEADS, head_dim_v, dtype=torch.float64)
-
-    def row(self, cache, b, begin, end):
-        """Positions begin to end of row b, read one by one."""
-        found = [cache[self.where[b][p]] for p in range(begin, end)]
-        return torch.stack(found) if found else cache.new_zeros(0, *cache.shape[2:])
-
-    @property
-    def address(self):
-        return {"cache_batch_idx": self.idx, "block_table": self.table}
+from tests.support.attention.caches import HEADS, KV_HEADS, Store
 
 
 def rotated(x, cos, sin, position, interleaved):
@@ -67,7 +37,7 @@ def rotated(x, cos, sin, position, interleaved):
 
 @settings(deadline=None, max_examples=120)
 @given(st.data())
-def test_everything_together(data):
+def test_random_arguments_equal_the_list_cache(data):
     """flash_attn_with_kvcache with random arguments: its result, and the cache afterwards."""
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 2**32)))
@@ -192,7 +162,7 @@ def naive_ancestors(parents, node):
 
 
 @pytest.mark.parametrize("page_size", [None, 2])
-def test_trees_over_a_prefix(page_size):
+def test_tree_mask_over_a_cached_prefix(page_size):
     """A tree per row: each node attends to its row's whole prefix and to its ancestors."""
     parents, prefix = [[-1, 0, 0, 1], [-1, -1, 1, 2]], [5, 0]
     store = Store(2, 10, page_size)
@@ -240,7 +210,7 @@ def test_masks_count_positions_from_the_left_padding():
 
 
 @pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
-def test_dropout_and_sinks_equal_those_of_the_whole_attention(backend):
+def test_dropout_and_sinks_equal_attention_without_a_cache(backend):
     """Row b of the batch is entry b of the dropout mask, for any order of the cache; the state's origin is added."""
     store = Store(3, 12, shuffled_rows=True)
     q, sinks = torch.randn(3, 5, HEADS, 8, dtype=torch.float64), torch.randn(HEADS, dtype=torch.float64)

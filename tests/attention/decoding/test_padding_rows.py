@@ -70,7 +70,7 @@ CASES = [
 @on_devices
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize(("new", "mask", "rotary", "num_splits"), CASES)
-def test_the_decode_kernel(device, kind, new, mask, rotary, num_splits):
+def test_decode_kernel_ignores_padding_rows(device, kind, new, mask, rotary, num_splits):
     check(device, "triton", kind, new, mask, rotary, num_splits)
 
 
@@ -105,7 +105,7 @@ if not INTERPRETING:
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("kind", LENGTHS)
     @pytest.mark.parametrize(("new", "mask", "rotary", "num_splits"), CASES)
-    def test_dense_backends(backend, kind, new, mask, rotary, num_splits):
+    def test_dense_backends_ignore_padding_rows(backend, kind, new, mask, rotary, num_splits):
         check("cpu", backend, kind, new, mask, rotary, num_splits)
         check("cpu", backend, kind, new, mask, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 

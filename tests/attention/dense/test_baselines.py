@@ -155,7 +155,7 @@ def test_sdpa_equals_the_reference(mask, packed, features):
 @pytest.mark.parametrize("features", ["plain", "sinks", "softcap", "alibi", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_16_bits_are_as_accurate_as_the_reference_in_16_bits(name, dtype, features):
+def test_accuracy_in_16_bits_equals_the_reference_in_16_bits(name, dtype, features):
     """FlashAttention's rule: at most twice (gradients: three times) PyTorch's error in the same precision."""
     call = Call(f"{dtype}-{features}", "causal-window", False, FEATURES[features], dtype)
     exact = call.run(reference_attention, torch.float64)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_train.attention import functional
+from flash_train.attention import Causal, functional
 from flash_train.attention.dense.sdpa import sdpa_unavailable
 from tests.support.attention import contract
 from tests.support.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
-from tests.support.attention.contract import Case, build, run
+from tests.support.attention.contract import run
+from tests.support.attention.problem import Case, build
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # every logit is where tanh is flat
@@ -25,7 +26,7 @@ def needs_triton(case):
 @pytest.mark.parametrize(
     "case", [*in_dtypes(DTYPES), *KEPT, *(replace(SATURATED, dtype=dtype) for dtype in DTYPES)], ids=str
 )
-def test_contract(case, backend):
+def test_dense_backends_fulfil_the_contract(case, backend):
     needs_triton(case)
     errors = run(case, backend, "cpu")
     assert {"out", "lse", "dq", "dk", "dv"} - {e.tensor for e in errors} <= ({"lse"} if case.uses == "plain" else set())
@@ -33,12 +34,12 @@ def test_contract(case, backend):
 
 
 def plain(case):
-    """Whether PyTorch's fused attention can run the case: it has another dropout, and no log-sum-exp."""
+    """Return whether PyTorch's fused attention can run the case. Its dropout differs, and it has no log-sum-exp."""
     return replace(case, dropout=0.0, origin=(0, 0, 0, 0), sinks=False, softcap=0.0, uses="plain")
 
 
 @pytest.mark.parametrize("case", [plain(case) for case in in_dtypes(DTYPES)], ids=str)
-def test_sdpa(case):
+def test_sdpa_fulfils_the_contract(case):
     needs_triton(case)
     errors = run(case, "sdpa", "cpu")
     assert {"out", "dq", "dk", "dv"} <= {e.tensor for e in errors}
@@ -113,10 +114,10 @@ def test_the_contract_detects_wrong_results(name, change, tensor, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["window", "scale", "dropout", "softcap", "alibi", "sinks", "packed", "documents"])
-def test_the_contract_detects_another_problem(name, monkeypatch):
+def test_the_contract_detects_a_changed_setting(name, monkeypatch):
     """The backend computes with one setting changed: the contract depends on each part of a call."""
     other = {
-        "window": {"band": contract.Causal()},
+        "window": {"band": Causal()},
         "scale": {"scale": 0.901},
         "dropout": {"dropout": 0.104},
         "softcap": {"softcap": 2.01},
@@ -126,12 +127,12 @@ def test_the_contract_detects_another_problem(name, monkeypatch):
         "documents": {"terms": ()},
     }[name]
     case = BY_NAME[name]
-    honest = contract._attend
+    honest = contract.attend
 
     def attend(problem, case, leaves, backend):
         wrong = build(replace(case, **other), "cpu")
         problem = replace(problem, spec=wrong.spec, packing=wrong.packing)
         return honest(problem, case, {n: x for n, x in leaves.items() if n in wrong.inputs}, backend)
 
-    monkeypatch.setattr(contract, "_attend", attend)
+    monkeypatch.setattr(contract, "attend", attend)
     assert wrong_tensors(case)

@@ -73,7 +73,7 @@ def test_sdpa_uses_the_packed_kernel(monkeypatch, mask, tail, known):
 
 
 @pytest.mark.parametrize(("rows", "lengths"), [(12, (12,)), (12, (4, 4, 4)), (12, (4, 8)), (13, (4, 4, 4)), (12, None)])
-def test_entries_of_one_length_are_a_batch(monkeypatch, rows, lengths):
+def test_entries_of_equal_length_run_as_a_batch(monkeypatch, rows, lengths):
     """So that PyTorch can choose among all its kernels."""
     batches, own = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_the_packed_kernel_needs_ampere(monkeypatch, capability, applies):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", [0, 3])
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(30, 7), Window(30, 0)])
-def test_the_packed_kernel_itself(mask, tail):
+def test_packed_kernel_equals_the_reference_on_a_gpu(mask, tail):
     torch.manual_seed(0)
     cu = torch.tensor([0, 40, 130, 131, 131], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(131 + tail, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))

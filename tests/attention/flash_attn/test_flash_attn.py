@@ -116,7 +116,7 @@ def same_gradients(out, ref, inputs):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_padded_forms(data):
+def test_padded_functions_equal_the_loops(data):
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     batch, len_q, len_k = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
     group, form = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from(["qkv", "kv", "separate"]))
@@ -140,7 +140,7 @@ def test_padded_forms(data):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_packed_forms(data):
+def test_packed_functions_equal_the_loops(data):
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=3))
     group, form = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from(["qkv", "kv", "separate", "pages"]))
@@ -267,7 +267,7 @@ def test_every_backend_can_be_chosen(backend):
 
 
 @pytest.mark.parametrize("given", [{"return_attn_probs": True}, {"dropout_p": 0.5, "rng": RngState(1)}], ids=str)
-def test_auto_finds_a_backend_for_what_sdpa_lacks(given):
+def test_auto_chooses_a_backend_for_features_that_sdpa_lacks(given):
     q, k, v = tensors(*[(1, 6, 2, 8)] * 3)
     out, ref = flash_attn_func(q, k, v, **given), flash_attn_func(q, k, v, backend="reference", **given)
     torch.testing.assert_close(out, ref)

@@ -13,7 +13,7 @@ MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 3)])
-def test_round_trip(dtype, trailing):
+def test_unpadding_and_padding_is_the_identity(dtype, trailing):
     hidden = torch.randn(*MASK.shape, *trailing)
     tokens, indices, cu_seqlens, longest, used = unpad_input(hidden, MASK.to(dtype))
     assert torch.equal(tokens, hidden[MASK.bool()])
@@ -50,7 +50,7 @@ def test_empty_batches():
     assert used.tolist() == [0, 0]
 
 
-def test_gradients():
+def test_gradients_pass_through_padding():
     hidden = torch.randn(*MASK.shape, 2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(hidden)
     tokens, indices, *_ = unpad_input(hidden, MASK)

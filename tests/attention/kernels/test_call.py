@@ -1,4 +1,4 @@
-"""A call's parameters: written out once, packed and unpacked; and which tensors kernels read where they lie."""
+"""A call's parameters: one list of them, packing and unpacking, and which tensors are copied before a launch."""
 
 import ast
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def longest_run(names: list[str]) -> int:
     return longest
 
 
-def test_the_parameters_are_written_out_once():
+def test_parameter_list_is_written_out_once():
     found = [
         (str(file.relative_to(PACKAGE)), longest_run(names))
         for file in sorted(PACKAGE.rglob("*.py"))
@@ -64,7 +64,7 @@ def a_call() -> Call:
     return call_of(spec, 16, 64, 64, (None, None), state, (0, 1, 2, 3), slopes, None, packed=False)
 
 
-def test_fields_of_a_specification():
+def test_call_has_the_fields_of_the_spec():
     call = a_call()
     assert call.bounds == Bounds(left=9, right=3, tail=-1, block_q=32, block_k=32) and call.bounds.block == (32, 32)
     assert (call.terms, call.origin, call.scale, call.softcap, call.keep_threshold) == (
@@ -81,7 +81,7 @@ def test_packing_and_unpacking_give_the_same_call():
     assert not any(isinstance(x, tuple) for x in call.arguments)
 
 
-def test_strided_tensors_are_copied_but_the_block_map():
+def test_strided_tensors_are_copied_except_the_block_map():
     call = a_call()
     assert call.readable() is call
     strided = call._replace(alibi_slopes=torch.rand(8)[::2], block_map=call.block_map.expand(2, 4, 2, 2))

@@ -33,7 +33,7 @@ def compile_tier(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
-def test_a_few_of_each_kind_compile():
+def test_some_kernels_of_each_kind_compile():
     done = compile_tier()
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
@@ -41,7 +41,7 @@ def test_a_few_of_each_kind_compile():
     assert int(last.split()[1]) >= 3 * len(sampled_variants())
 
 
-def test_a_tile_that_spills_is_noticed():
+def test_tile_that_spills_is_detected():
     """The tile is far too large for the registers of four warps."""
     variant = str(Variant((9, 0), torch.bfloat16, 128, "causal", True))
     done = compile_tier("--only", variant, "--tile", "128", "128", "4", "2", "--verbose")
@@ -68,11 +68,11 @@ LOOP = """
 
 @pytest.mark.parametrize("operation", ["divsi", "remsi", "divui"])
 @pytest.mark.parametrize("divisor, unsafe", [("%half", 1), ("%safe", 0), ("%c1", 0), ("%size", 0)])
-def test_divisions_in_loops_by_what_may_be_0_are_counted(operation, divisor, unsafe):
+def test_divisions_in_loops_by_possible_zeros_are_counted(operation, divisor, unsafe):
     assert unsafe_divisions(LOOP.format(operation=operation, divisor=divisor)) == unsafe
 
 
-def test_limits():
+def test_limits_on_compiled_kernels():
     stack, spills = allowed_spills(replace(HOPPER, kernels="hopper"))
     assert problems_of(replace(HOPPER, kernels="hopper"), Resources(255, stack, spills, SHARED_LIMIT[9, 0], 512)) == []
     worse = (

@@ -65,7 +65,7 @@ def test_flash_fulfils_the_contract():
 
 
 @pytest.mark.parametrize("group", range(4))
-def test_some_random_draws(group):
+def test_random_cases_fulfil_the_contract(group):
     """A few draws of some variants. ``tests.support.attention.fuzz --device cuda --draws 20000`` runs more."""
     first = 100 * (1000 + group)
     for number in range(first, first + 5):

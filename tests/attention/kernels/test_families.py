@@ -49,7 +49,7 @@ def inputs():
 
 
 @pytest.mark.parametrize("backend", ["fake", "flash", "auto"])
-def test_a_third_family_runs_calls(fake, backend):
+def test_registered_family_runs_calls(fake, backend):
     q, k, v = inputs()
     out = attention(q, k, v, backend=backend)
     (dq,) = torch.autograd.grad(out.sum(), q)
@@ -59,7 +59,7 @@ def test_a_third_family_runs_calls(fake, backend):
     torch.testing.assert_close(dq, torch.autograd.grad(expected.sum(), q)[0])
 
 
-def test_a_compiled_call_runs_it(fake):
+def test_registered_family_runs_compiled_calls(fake):
     torch._dynamo.reset()
     q, k, v = inputs()
     out = torch.compile(lambda *x: attention(*x, backend="fake"), fullgraph=True, backend="aot_eager")(q, k, v)
@@ -67,7 +67,7 @@ def test_a_compiled_call_runs_it(fake):
     assert "forward" in fake
 
 
-def test_explain_names_it(fake):
+def test_explain_names_the_registered_family(fake):
     q, k, v = inputs()
     assert explain(q, k, v, backend="flash") == "flash: forward by the fake kernels, backward by the fake kernels"
     assert explain(q, k, v, sinks=torch.zeros(2), backend="fake") == (
@@ -77,14 +77,14 @@ def test_explain_names_it(fake):
     assert words.startswith("flash: forward by the portable ones (it has no softcap; the tensors are on cpu)")
 
 
-def test_named_it_refuses_what_it_cannot_run(fake):
+def test_named_family_refuses_calls_that_it_cannot_run(fake):
     q, k, v = inputs()
     for call in (attention, explain):
         with pytest.raises(ValueError, match="the fake backend cannot run this: it has no softcap; flash can"):
             call(q, k, v, AttentionSpec(softcap=5.0), backend="fake")
 
 
-def test_names_are_those_of_the_registry(fake):
+def test_backend_names_come_from_the_registry(fake):
     assert set(backends.backend_names()) == {*BACKENDS, "fake"} and "fake" in training_backends()
     resolved = resolve_backend("fake", device="cpu", dtype=torch.float32, head_dim=8)
     assert resolved == ("fake", "this project's kernels run here")
@@ -97,7 +97,7 @@ def test_names_are_those_of_the_registry(fake):
         flash_attn_func(q, k, v, deterministic=True, backend="fake")
 
 
-def test_memory_is_predicted_by_what_it_says():
+def test_predicted_memory_uses_the_families_attributes():
     wide = replace(FAKE, widest_dq_accumulator=64)
     with registered(wide):
         step = Step(MODEL, 512, attention="fake", family="fake")
@@ -107,7 +107,7 @@ def test_memory_is_predicted_by_what_it_says():
         Step(MODEL, 512, attention="fake")
 
 
-def test_benchmarks_ask_it():
+def test_benchmarks_list_the_registered_family():
     from flash_train.profiling.attention.cases import cases
 
     with registered():
@@ -116,7 +116,7 @@ def test_benchmarks_ask_it():
     assert fastest_on(CPU) == PORTABLE
 
 
-def test_a_device_that_it_is_not_for(monkeypatch):
+def test_family_refuses_other_devices(monkeypatch):
     with registered(replace(FAKE, capability=(12, 0), chip="Faker")):
         with pytest.raises(ValueError, match="the fake backend cannot run here: "):
             resolve_backend("fake", device="cpu", dtype=torch.float32, head_dim=8)
@@ -139,7 +139,7 @@ def test_no_other_file_names_a_family_for_one_chip():
     assert named == []
 
 
-def test_calls_that_do_not_need_it_import_no_gluon():
+def test_calls_without_hopper_kernels_import_no_gluon():
     program = """
 import sys, torch
 from flash_train.attention import attention, backends, explain

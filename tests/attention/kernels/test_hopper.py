@@ -15,8 +15,10 @@ from flash_train.attention.kernels.launch_cache import TensorSignature
 from flash_train.attention.kernels.tile_lists import list_tiles
 from flash_train.attention.masks import Document, Full, Tree, Window
 from tests.support.attention.cases import BY_NAME, CASES
-from tests.support.attention.contract import Case, build, run
+from tests.support.attention.contract import run
 from tests.support.attention.emulated import ASSEMBLY, hopper_on_cpu
+from tests.support.attention.hopper_cases import LISTED, MANY_HEADS, WIDE, same_lengths
+from tests.support.attention.problem import Case, build
 from tests.support.attention.recipes import Blocks, Documents
 
 #: cases of the contract that these kernels do not take, and why
@@ -31,54 +33,6 @@ REFUSED = {
 }
 ONE_TILE = [case for case in CASES if case.name not in REFUSED]
 
-
-def same(*lengths):
-    return tuple((n, n) for n in lengths)
-
-
-#: lists of blocks of 128 queries, by tiles of 192 (a random draw)
-LISTED = Case(
-    "blocks-long", ((221, 329),), heads=3, kv_heads=3, head_dim=40, v_head_dim=64, band=Full(),
-    terms=(Blocks((128, 128), 0.9, per_head=True, shape=(3, 3)),), sinks=True, learns=False, packed=True, tail=(3, 7),
-    strided="wide", dout="row", dtype=torch.float16, seed=810525970,
-)  # fmt: skip
-#: more than a tile, at each width of the tiles
-WIDE = [
-    Case("causal-64", same(333, 70), head_dim=64, heads=4, kv_heads=2),
-    Case("full-64", ((200, 333),), head_dim=56, band=Full()),
-    Case("window-dropout-64", ((333, 200),), head_dim=64, band=Window(90, 20), dropout=0.2, sinks=True),
-    Case("packed-64", ((5, 5), (0, 9), (300, 300), (140, 270)), head_dim=64, packed=True, tail=(20, 7), dropout=0.1),
-    Case("causal-128", same(333), head_dim=128, heads=4, kv_heads=1),
-    Case("full-dropout-128", ((200, 290),), head_dim=72, v_head_dim=128, band=Full(), dropout=0.5),
-    # maxima that grow by more than what the forward lets pass, in some rows and not in others
-    Case("large-scores-128", same(520), head_dim=128, spread=2.5),
-    Case("large-scores-dropout-256", ((260, 390),), head_dim=256, band=Full(), spread=2.0, dropout=0.1, sinks=True),
-    Case("softcap-128", same(290), head_dim=128, softcap=3.0, terms=(Documents(90),)),
-    Case("packed-128", ((130, 130), (0, 0), (257, 140)), head_dim=128, packed=True, tail=(9, 9), strided="wide"),
-    Case(
-        "blocks-128",
-        same(400),
-        head_dim=128,
-        heads=3,
-        kv_heads=3,
-        terms=(Blocks((128, 128), 0.6, per_head=True),),
-        band=Full(),
-    ),
-    Case("blocks-of-256-64", same(600), head_dim=64, heads=4, terms=(Blocks((256, 128), 0.5),)),
-    Case("documents-64", same(600), head_dim=64, band=Full(), terms=(Documents(200),)),
-    Case("causal-256", same(150), head_dim=256, dropout=0.1),
-    Case("documents-256", same(600), head_dim=256, heads=1, kv_heads=1, terms=(Documents(400),)),
-    Case("softcap-256", ((90, 150),), head_dim=200, heads=4, kv_heads=2, band=Full(), softcap=3.0, slopes="heads"),
-    Case("packed-256", ((70, 130), (0, 0), (129, 129)), head_dim=256, packed=True, tail=(9, 9), strided="wide"),
-]
-
-
-#: enough of them that programs of some clear and finish the sums of others
-MANY_HEADS = [
-    Case("more-queries", ((400, 130),), heads=12, kv_heads=6, head_dim=64, band=Full()),
-    Case("more-keys", ((130, 300), (90, 200)), heads=6, kv_heads=3, head_dim=128),
-    Case("packed", ((130, 260), (140, 0), (200, 90)), heads=6, kv_heads=6, head_dim=64, packed=True, tail=(150, 7)),
-]
 
 OURS = ["hopper_forward", "hopper_prepare", "hopper_backward", "hopper_finish"]
 
@@ -146,7 +100,7 @@ MASKS = {
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_block_is_computed_once(mask, head_dim, again):
-    """With scores of similar size no block is recomputed: a walk begins at a block that its queries attend to."""
+    """With scores of similar size no block is recomputed: the loop over keys starts at a block that the queries see."""
     q, k, v = torch.randn(3, 1, 400, 2, head_dim, generator=torch.Generator().manual_seed(0)).half()
     with hopper_on_cpu():
         attention(q, k, v, AttentionSpec(MASKS[mask]), backend="hopper")
@@ -175,7 +129,7 @@ def test_repeatable_gradients(case):
     """With ``torch.use_deterministic_algorithms`` a separate kernel computes dQ."""
     if case.name == "everything":
         case = replace(case, terms=(Documents(20), Blocks((128, 128), 0.8)), packed=False, tail=(0, 0), slopes="")
-        case = replace(case, lengths=same(150, 150))
+        case = replace(case, lengths=same_lengths(150, 150))
     torch.use_deterministic_algorithms(True)
     try:
         check(replace(case, dtype=torch.bfloat16), repeatable=True)
@@ -200,9 +154,9 @@ def test_long_calls(case, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("far", ["q", "k", "v", "dout"])
-def test_far_rows(far, packed):
+def test_rows_with_offsets_above_32_bits(far, packed):
     """Row offsets inside a tile exceed 2**31 elements."""
-    case = Case("far", same(140), heads=1, kv_heads=1, head_dim=64, far=far, packed=packed, dtype=torch.float16)
+    case = Case("far", same_lengths(140), heads=1, kv_heads=1, head_dim=64, far=far, packed=packed, dtype=torch.float16)
     check(case)
 
 
@@ -219,7 +173,7 @@ def test_rows_that_tma_cannot_reach_are_refused():
     assert describable(form((9, 2, 64), (2**34 - 8, 64, 1))) and describable(form((1, 9, 2, 64), (2**40, 2**38, 64, 1)))
 
 
-def test_no_queries_of_any_strides():
+def test_calls_without_queries_accept_any_strides():
     k = torch.randn(2, 20, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)[:, :0].expand(2, 0, 1, 64).requires_grad_()
     with hopper_on_cpu():
@@ -250,7 +204,7 @@ def test_other_devices_are_refused():
 
 
 @pytest.mark.parametrize("case", [WIDE[0], WIDE[6]], ids=str)
-def test_one_result_for_every_schedule(case):
+def test_output_is_bitwise_equal_for_any_schedule(case):
     """The forward is bitwise equal for any order of partitions and copies, and any number of processors."""
     problem = build(replace(case, dtype=torch.bfloat16), "cpu")
     results = []

@@ -14,10 +14,11 @@ from flash_train.attention import AttentionSpec, Causal, RngState, attention
 from flash_train.attention.kernels import launch_cache
 from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch
-from tests.attention.kernels.test_hopper import MANY_HEADS, WIDE
 from tests.support.attention import fuzz
 from tests.support.attention.cases import CASES, on_card
-from tests.support.attention.contract import Case, run
+from tests.support.attention.contract import run
+from tests.support.attention.hopper_cases import MANY_HEADS, WIDE
+from tests.support.attention.problem import Case
 from tests.support.attention.properties import for_hopper
 from tests.support.attention.recipes import Blocks
 
@@ -127,7 +128,7 @@ def test_both_kernels_drop_the_same_weights():
     assert (ours - portable).abs().max() < 0.02 * portable.abs().max()
 
 
-def test_streams_and_graphs_have_separate_tasks():
+def test_concurrent_streams_and_graphs_give_the_same_results():
     """Launches on two streams at the same time as a graph replay: each gives the same result as alone."""
     spec = AttentionSpec(Causal())
     q = torch.randn(4, 2048, 8, 128, device="cuda", dtype=torch.bfloat16)

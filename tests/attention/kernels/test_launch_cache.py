@@ -209,7 +209,7 @@ def test_the_cache_has_a_limit(monkeypatch):
     assert made == [1, 2, 3, 4, 1]
 
 
-def test_one_tensor_given_twice_is_cached_as_two(monkeypatch, absent_gpu):
+def test_same_tensor_for_two_arguments_is_cached_like_two_tensors(monkeypatch, absent_gpu):
     """The next call with this key may have two different tensors."""
     monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(launch_cache, "_key", lambda *_: "a key")

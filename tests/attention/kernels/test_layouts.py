@@ -14,8 +14,9 @@ from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.portable import launch
 from tests.support.attention.cases import BY_NAME, on_card
-from tests.support.attention.contract import STRIDED, Case, _restride, _spread_rows, run
+from tests.support.attention.contract import run
 from tests.support.attention.devices import on_devices
+from tests.support.attention.problem import STRIDED, Case, restride, spread_rows
 
 
 def at_size(case, device):
@@ -25,7 +26,7 @@ def at_size(case, device):
 
 @on_devices
 @pytest.mark.parametrize("strided", STRIDED)
-def test_strided_inputs(strided, device):
+def test_backward_of_strided_inputs(strided, device):
     case = at_size(replace(BY_NAME["strided-packed"], strided=strided, dout=strided), device)
     errors = run(case, "triton", device)
     assert all(e.ok for e in errors), errors
@@ -34,7 +35,7 @@ def test_strided_inputs(strided, device):
 @on_devices
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("far", ["q", "k", "v", "dout"])
-def test_far_rows(far, packed, device):
+def test_rows_with_offsets_above_32_bits(far, packed, device):
     n = 150 if device == "cuda" else 20
     case = Case("far", ((n, n),), far=far, packed=packed, dtype=torch.float16)
     errors = run(case, "triton", device)
@@ -57,7 +58,7 @@ def test_backward_of_strided_out_and_lse(layout, device):
     call = launch.Call(*operands_of(q, k, AttentionSpec(Causal()), None, None, (0, 0, 0, 0), None, None))
 
     def place(x):
-        return _spread_rows(x) if layout == "far" else _restride(x, layout)
+        return spread_rows(x) if layout == "far" else restride(x, layout)
 
     for family in kernel_families(device):
         out, lse = family.forward(q, k, v, call)

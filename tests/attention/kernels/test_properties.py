@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 
 from tests.support.attention import fuzz
-from tests.support.attention.contract import FAR_STEP, STRIDED, Case, _arrange, run
+from tests.support.attention.contract import run
+from tests.support.attention.problem import FAR_STEP, STRIDED, Case, arrange
 from tests.support.attention.properties import CARD, SMALL, cases, problem, variant
 
 ROOT = Path(__file__).parents[3]
@@ -120,15 +121,15 @@ def test_draws_cover_all_options(limits):
 @pytest.mark.parametrize("packed", [False, True])
 def test_strided_inputs_have_the_same_numbers(strided, packed):
     x = torch.randn(6, 4, 8) if packed else torch.randn(2, 6, 4, 8)
-    placed = _arrange("q", x, Case("strided", ((6, 6),), strided=strided, packed=packed))
+    placed = arrange("q", x, Case("strided", ((6, 6),), strided=strided, packed=packed))
     assert torch.equal(placed, x) and not placed.is_contiguous()
 
 
 def test_far_rows_have_the_same_numbers():
     x = torch.randn(2, 3, 4, 8)
-    placed = _arrange("k", x, Case("far", ((3, 3),), far="k"))
+    placed = arrange("k", x, Case("far", ((3, 3),), far="k"))
     assert torch.equal(placed, x) and placed.stride() == (3 * FAR_STEP, FAR_STEP, 8, 1)
-    assert _arrange("k", x[:, :0], Case("far", ((0, 0),), far="k")).shape == (2, 0, 4, 8)
+    assert arrange("k", x[:, :0], Case("far", ((0, 0),), far="k")).shape == (2, 0, 4, 8)
     assert 127 * FAR_STEP >= 2**31
 
 
@@ -152,7 +153,7 @@ def test_draws_are_reproducible():
     assert [getattr(one, name) for name in static] != [getattr(next_variant, name) for name in static]
 
 
-def test_a_run_continues_where_it_stopped(tmp_path):
+def test_fuzz_record_is_read_back_after_an_interruption(tmp_path):
     path = tmp_path / "state.json"
     subject = fuzz.Subject(5, "cpu")
     record = fuzz.Record(subject, path, done={0, 1, 2, 3, 9}, failures={9: "dq: error"})

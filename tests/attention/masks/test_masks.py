@@ -1,11 +1,7 @@
-"""All answers of a mask agree with its rule: random terms, alone and composed."""
+"""All answers of a mask agree with its dense form: random terms, alone and composed."""
 
-import ast
 import functools
 import operator
-import subprocess
-import sys
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -89,7 +85,7 @@ def shaped(mask, len_q, len_k):
 
 
 def blocks_of(dense, block_q, block_k):
-    """Whether any pair and whether every pair of each block attends, computed by loops."""
+    """For each block: does any pair attend, and does every pair attend? Computed by loops."""
     rows = [range(i, min(i + block_q, dense.shape[1])) for i in range(0, dense.shape[1], block_q)]
     columns = [range(j, min(j + block_k, dense.shape[2])) for j in range(0, dense.shape[2], block_k)]
     cut = [[[head[r.start : r.stop, c.start : c.stop] for c in columns] for r in rows] for head in dense]
@@ -104,7 +100,7 @@ def blocks_of(dense, block_q, block_k):
 @example(Window(3, 2) & Tree([[-1, 0, 0], [-1, 0, 1]]), 80, 80, 16, 32, 1)
 @example(Causal() & FUNCTION, 0, 5, 16, 16, 0)
 @settings(max_examples=500, deadline=None)
-def test_all_answers_agree_with_the_rule(mask, len_q, len_k, block_q, block_k, batch):
+def test_all_answers_agree_with_the_dense_mask(mask, len_q, len_k, block_q, block_k, batch):
     mask = shaped(mask, len_q, len_k)
     entry = Entry(batch, batch, 0, 0, len_q, len_k)
     mask.validate(2, len_q, len_k, HEADS, CPU, packed=False)
@@ -221,41 +217,6 @@ def test_composed_bands_are_one_band():
         Causal() & True
 
 
-@pytest.mark.parametrize(
-    ("mask", "rows"),
-    [
-        (Causal(), ["xxx..", "xxxx.", "xxxxx"]),  # three queries at the end of five keys
-        (Window(1, 0), [".xx..", "..xx.", "...xx"]),
-        (Window(0, 1), ["..xx.", "...xx", "....x"]),
-        (Window(None, 1), ["xxxx.", "xxxxx", "xxxxx"]),
-        (Full(), ["xxxxx"] * 3),
-        (BlockSparse(torch.tensor([[False, True, True], [True, False, False]]), 2), ["..xxx", "..xxx", "xx..."]),
-        (Document(torch.tensor([0, 1, 1]).int(), torch.tensor([0, 0, 1, 1, 2]).int()), ["xx...", "..xx.", "..xx."]),
-        (Tree([-1, 0, 0]), ["xxx..", "xxxx.", "xxx.x"]),
-        (Tree([-1, 0, 0]) & Window(2), ["xxx..", ".xxx.", "..x.x"]),
-    ],
-)
-def test_small_masks_drawn(mask, rows):
-    dense = mask.dense(Entry.of_lengths(3, 5))[0]
-    assert ["".join("x" if seen else "." for seen in row) for row in dense.tolist()] == rows
-
-
-def test_queries_before_the_first_key_attend_to_nothing():
-    dense = Causal().dense(Entry.of_lengths(5, 3))[0]
-    assert not dense[:2].any()
-    assert dense[2].tolist() == [True, False, False]
-
-
-def test_packed_documents_read_their_own_rows():
-    ids = torch.tensor([9, 0, 0, 1, 5, 5]).int()
-    entry = Entry(1, 0, 1, 4, 3, 2)
-    assert Document(ids, torch.tensor([0, 0, 0, 0, 1, 0]).int()).dense(entry)[0].tolist() == [
-        [False, True],
-        [False, True],
-        [True, False],
-    ]
-
-
 @given(st.integers(1, 70), st.integers(0, 2**31), st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
 def test_nodes_attend_to_their_ancestors(n, seed, prefix):
@@ -268,135 +229,3 @@ def test_nodes_attend_to_their_ancestors(n, seed, prefix):
             at = parents[at]
         assert set(dense[node].nonzero().flatten().tolist()) == seen
     assert torch.equal(Tree(torch.tensor(parents)).bits, Tree([parents]).bits)
-
-
-@pytest.mark.parametrize(("len_q", "len_k"), [(2, 9), (7, 9), (7, 3)])
-def test_trees_may_be_longer_or_shorter_than_the_call(len_q, len_k):
-    """The last queries are the last nodes; queries before the tree attend only to keys before the tree."""
-    parents = [-1, 0, 1, 0, 3]
-    whole = Tree(parents).dense(Entry.of_lengths(20, 20))[0]
-    assert whole[:, :15].all()
-    assert not whole[:15, 15:].any()
-    part = Tree(parents).dense(Entry.of_lengths(len_q, len_k))[0]
-    assert torch.equal(part, whole[20 - len_q :, 20 - len_k :])
-
-
-def test_a_tree_per_sequence():
-    mask = Tree([[-1, 0, 0], [-1, 0, 1]])
-    assert mask.per_entry
-    for index, row in enumerate(([True, False, True], [True, True, True])):
-        assert mask.dense(Entry(index, 0, 0, 0, 3, 3))[0, 2].tolist() == row
-
-
-def test_bits_are_packed_by_words_of_32():
-    bits = Tree(list(range(-1, 69))).bits
-    assert bits.shape == (1, 70, 3)
-    assert bits.dtype == torch.int32
-    assert [word % 2**32 for word in bits[0, 65].tolist()] == [2**32 - 1, 2**32 - 1, 3]
-
-
-def test_mask_functions_with_the_same_kernel_share_a_name():
-    def kernel():
-        pass
-
-    one, two = (MaskFunction(kernel, lambda entry, head, q, k, x: q >= x, (torch.tensor(n),)) for n in (1, 2))
-    other = MaskFunction(lambda: None, one.twin, one.tensors)
-    assert one.name == two.name != other.name
-    assert one.lower().terms == one.name
-    assert two.lower().tensors[0] is two.tensors[0]
-    assert device_term(two.name, iter(two.tensors)) == (kernel, two.tensors)
-
-
-NAMES = """
-import triton
-from flash_train.attention import MaskFunction
-from tests.support.attention.rules import budget, budget_twin, parity, parity_twin
-kinds = {"parity": (parity, parity_twin), "budget": (budget, budget_twin)}
-print({name: MaskFunction(*kinds[name]).name for name in %r.split()})
-"""
-
-
-def test_kernels_have_the_same_name_in_every_process():
-    """A saved program would otherwise run the kernel of another mask."""
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    orders = ("parity budget", "budget parity")
-    outputs = [subprocess.check_output([sys.executable, "-c", NAMES % order], text=True) for order in orders]
-    one, two = (ast.literal_eval(output) for output in outputs)
-    assert one == two == {name: f"tests.support.attention.rules.{name}" for name in ("parity", "budget")}
-    with pytest.raises(ValueError, match=r"mask term 'rules\.other': must be known in this process before"):
-        device_term("rules.other", iter(()))
-
-
-def test_lowered_ids_are_contiguous():
-    ids = torch.arange(20).int()[::2]
-    assert all(x.is_contiguous() for x in Document(ids).lower().tensors)
-
-
-def int32(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-BAD_MASKS = [
-    (lambda: Window(-1), r"Window\(left=-1\): must be an integer >= 0"),
-    (lambda: Window(3, 0.5), r"Window\(right=0.5\): must be an integer >= 0"),
-    (lambda: BlockSparse(torch.zeros(3, 3)), r"BlockSparse pattern is torch.float32 of shape \(3, 3\): must be bool"),
-    (lambda: BlockSparse(torch.zeros(3, dtype=torch.bool)), r"of shape \(3,\): must be bool"),
-    (lambda: BlockSparse(torch.zeros(3, 3).bool(), 0), "block=0.: must be a positive integer or two"),
-    (lambda: BlockSparse(torch.zeros(3, 3).bool(), (4, 0.5)), "must be a positive integer or two"),
-    (lambda: BlockSparse(torch.zeros(3, 3).bool(), (4,)), "must be a positive integer or two"),
-    (lambda: Document(torch.zeros(3)), "Document q_ids is torch.float32 .*: must be int32"),
-    (lambda: Document(int32(3), int32(1, 2, 3)), r"Document k_ids is torch.int32 of shape \(1, 2, 3\)"),
-    (lambda: Tree([0.5]), "Tree parents are torch.float32"),
-    (lambda: Tree(torch.zeros(0, dtype=torch.int64)), "n at least 1"),
-    (lambda: Tree([-1, 2]), "Tree parents name node 2 of 2: must be 0 to 1, or -1"),
-    (lambda: Tree([-1, -2]), "Tree parents name node -2 of 2"),
-    (lambda: Tree([[-1, 0, 0], [1, 2, 0]]), "run in a circle: must lead to a root"),
-]
-
-
-@pytest.mark.parametrize("returned", [None, True, torch.zeros(4, 4)], ids=repr)
-def test_a_function_needs_a_twin_of_bool_tensors(returned):
-    with pytest.raises(TypeError, match="twin=None.: must be a function, the kernel's rule in PyTorch"):
-        MaskFunction(None, None)
-    given = "torch.float32" if torch.is_tensor(returned) else repr(returned)
-    with pytest.raises(TypeError, match=f"MaskFunction's twin returned {given}: must return a bool tensor"):
-        (Causal() & MaskFunction(None, lambda *_: returned)).dense(Entry.of_lengths(4, 4))
-
-
-@pytest.mark.parametrize(("build", "message"), BAD_MASKS, ids=[message for _, message in BAD_MASKS])
-def test_bad_masks_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-META = torch.device("meta")
-BAD_CALLS = [
-    (BlockSparse(torch.zeros(4, 4).bool(), 16), {"device": META}, "BlockSparse pattern is on cpu and q on meta"),
-    (BlockSparse(torch.zeros(3, 4, 4).bool(), 16), {}, "BlockSparse pattern has 3 heads and q 2"),
-    (BlockSparse(torch.zeros(4, 3).bool(), 16), {}, r"has \(4, 3\) blocks and the lengths need \(4, 4\)"),
-    (BlockSparse(torch.zeros(3, 4).bool(), (16, 16)), {}, r"has \(3, 4\) blocks and the lengths need \(4, 4\)"),
-    (Document(int32(2, 64)), {"device": META}, "Document q_ids is on cpu and q on meta"),
-    (Document(int32(3, 64)), {}, r"Document q_ids has shape \(3, 64\): must be \(64,\) or \(2, 64\)"),
-    (Document(int32(64), int32(63)), {}, r"Document k_ids has shape \(63,\)"),
-    (Document(int32(2, 64)), {"packed": True}, r"must be \(64,\)$"),
-    (Tree([[-1]] * 3), {}, "Tree has 3 trees for 2 sequences: must be 1 or as many"),
-    (Tree([-1]), {"device": META}, "Tree parents is on cpu and q on meta"),
-    (replace(FUNCTION, tensors=(torch.zeros(3),)), {"device": META}, "MaskFunction tensor is on cpu and q on meta"),
-    (replace(FUNCTION, tensors=(torch.zeros(3, 2).t(),)), {}, r"strides \(1, 2\): must be contiguous"),
-]
-
-
-@pytest.mark.parametrize(("mask", "changes", "message"), BAD_CALLS, ids=[message for *_, message in BAD_CALLS])
-@pytest.mark.parametrize("composed", [False, True], ids=["alone", "composed"])
-def test_masks_that_do_not_fit_the_call_are_refused(mask, changes, message, composed):
-    call = {"batch": 2, "len_q": 64, "len_k": 64, "n_heads": HEADS, "device": CPU, "packed": False} | changes
-    with pytest.raises(ValueError, match=message):
-        (Causal() & mask if composed else mask).validate(**call)
-
-
-def test_patterns_may_be_shorter_than_packed_tensors():
-    mask = BlockSparse(torch.ones(1, 2).bool(), 16)
-    mask.validate(3, 640, 640, HEADS, CPU, packed=True)
-    dense = mask.dense(Entry(0, 0, 0, 0, 40, 40))[0]
-    assert dense[:16, :32].all()
-    assert dense.sum() == 16 * 32

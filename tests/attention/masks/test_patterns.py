@@ -13,7 +13,7 @@ def drawn(pattern):
     return ["".join("x" if block else "." for block in row) for row in pattern.tolist()]
 
 
-def test_local_global():
+def test_small_local_global_patterns():
     assert drawn(local_global(6, 6, window=1, n_global=1)) == [
         "xxxxxx",
         "xxx...",
@@ -26,7 +26,7 @@ def test_local_global():
     assert drawn(local_global(4, 2, window=0, n_global=1)) == ["xx", "x.", "x.", "xx"]
 
 
-def test_strided():
+def test_small_strided_patterns():
     assert drawn(strided(6, 6, stride=3, window=1)) == [
         "xx.x..",
         "xxx.x.",
@@ -39,7 +39,7 @@ def test_strided():
     assert strided(5, 9, stride=1, window=0).all()
 
 
-def test_butterfly():
+def test_small_butterfly_patterns():
     assert drawn(butterfly(8, 8)) == [
         "xxx.x...",
         "xx.x.x..",
@@ -63,7 +63,7 @@ def test_butterfly_rows_have_one_block_per_bit(n):
     assert (mixed > 0).all()
 
 
-def test_butterfly_is_cut_from_the_end():
+def test_butterfly_of_any_size_is_the_end_of_a_larger_one():
     assert torch.equal(butterfly(5, 7), butterfly(8, 8)[3:, 1:])
     assert torch.equal(butterfly(8, 3), butterfly(8, 8)[:, 5:])
 

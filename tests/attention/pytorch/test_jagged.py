@@ -63,7 +63,7 @@ def hold(device, backend, by_head, spec=CAUSAL, **options):
 
 @on_devices
 @pytest.mark.parametrize("by_head", [False, True])
-def test_kernels(device, by_head):
+def test_kernels_accept_jagged_tensors(device, by_head):
     hold(device, "triton", by_head)
     hold(device, "triton", by_head, AttentionSpec(Causal(), dropout=0.3), rng=RngState(3))
 
@@ -72,7 +72,7 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("by_head", [False, True])
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa", "auto"])
-    def test_dense_backends(backend, by_head):
+    def test_dense_backends_accept_jagged_tensors(backend, by_head):
         hold("cpu", backend if backend != "auto" else "reference", by_head)
         if backend == "auto":
             leaves, offsets = problem("cpu")
@@ -109,7 +109,7 @@ def test_offsets_may_be_equal_without_being_shared():
     torch.testing.assert_close(out.values(), torch.cat(right))
 
 
-def test_holes_between_rows():
+def test_jagged_tensors_with_gaps_between_rows():
     base = torch.randn(2, 10, 2, 8, requires_grad=True)
     x = torch.nested.narrow(base, 1, torch.tensor([1, 2]), torch.tensor([4, 5]), layout=torch.jagged)
     out = attention(x, x, x, CAUSAL)

@@ -106,7 +106,7 @@ if not INTERPRETING:
     @pytest.mark.parametrize("backend", ["standard", "chunked", "reference"])
     @pytest.mark.parametrize("export", [False, True])
     def test_packed_calls_without_lengths_on_the_host(backend, export):
-        """They compile to one graph for any boundaries, and export for any number of rows."""
+        """Packed calls compile to one graph for any boundaries, and export for any number of rows."""
         torch._dynamo.reset()
         module = Attend(backend, AttentionSpec(Causal()))
         cu = torch.tensor([0, 13, 13, 30], dtype=torch.int32)

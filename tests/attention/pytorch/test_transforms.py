@@ -80,7 +80,7 @@ def forward_mode_is_refused(backend, device):
 
 
 @on_devices
-def test_forward_mode_over_kernels(device):
+def test_kernels_refuse_forward_mode(device):
     forward_mode_is_refused("triton", device)
 
 
@@ -109,14 +109,14 @@ def test_the_decode_kernel_refuses_transforms_before_it_writes(device):
 
 
 @on_devices
-def test_kernels(device):
+def test_kernels_under_func_transforms(device):
     gradients_are_autograds("triton", device)
     a_second_gradient_is_refused("triton", device)
     vmap_is_refused("triton", device)
 
 
 @on_devices
-def test_batches_of_gradients_of_kernels(device):
+def test_kernels_refuse_batched_gradients(device):
     q, k, v = qkv(device, 1, 9, 2, 16)
     q.requires_grad_()
     out = attention(q, k, v, backend="triton")

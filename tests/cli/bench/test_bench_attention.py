@@ -102,7 +102,7 @@ def test_records_have_commit_gpu_and_versions(monkeypatch):
     assert [(row["implementation"], row["ratio_to_cudnn"]) for row in records] == [("triton", 1.5), ("cudnn", 1.0)]
 
 
-def test_hoppers_kernels_are_asked_where_they_run(monkeypatch):
+def test_hopper_kernels_are_measured_if_they_can_run(monkeypatch):
     monkeypatch.setattr(families, "device_unavailable", lambda *_: None)
     assert [peers.implementations(case)[:2] for case in CASES] == [("hopper", "triton")] * len(CASES)
     rows = [

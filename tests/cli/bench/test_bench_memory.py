@@ -18,7 +18,7 @@ from flash_train.cli.bench_memory import main, measure_step, verdict
 from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.validate import validate
-from tests.cli.conftest import TINY_MODEL
+from tests.support.cli.runs import TINY_MODEL
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_glob_of_folders_of_any_depth_is_found(in_process, tiny, corpus, tmp_p
 
 
 @pytest.mark.parametrize("pattern", ["{corpus}/**/*.rst", "{corpus}/nowhere/**/*.txt", "{corpus}/no*/**/*.txt"])
-def test_a_glob_that_matches_nothing_is_one_line(flash_train, tiny, corpus, pattern):
+def test_glob_without_matches_ends_in_one_line(flash_train, tiny, corpus, pattern):
     for name in ("one", "two"):  # links in which `glob` would never end
         (corpus / name).symlink_to(corpus)
     pattern = pattern.format(corpus=corpus)

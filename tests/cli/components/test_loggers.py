@@ -292,6 +292,6 @@ def test_a_run_that_the_server_refuses_leaves_the_parts_before_as_they_were(begi
     assert all(after[path] == before[path] for path in after if path.suffix == ".wandb" or path.name == "run_id")
 
 
-def test_the_trials_of_a_sweep_are_no_resumed_run_of_wandb():
+def test_trials_of_a_sweep_do_not_resume_a_wandb_run():
     environ = {"WANDB_RUN_ID": "i", "WANDB_RESUME": "must", "WANDB_ENTITY": "e", "PATH": "/bin"}
     assert without_wandb_run(environ) == {"WANDB_ENTITY": "e", "PATH": "/bin"}

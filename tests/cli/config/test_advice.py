@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from flash_train.cli import train as command
 from flash_train.model import ModelConfig, Transformer, save_pretrained
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.tokenizers import write_tokenizer
 
 SHAPE = {"n_layers": 1, "width": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp_width": 32}
 

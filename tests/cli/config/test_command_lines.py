@@ -71,7 +71,7 @@ def outcome(line: Line) -> tuple[int | None, list[str]]:
 
 
 def names(line: Line, text: str) -> bool:
-    """Whether an error names what was mutated: the key, its group, the flag; after another choice any key of it."""
+    """Return whether an error names the mutation: the key, group or flag; for another choice, any of its keys."""
     for mutated in line.mutated:
         whole = " ".join(mutated.split())
         key = whole.lstrip("+~").split("=")[0]
@@ -86,7 +86,7 @@ def names(line: Line, text: str) -> bool:
 
 
 def fault(line: Line) -> str | None:
-    """What is wrong with the end of a command line; None where it is as it should be."""
+    """Describe what is wrong with the outcome of a command line, or return None."""
     try:
         status, errors = outcome(line)
     except Exception as error:  # the fault that is looked for: its text stands in the test's report

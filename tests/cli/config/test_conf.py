@@ -145,7 +145,7 @@ def test_trainer_is_built(choice, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("choice", of_group("hardware"), ids=str)
-def test_hardware_names_what_it_needs(choice):
+def test_hardware_files_name_their_accelerator(choice):
     config = composed(choice)
     kind = {"auto": "auto", "cpu": "cpu", "mps": "mps"}.get(choice.stem, "cuda")
     assert config.trainer.accelerator == kind

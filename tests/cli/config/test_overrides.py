@@ -128,7 +128,7 @@ def test_help_does_not_look_for_hardware(flag, monkeypatch):
     ],
     ids=lambda x: " ".join(x),
 )
-def test_a_wrong_flag_or_key_says_what_to_do(arguments, says):
+def test_error_for_a_wrong_flag_or_key_gives_advice(arguments, says):
     with pytest.raises(UsageError) as caught:
         prepare(arguments)
     for words in says:
@@ -163,7 +163,7 @@ def test_any_value_survives_as_an_override(value):
 
 
 @pytest.mark.parametrize(("text", "says"), [("seq_len", "key=value"), ("seq_len=~/x", "quote"), ("x=[1", "quote")])
-def test_a_mistake_in_the_grammar_says_what_to_do(text, says):
+def test_error_in_the_override_grammar_starts_with_the_key(text, says):
     with pytest.raises(UsageError, match=says) as caught:
         parse(text)
     assert str(caught.value).startswith(text.partition("=")[0])

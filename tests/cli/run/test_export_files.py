@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flash_train.cli import export as export_command
 from flash_train.cli import train as command
-from tests.data.test_tokenizer import write_tokenizer
+from tests.support.data.tokenizers import write_tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|endoftext|>", "<|im_end|>"]  # ids 256 to 259
 STILL = "optimizer.lr=1e-30"  # a step leaves all weights as they are

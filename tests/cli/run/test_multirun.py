@@ -30,7 +30,7 @@ def test_a_run_that_cannot_run_here_is_reported_and_the_others_run(flash_train, 
     assert not (tmp_path / "run" / str(number)).exists()
 
 
-def test_where_no_run_can_run_the_status_is_3(flash_train, tiny):
+def test_exit_status_is_3_if_no_run_can_run(flash_train, tiny):
     """Each run has its line, even where the reason is known before any run begins."""
     code, lines = flash_train("-m", *tiny, "precision=fp16-mixed", "seed=0,1")
     assert code == 3 and len(lines) == 3, lines
@@ -121,7 +121,7 @@ def test_runs_that_were_not_begun_are_counted():
     assert stop.value.code == 143
 
 
-def test_a_run_is_named_by_what_is_swept():
+def test_runs_are_named_by_their_swept_keys():
     line = read(["-m", "seed=0,1", "seq_len=64", "model=nano,125m"])
     assert swept_values(line, ("seed=1", "seq_len=64", "model=nano")) == "seed=1, model=nano"
 

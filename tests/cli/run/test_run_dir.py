@@ -41,7 +41,7 @@ def other(tmp_path):
 
 
 @pytest.mark.parametrize("enter", [locked, resumable], ids=["a run", "a sweep or a search"])
-def test_the_second_is_refused(enter, other, tmp_path):
+def test_second_run_in_a_folder_is_refused(enter, other, tmp_path):
     with pytest.raises(UsageError) as caught, enter(tmp_path / "run"):
         pass
     assert str(caught.value).startswith(
@@ -54,7 +54,7 @@ def test_the_second_is_refused(enter, other, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_the_end_of_the_first_makes_room(end, other, tmp_path):
+def test_folder_is_free_after_the_first_run(end, other, tmp_path):
     if end == "kill":
         other.kill()
     other.communicate()
@@ -81,7 +81,7 @@ def test_a_forked_process_keeps_no_lock(tmp_path):
     os.close(write)
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_file_system_without_locks_prints_a_line(tmp_path, monkeypatch, capsys):
     def lockf(file, flags):
         raise OSError(lock_module.fcntl.__dict__.get("ENOLCK", 37), "No locks available")
 
@@ -91,7 +91,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     assert "this file system has no locks" in capsys.readouterr().err
 
 
-def test_a_new_folder_is_nobody_elses(tmp_path):
+def test_new_folder_gets_a_free_name(tmp_path):
     wanted = tmp_path / "runs" / "2026-01-02_03-04-05"
     assert [new_folder(wanted).name for _ in range(3)] == [f"{wanted.name}{end}" for end in ("", "_2", "_3")]
 

@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_does_not_block_the_whole_one(tmp_path, damaged):
     assert last_checkpoint(tmp_path) == next(path for path in found if path != tmp_path / damaged)
 
 
-def test_with_nothing_whole_the_reason_is_an_error(tmp_path):
+def test_no_readable_checkpoint_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         last_checkpoint(tmp_path)
     (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"PK")

@@ -26,7 +26,7 @@ def test_sigterm_saves_and_exits_with_143(tiny, tmp_path):
     assert "resume=last" in out
 
 
-def test_a_stop_before_the_first_logged_row_draws_what_there_is(in_process, tiny, tmp_path):
+def test_stop_before_the_first_logged_row_draws_the_validation(in_process, tiny, tmp_path):
     out = in_process(*tiny, "max_steps=30", "stop_after=3", "log_every=10")
     summary = summary_of(tmp_path / "run")
     assert (summary["status"], summary["steps"]) == ("finished", 3)

@@ -124,7 +124,7 @@ def test_a_step_launches_the_warmed_up_kernels_of_hopper(dropout, head_dim, seq_
     assert ("hopper_backward" if head_dim < 256 else "hopper_backward_dq") in warmed
 
 
-def test_where_there_is_no_warm_up(monkeypatch):
+def test_number_of_warm_ups_by_configuration(monkeypatch):
     cpu = torch.device("cpu")
     assert warm_up.warm_ups(compose_config((*TINY, "attention=sdpa")), cpu) == []
     with pytest.raises(UsageError, match=r"model\.n_kv_heads"):
@@ -233,13 +233,13 @@ def test_filters_of_warnings_stay_as_they_are(monkeypatch):
         assert warnings.filters[0][1].pattern == "of another thread"
 
 
-def test_nothing_that_it_needs_imports_lightning():
+def test_warm_up_does_not_import_lightning():
     code = "import sys, flash_train.cli.run.warm_up; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.gpu
-def test_a_run_is_the_same_without(tmp_path):
+def test_warm_up_does_not_change_the_run(tmp_path):
     """Its weights and masks come from generators that are seeded after the warm-up. Later steps may differ, because
     Hopper's gradients of queries are summed in any order."""
     code = "from flash_train.cli import train; train.main()"
@@ -263,7 +263,7 @@ def test_a_run_is_the_same_without(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 @pytest.mark.parametrize("model", ["125m", "1b3"])
-def test_the_first_step_compiles_next_to_nothing(model, packing, tmp_path):
+def test_first_step_compiles_almost_nothing(model, packing, tmp_path):
     """In its own process, with nothing compiled before and nothing left in the device's memory. With 64 columns, one
     long document launches other kernels than many short ones."""
     found = subprocess.run(

@@ -20,12 +20,12 @@ def split(*arguments):
     return options.split(read(list(arguments)))
 
 
-def test_choices_are_those_of_their_homes():
+def test_choices_equal_the_library():
     """The options repeat them, because mistakes are reported before the library is imported."""
     assert tuple(MEMORY_MODES) == options.MEMORY and set(options.ATTENTIONS) == set(BACKENDS) and options.UNIT == UNIT
 
 
-def test_what_is_asked_for():
+def test_find_max_options_are_parsed():
     line, asked = split("model=1b3", "find_max=true", "find_max.limit=4096", "find_max.memory=[checkpoint]")
     assert line.overrides == ("model=1b3",)
     assert asked == options.Search(4096, ("checkpoint",), None)
@@ -36,7 +36,7 @@ def test_what_is_asked_for():
     ("device", "expected"),
     [("cuda", (1 << 20, ("flash", "standard"))), ("cpu", (16384, ("sdpa", "standard")))],
 )
-def test_the_device_chooses_what_is_not_given(device, expected):
+def test_defaults_depend_on_the_device(device, expected):
     assert options.Search().on(device == "cuda") == expected
     assert options.Search(960, attention=("chunked",)).on(device == "cuda") == (960, ("chunked",))
 
@@ -71,8 +71,8 @@ def test_the_guess_is_the_longest_that_is_predicted_to_fit(memory):
     assert command.predicted_longest(step, limit, 1000) == 960
 
 
-def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
-    """A device that takes 1,300 tokens, where 1,000 were predicted; the process dies in its second trial."""
+def test_interrupted_search_continues(tiny, tmp_path, monkeypatch, capsys):
+    """The device holds 1,300 tokens, the prediction is 1,000, and the process dies in its second trial."""
     trials = []
 
     def run_trial(trial):
@@ -107,7 +107,7 @@ def test_a_search_goes_on_where_it_stopped(tiny, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("limit", "expected"), [(1 << 20, [98_368, 100_352]), (49_984, [49_984])])
 def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected, tiny, tmp_path, monkeypatch):
-    """Of what was predicted a little cannot be had."""
+    """The device holds a little less than the predicted length."""
     trials = []
 
     def run_trial(trial):
@@ -125,8 +125,8 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
     assert ("| ≥ 49,984 (the limit) |" in (tmp_path / "search" / "find_max.md").read_text()) == at_limit
 
 
-def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypatch, capsys):
-    """Standard's rows are one document: what a few short ones take says nothing."""
+def test_failed_trial_ends_only_its_row(tiny, tmp_path, monkeypatch, capsys):
+    """A row of the standard backend is one document, since short documents need much less memory."""
     packings = []
 
     def run_trial(trial):
@@ -145,7 +145,7 @@ def test_a_trial_that_ends_otherwise_ends_its_row_only(tiny, tmp_path, monkeypat
     assert "sdpa-none-512: failed, an illegal address" in told
 
 
-def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
+def test_results_are_logged_to_wandb(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(command, "run_trial", lambda trial: Result("ok", summary={"peak_memory_gib": 1.0}))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
@@ -156,7 +156,7 @@ def test_what_was_found_goes_to_wandb(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ended", "error"), [("failed", UsageError), ("unavailable", UnavailableError), ("oom", OutOfMemoryError)]
 )
-def test_a_search_that_found_nothing_does_not_end_well(ended, error, tiny, tmp_path, monkeypatch):
+def test_search_without_a_result_exits_with_an_error(ended, error, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "run_trial", lambda trial: Result(ended, "a reason"))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "run_dir"))])
     with pytest.raises(UsageError, match=rf"no search ended ok \(2 {ended}\); .*find_max.md says why") as stop:
@@ -165,7 +165,7 @@ def test_a_search_that_found_nothing_does_not_end_well(ended, error, tiny, tmp_p
     assert "a reason" in (tmp_path / "search" / "find_max.md").read_text()
 
 
-def test_a_backend_that_is_not_there_is_told(tiny, tmp_path):
+def test_unavailable_backend_is_an_error(tiny, tmp_path):
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     with pytest.raises(UnavailableError):
         command.find_max(line, options.Search(512, ("none",), ("flash",)), tmp_path / "search")

@@ -6,13 +6,9 @@ import pytest
 
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.config.overrides import quote, read
-from flash_train.cli.sweep.plan import plan
+from flash_train.cli.config.overrides import quote
 from flash_train.files import write_text
-
-
-def planned(*arguments: str):
-    return plan(read(["hardware=cpu", *arguments]))
+from tests.support.cli.sweeps import planned
 
 
 def test_trials_are_all_combinations_shortest_first(tmp_path):
@@ -30,7 +26,7 @@ def test_trials_are_all_combinations_shortest_first(tmp_path):
     assert all(trial.config.callbacks.step_times and not trial.config.trainer.checkpoints for trial in sweep.trials)
 
 
-def test_the_runs_of_several_seeds_lie_apart_and_validate_on_the_same_tokens(tmp_path):
+def test_runs_of_several_seeds_have_own_folders_and_the_same_validation_tokens(tmp_path):
     sweep = planned(f"run_dir={tmp_path}", "sweep.seed=[3,1]", "sweep.seq_len=[64,128]", "attention=sdpa")
     assert [(trial.config.seed, trial.axes["seed"], trial.axes["seq_len"]) for trial in sweep.trials] == [
         *((3, 3, 64), (3, 3, 128), (1, 1, 64), (1, 1, 128))
@@ -40,7 +36,7 @@ def test_the_runs_of_several_seeds_lie_apart_and_validate_on_the_same_tokens(tmp
     assert only.axes["seed"] == only.config.seed == 5
 
 
-def test_a_key_that_is_given_is_no_axis(tmp_path):
+def test_given_key_is_not_an_axis(tmp_path):
     sweep = planned(f"run_dir={tmp_path}", "seq_len=96", "attention=sdpa", "sweep.dropout=[0.0,0.1]", "max_steps=7")
     assert [(trial.axes["seq_len"], trial.axes["dropout"], trial.config.max_steps) for trial in sweep.trials] == [
         (96, 0.0, 7),
@@ -48,7 +44,7 @@ def test_a_key_that_is_given_is_no_axis(tmp_path):
     ]
 
 
-def test_the_runs_are_a_group_at_wandb(tmp_path):
+def test_runs_form_a_wandb_group(tmp_path):
     sweep = planned(f"run_dir={tmp_path / 'a=1, b'}", "sweep.seq_len=[64]", "sweep.attention=[sdpa]")
     (only,) = sweep.trials
     assert only.config.logger.name == "wandb"
@@ -60,14 +56,14 @@ def test_the_runs_are_a_group_at_wandb(tmp_path):
 
 
 @pytest.mark.parametrize("group", ["it's", "runs of mine"])
-def test_a_group_at_wandb_may_have_any_name(tmp_path, group):
+def test_wandb_group_may_have_any_name(tmp_path, group):
     axes = ("sweep.seq_len=[64]", "sweep.attention=[sdpa]")
     for arguments in ((f"run_dir={tmp_path / group}",), (f"run_dir={tmp_path}", quote("logger.group", group))):
         (only,) = planned(*arguments, *axes).trials
         assert compose_config(only.trial.overrides).logger.group == group
 
 
-def test_what_an_experiment_gives_is_no_axis(tmp_path):
+def test_key_set_by_an_experiment_is_not_an_axis(tmp_path):
     arguments = (f"run_dir={tmp_path}", "experiment=long_context_131k")
     (only,) = planned(*arguments).trials
     assert [only.axes[name] for name in ("model", "seq_len", "attention", "memory")] == [
@@ -83,7 +79,7 @@ def test_what_an_experiment_gives_is_no_axis(tmp_path):
     ]
 
 
-def test_trials_at_once_share_the_machine(tmp_path, monkeypatch):
+def test_parallel_trials_share_the_cores(tmp_path, monkeypatch):
     arguments = (f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "sweep.jobs=3")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
@@ -96,6 +92,6 @@ def test_trials_at_once_share_the_machine(tmp_path, monkeypatch):
         planned(*on_gpus, "sweep.jobs=4")
 
 
-def test_what_cannot_run_is_known_beforehand_where_the_configuration_says_it(tmp_path):
+def test_unavailable_trials_are_known_from_the_configuration(tmp_path):
     sweep = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "sweep.precision=[fp32,fp16-mixed]", "attention=sdpa")
     assert [trial.unavailable and "needs a GPU" in trial.unavailable for trial in sweep.trials] == [None, True]

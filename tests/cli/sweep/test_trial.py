@@ -1,4 +1,4 @@
-"""One command in a process of its own: what its end means, what is kept of it, and that nothing outlives its parent."""
+"""One trial in its own process: its exit status, its record, and no process that outlives the parent."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def command(monkeypatch):
     return use
 
 
-def test_a_run_that_finishes(command, tmp_path):
+def test_finished_run_has_a_result(command, tmp_path):
     command(FINISHED + "print(sys.argv[1:])")
     trial = Trial(tmp_path / "seq_len=8,attention=sdpa", ("seq_len=8",))
     result = run_trial(trial)
@@ -57,7 +57,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("text", "status", "reason"), ENDS, ids=[end[0][:40] for end in ENDS])
-def test_how_a_run_ends(command, tmp_path, monkeypatch, text, status, reason):
+def test_exit_status_of_a_run_gives_its_result(command, tmp_path, monkeypatch, text, status, reason):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     command(f"import os, sys\n{text}")
     result = run_trial(Trial(tmp_path / "cell", ()))
@@ -66,7 +66,7 @@ def test_how_a_run_ends(command, tmp_path, monkeypatch, text, status, reason):
 
 
 @pytest.mark.parametrize(("before", "after", "status"), [(3, 4, "oom"), (3, 3, "failed"), (None, None, "oom")])
-def test_killed_for_memory_or_by_somebody(command, monkeypatch, tmp_path, before, after, status):
+def test_kill_by_the_memory_limit_differs_from_other_kills(command, monkeypatch, tmp_path, before, after, status):
     counts = iter([before, after])
     monkeypatch.setattr(module, "_kills_for_memory", lambda: next(counts))
     command("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -74,7 +74,7 @@ def test_killed_for_memory_or_by_somebody(command, monkeypatch, tmp_path, before
 
 
 @pytest.mark.parametrize("line", ["flash-train: out of GPU memory at n=8", "[rank1]: MemoryError: out of GPU memory"])
-def test_the_first_rank_is_killed_since_another_ran_out_of_memory(command, monkeypatch, tmp_path, line):
+def test_first_rank_killed_after_another_ran_out_of_memory(command, monkeypatch, tmp_path, line):
     monkeypatch.setattr(module, "_kills_for_memory", lambda: 3)
     later = "[rank2]: torch.distributed.DistBackendError: remote process exited"
     command(f"import os\nprint({line!r}, {later!r}, sep='\\n', flush=True)\nos.kill(os.getpid(), 9)")
@@ -82,7 +82,7 @@ def test_the_first_rank_is_killed_since_another_ran_out_of_memory(command, monke
     assert (result.status, result.reason) == ("oom", line.removeprefix("flash-train: "))
 
 
-def test_known_only_for_the_same_command(tmp_path):
+def test_result_is_reused_only_for_the_same_command(tmp_path):
     trial = Trial(tmp_path / "cell", ("seq_len=8", "logger.group=a"))
     assert known_result(trial) is None
     keep(trial, Result("oom", "out of memory"))
@@ -106,7 +106,7 @@ MADE_BY = {"device": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
         ({"commit": None}, None),
     ],
 )
-def test_known_only_for_the_same_device_and_versions(tmp_path, monkeypatch, now, says):
+def test_result_is_reused_only_for_the_same_device_and_versions(tmp_path, monkeypatch, now, says):
     trial = Trial(tmp_path / "cell", ())
     monkeypatch.setattr(module, "_versions", lambda: MADE_BY)
     keep(trial, Result("ok"))
@@ -126,13 +126,13 @@ def test_a_record_names_device_and_commit(tmp_path):
     assert made_by["device"] and made_by["torch"] and "commit" in made_by
 
 
-def test_what_failed_is_tried_again(tmp_path):
+def test_failed_trial_is_run_again(tmp_path):
     trial = Trial(tmp_path / "cell", ())
     keep(trial, Result("failed", "somebody pulled the plug"))
     assert known_result(trial) is None
 
 
-def test_what_an_unfinished_run_left_is_removed(command, tmp_path):
+def test_files_of_an_unfinished_run_are_removed(command, tmp_path):
     trial = Trial(tmp_path / "cell", ())
     trial.folder.mkdir()
     (trial.folder / "metrics.csv").write_text("step\n1\n")
@@ -141,7 +141,7 @@ def test_what_an_unfinished_run_left_is_removed(command, tmp_path):
     assert not (trial.folder / "metrics.csv").exists()
 
 
-def test_several_at_once_each_with_its_own_gpu(command, tmp_path):
+def test_parallel_trials_have_their_own_gpus(command, tmp_path):
     # Each waits until all four are there.
     command(
         FINISHED + f"import os, time; room = pathlib.Path({str(tmp_path)!r})\n"
@@ -210,8 +210,8 @@ def test_the_last_error_of_a_log():
     assert last_error("\n") is None
 
 
-def test_a_run_that_a_signal_stopped_is_no_result(tmp_path):
-    """Its exit status is the signal's, its record says that it is not over."""
+def test_run_stopped_by_a_signal_has_no_result(tmp_path):
+    """Its exit status is the signal, and its record says that the run has not ended."""
     child = module._Child.__new__(module._Child)
     child.trial = Trial(tmp_path, ())
     assert child._judge(128 + signal.SIGTERM, "interrupted") == ("failed", "the run was interrupted")

@@ -1,4 +1,4 @@
-"""An ablation's plots: the fitted exponent, and that they can be drawn from one trial and from many."""
+"""An ablation's plots: the fitted exponent, and plots of one trial and of many."""
 
 import io
 import math
@@ -22,7 +22,7 @@ def row(n, attention="sdpa", memory="none", status="ok"):
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.87, 2.0])
-def test_the_exponent_of_a_power_is_found(power):
+def test_exponent_of_a_power_is_exact(power):
     lengths = [256, 512, 1024, 4096]
     assert fit_exponent(lengths, [3e-7 * n**power for n in lengths]) == pytest.approx(power, abs=1e-12)
 
@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
-def test_pictures(tmp_path, rows):
+def test_plots_of_several_trials(tmp_path, rows):
     assert plot_ablation(rows, tmp_path / "a.png", title="title", memory_of="process")
     assert plot_losses(rows, tmp_path / "b.png", title="title")
     for name in ("a.png", "b.png"):
@@ -66,7 +66,7 @@ def figures(monkeypatch):
     return kept
 
 
-def test_one_length_is_a_bar_for_each_trial(figures):
+def test_one_length_draws_a_bar_for_each_trial(figures):
     rows = [row(64), row(64, "standard", status="oom"), row(64, "flash", status="unavailable"), row(64, "auto")]
     rows[-1] = replace(rows[-1], ran="flash")
     plot_ablation(rows, "a.png", title="title")
@@ -80,7 +80,7 @@ def test_one_length_is_a_bar_for_each_trial(figures):
 
 
 @pytest.mark.parametrize(("memory_of", "fitted"), [("process", False), ("device", True)])
-def test_no_exponent_of_a_whole_process(figures, memory_of, fitted):
+def test_no_exponent_for_the_memory_of_a_whole_process(figures, memory_of, fitted):
     plot_ablation([row(64), row(128), row(256)], "a.png", memory_of=memory_of)
     time, memory, _ = (panel.get_legend().get_texts()[0].get_text() for panel in figures[0].axes)
     assert "propto" in time and ("propto" in memory) == fitted
@@ -96,7 +96,7 @@ def spread(row, by, seconds=None):
     return replace(row, measured={**row.measured, **changed})
 
 
-def test_a_disturbed_cell_is_hollow_and_bends_no_exponent(figures):
+def test_disturbed_trial_is_hollow_and_left_out_of_the_fit(figures):
     rows = [spread(row(n), 0.02) for n in (64, 128, 256)] + [spread(row(512), 0.3, seconds=1.0)]
     plot_ablation(rows, "a.png", title="title", memory_of="device")
     time, memory, _ = figures[0].axes
@@ -108,12 +108,12 @@ def test_a_disturbed_cell_is_hollow_and_bends_no_exponent(figures):
     assert "disturbed" in figures[0].get_suptitle()
 
 
-def test_no_exponent_where_too_few_are_undisturbed(figures):
+def test_no_exponent_with_too_few_undisturbed_trials(figures):
     plot_ablation([spread(row(n), 0.3 if n > 128 else 0.0) for n in (64, 128, 256, 512)], "a.png", memory_of="device")
     assert "propto" not in figures[0].axes[0].get_legend().get_texts()[0].get_text()
 
 
-def test_a_time_has_a_line_as_long_as_its_spread(figures):
+def test_step_times_have_error_bars_of_their_spread(figures):
     plot_ablation([spread(row(64), 0.1, seconds=2.0), spread(row(128), 0.04, seconds=4.0)], "a.png")
     (lines,) = figures[0].axes[0].collections
     assert [list(ends[:, 1]) for ends in lines.get_segments()] == [
@@ -123,7 +123,7 @@ def test_a_time_has_a_line_as_long_as_its_spread(figures):
     assert "disturbed" not in figures[0].get_suptitle()
 
 
-def test_bars_have_the_spread_and_the_mark(figures):
+def test_bars_show_spread_and_disturbed_trials(figures):
     plot_ablation([spread(row(64), 0.05, 1.0), spread(row(64, "flash"), 0.5, 2.0)], "a.png", title="title")
     time, memory, _ = figures[0].axes
     assert [text.get_text() for text in time.texts] == [" 1, spread 5%", " 2, spread 50% †"]
@@ -131,13 +131,13 @@ def test_bars_have_the_spread_and_the_mark(figures):
     assert [bar.get_facecolor() == (1.0, 1.0, 1.0, 1.0) for bar in memory.patches] == [False, False]
 
 
-def test_several_seeds_are_one_point(figures):
+def test_several_seeds_are_drawn_as_one_point(figures):
     rows = [replace(row(n), axes={**row(n).axes, "seed": seed}) for seed in (0, 1, 2) for n in (64, 128)]
     plot_ablation(rows, "a.png")
     assert [list(line.get_xdata()) for line in figures[0].axes[0].lines] == [[64, 128]]
 
 
-def test_the_picture_says_on_how_many_tokens_was_validated(figures):
+def test_plot_gives_the_number_of_validation_tokens(figures):
     rows = [row(64), row(128)]
     for each in rows:
         each.measured.update(val_loss=2.0, val_tokens=32768)
@@ -151,7 +151,7 @@ def test_the_picture_says_on_how_many_tokens_was_validated(figures):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, 0.0, -1.0])
 @pytest.mark.parametrize("lengths", [(64,), (64, 128, 256)])
-def test_pictures_of_values_that_no_axis_can_show(tmp_path, figures, lengths, value):
+def test_plots_of_values_that_no_axis_can_show(tmp_path, figures, lengths, value):
     names = ("step_seconds", "step_spread", "peak_memory_gib", "train_loss", "val_loss")
     bad = [replace(row(n), measured=dict.fromkeys(names, value)) for n in lengths]
     if value is not None:
@@ -165,13 +165,13 @@ def test_pictures_of_values_that_no_axis_can_show(tmp_path, figures, lengths, va
         assert "(no finite value)" in figures[0].axes[0].get_legend().get_texts()[0].get_text()
 
 
-def test_nothing_is_drawn_where_nothing_ran(tmp_path):
+def test_no_plot_without_a_finished_trial(tmp_path):
     assert not plot_ablation([row(64, status="oom")], tmp_path / "a.png")
     assert not plot_losses([row(64, status="oom")], tmp_path / "b.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_labels_of_lengths_have_room():
+def test_length_labels_do_not_overlap():
     assert _spaced_labels([1024]) == [1024]
     assert sorted(_spaced_labels([256, 512, 1024])) == [256, 512, 1024]
     shown = sorted(_spaced_labels([1024 * i for i in range(1, 21)]))

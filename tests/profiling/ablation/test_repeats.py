@@ -1,4 +1,4 @@
-"""The spread of steps and of runs, and trials of several seeds as one."""
+"""The spread of steps and runs, and trials of several seeds combined into one."""
 
 import math
 
@@ -17,37 +17,37 @@ def run(seed, seconds=1.0, spread=0.02, status="ok", attention="sdpa", **measure
     return Row(axes, status, reason, measured, dict.fromkeys((1, 2, 3), 3.0 + seed))
 
 
-def test_the_spread_is_between_the_quartiles_and_one_outlier_does_not_reach_it():
+def test_spread_is_the_interquartile_range_and_ignores_one_outlier():
     assert relative_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
     assert relative_spread([1.0] * 9 + [100.0]) == 0.0
     assert relative_spread([10 * x for x in (1.0, 2.0, 3.0)]) == pytest.approx(relative_spread([1.0, 2.0, 3.0]))
 
 
 @pytest.mark.parametrize("values", [[], [1.0, 2.0], [1.0, 2.0, NAN], [0.0, 0.0, 0.0, 0.0]])
-def test_no_spread_of_fewer_than_three_times(values):
+def test_no_spread_with_fewer_than_three_times(values):
     assert relative_spread(values) is None
 
 
-def test_the_first_step_is_none_of_the_spread():
+def test_first_step_is_left_out_of_the_spread():
     assert step_spread([50.0, 1.0, 1.0, 1.0]) == 0.0
     assert step_spread([1.0, 1.0, 1.0]) is None
 
 
-def test_work_that_differs_between_steps_is_no_disturbance():
+def test_different_work_per_step_is_not_a_disturbance():
     work = [1.0, 1.0, 2.0, 4.0, 3.0]
     assert step_spread(work) > DISTURBED
     assert step_spread(work, [flops / seconds for flops, seconds in zip(work, work, strict=True)]) == 0.0
     assert step_spread([1.0] * 5, work) == 0.0  # a backend that computes all pairs
 
 
-def test_a_single_seed_is_left_as_it_is():
+def test_single_seed_is_unchanged():
     rows = [run(0), run(0, attention="flash")]
     assert combine_seeds(rows) == rows and combine_seeds([]) == []
     without = [Row({"seq_len": 64, "attention": "sdpa"}, "ok")]
     assert combine_seeds(without) == without
 
 
-def test_cells_of_several_seeds_are_one_with_the_median():
+def test_trials_of_several_seeds_become_one_with_the_median():
     rows = [run(seed, x, attention=name) for seed, x in ((0, 1.0), (1, 1.04), (2, 1.01)) for name in ("sdpa", "flash")]
     found = combine_seeds(rows)
     assert [(row.axes["attention"], row.axes["seed"]) for row in found] == [("sdpa", "[0,1,2]"), ("flash", "[0,1,2]")]
@@ -55,7 +55,7 @@ def test_cells_of_several_seeds_are_one_with_the_median():
     assert found[0].losses == rows[0].losses and not found[0].disturbed
 
 
-def test_a_disturbed_run_is_left_out_where_there_are_others():
+def test_disturbed_run_is_left_out_if_others_exist():
     (found,) = combine_seeds([run(0, 9.0, spread=0.5), run(1, 1.0), run(2, 1.02)])
     assert found.measured == {"step_seconds": pytest.approx(1.01), "step_spread": 0.02, "runs": 2}
     (found,) = combine_seeds([run(0, 9.0, spread=0.5), run(1, 8.0, spread=0.4)])
@@ -67,13 +67,13 @@ def test_runs_that_differ_more_than_their_steps_are_disturbed():
     assert found.measured["step_spread"] == pytest.approx(0.4) and found.disturbed
 
 
-def test_a_run_that_failed_does_not_end_its_trial():
+def test_failed_run_does_not_fail_its_trial():
     (found,) = combine_seeds([run(0, status="failed"), run(1, 2.0, val_loss=3.0)])
     assert (found.status, found.reason, found.measured["runs"], found.measured["val_loss"]) == ("ok", None, 1, 3.0)
     (found,) = combine_seeds([run(0, status="oom"), run(1, status="oom")])
     assert (found.status, found.reason, dict(found.measured)) == ("oom", "a bug", {})
 
 
-def test_a_metric_of_some_runs_alone_is_their_median():
+def test_metric_of_some_runs_is_the_median_of_those_runs():
     (found,) = combine_seeds([run(0, mfu=None), run(1, mfu=0.4), run(2)])
     assert found.measured["mfu"] == 0.4 and math.isfinite(found.measured["step_seconds"])

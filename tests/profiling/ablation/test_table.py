@@ -1,4 +1,4 @@
-"""An ablation's tables: the best is marked among what can be compared, ratios, and how far losses differ."""
+"""An ablation's tables: the best of comparable trials, ratios, and differences between losses."""
 
 import csv
 import io
@@ -39,7 +39,7 @@ ROWS = [
 ]
 
 
-def test_where_one_is_slower_is_said_plainly():
+def test_slower_backend_is_listed():
     assert where_slower(ROWS, "flash") == ["seq_len=128 (4,000 ms, standard 2,000 ms)"]
     few = [row(attention="sdpa", step=1.0, losses=[4.0, 3.0]), row(attention="flash", step=2.0)]
     assert where_slower(few, "flash") == []  # two steps are one time
@@ -61,13 +61,13 @@ def test_the_best_of_comparable_cells_is_bold_and_ratios_are_to_standard():
     ]
 
 
-def test_what_did_not_run_stands_apart_with_its_reason():
+def test_trials_that_did_not_run_are_listed_with_their_reason():
     text = to_markdown(ROWS, "title")
     assert text.startswith("# title\n\nEvery trial has model=nano, dropout=0.0, memory=none.\n")
     assert lines_of(text)[-1] == r"| 256 | standard | oom | out of \| memory here |"
 
 
-def test_without_standard_there_are_no_ratios_and_alone_nothing_is_best():
+def test_no_ratios_without_standard_and_no_best_of_one():
     text = to_markdown([row(step=0.1), row(step=0.2, seq_len=128)], "title")
     assert "×" not in text
     assert lines_of(text)[2:] == ["| 64 | sdpa | 100.0 |", "| 128 | sdpa | 200.0 |"]
@@ -86,7 +86,7 @@ def test_a_ratio_is_to_standard_at_the_same_memory():
     ]
 
 
-def test_losses_are_compared_where_only_attention_and_memory_differ():
+def test_losses_are_compared_if_only_attention_and_memory_differ():
     near = pytest.approx(1e-3, rel=2e-3)
     assert loss_differences(ROWS) == [Difference("seq_len=64", near), Difference("seq_len=128", 0.0)]
     dropped = [row(losses=[2.0]), row(losses=[1.0], dropout=0.1), row("failed", losses=[9.0], memory="checkpoint")]
@@ -105,13 +105,13 @@ def test_dropout_explains_a_difference_between_backends():
         assert not loss_differences([sdpa, other])[0].masks
 
 
-def test_what_auto_ran_is_shown():
+def test_backend_chosen_by_auto_is_shown():
     rows = [row(step=0.1, attention="auto", ran="sdpa"), row("failed", "a bug", attention="auto", seq_len=128)]
     assert [line.split(" | ")[1] for line in lines_of(to_markdown(rows, "title"))[2:]][::3] == ["auto: sdpa", "auto"]
     assert [read.ran for read in from_csv(to_csv(rows))] == ["sdpa", None]
 
 
-def test_a_table_says_what_its_times_are_and_what_its_trials_have():
+def test_table_explains_its_times_and_common_settings():
     text = to_markdown(ROWS, "title", ["data=stdlib", "torch 2.0"])
     assert "Every trial has model=nano, dropout=0.0, memory=none, data=stdlib, torch 2.0.\n" in text
     for words in ("median of a trial's steps 2 to N", "part of forward and backward", "logging and callbacks"):
@@ -122,7 +122,7 @@ def test_a_table_says_what_its_times_are_and_what_its_trials_have():
     assert title("a card", 1) == "Ablation on a card, 1 step" and title("a card", 2).endswith("2 steps")
 
 
-def test_of_few_steps_nothing_is_the_best():
+def test_nothing_is_best_after_too_few_steps():
     few = [row(step=step, losses=[3.0, 3.0], attention=name) for name, step in (("sdpa", 0.1), ("flash", 0.2))]
     text = to_markdown(few, "title")
     assert "**" not in text and "that takes 3 steps" in text
@@ -137,7 +137,7 @@ def spread(row, by):
     return replace(row, measured={**row.measured, "step_spread": by})
 
 
-def test_a_disturbed_cell_is_marked_and_none_of_its_times_is_the_best():
+def test_disturbed_trial_is_marked_and_never_best():
     rows = [
         spread(row(attention="standard", step=0.4, tokens=10.0, peak=2.0), 0.02),
         spread(row(attention="sdpa", step=0.2, tokens=30.0, peak=1.0), 0.34),
@@ -157,7 +157,7 @@ def test_a_disturbed_cell_is_marked_and_none_of_its_times_is_the_best():
     assert "†" not in by_length(ROWS) and "Spread" not in to_markdown(ROWS, "title")
 
 
-def test_several_seeds_are_a_line_each_cell_and_losses_are_compared_seed_by_seed():
+def test_several_seeds_are_one_row_and_losses_are_compared_seed_by_seed():
     rows = [
         row(attention=name, step=step + seed / 100, losses=[4.0 + seed] * 3, seed=seed)
         for seed in (0, 1, 2)
@@ -176,7 +176,7 @@ def test_several_seeds_are_a_line_each_cell_and_losses_are_compared_seed_by_seed
     assert "1,010 · –" in by_length(rows)
 
 
-def test_what_cells_were_validated_on_is_said():
+def test_table_gives_the_number_of_validation_tokens():
     rows = [row(step=0.1), row(step=0.1, seq_len=128)]
     for each in rows:
         each.measured["val_tokens"] = 32768
@@ -189,7 +189,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("lost", [NAN, float("inf")])
-def test_what_is_not_finite_is_never_the_best_nor_hides(lost):
+def test_values_that_are_not_finite_are_shown_and_never_best(lost):
     rows = [
         row(attention="standard", step=lost, peak=lost, losses=[3.0, lost, lost]),
         row(attention="sdpa", step=0.2, peak=1.0),
@@ -204,7 +204,7 @@ def test_what_is_not_finite_is_never_the_best_nor_hides(lost):
         assert where_slower(order, "sdpa") == ["seq_len=64 (200.0 ms, flash 100.0 ms)"]
 
 
-def test_one_that_is_as_fast_is_not_faster():
+def test_equally_fast_backend_is_not_listed_as_slower():
     assert where_slower([row(step=0.1), row(step=0.1, attention="flash")], "flash") == []
 
 
@@ -222,7 +222,7 @@ def test_tables_of_any_values(value, number):
     assert repr([each.losses for each in read]) == repr([each.losses for each in rows])
 
 
-def test_csv_has_a_line_for_every_cell_with_all_digits():
+def test_csv_has_a_row_for_every_trial_with_all_digits():
     lines = list(csv.DictReader(io.StringIO(to_csv([row(step=1 / 3), ROWS[-1]]))))
     assert [line["status"] for line in lines] == ["ok", "oom"]
     assert float(lines[0]["step_seconds"]) == 1 / 3 and lines[0]["mfu"] == ""
@@ -239,12 +239,12 @@ def test_csv_is_read_back_with_its_losses():
     assert from_csv(to_csv([]), losses_to_csv([])) == []
 
 
-def test_all_that_look_best_are_bold():
+def test_all_rows_equal_to_the_best_after_rounding_are_bold():
     rows = [row(attention=name, peak=peak) for name, peak in (("standard", 1.2), ("sdpa", 1.0004), ("flash", 1.0))]
     assert [line.count("**1.00**") for line in lines_of(to_markdown(rows, "title"))[2:]] == [0, 1, 1]
 
 
-def test_nothing_ran():
+def test_table_without_a_finished_trial():
     text = to_markdown([row("failed", "a bug")], "title")
     assert "Times are" not in text and "| 64 | sdpa | failed | a bug |" in text
     assert to_csv([]).startswith("status,reason,ran,step_seconds")

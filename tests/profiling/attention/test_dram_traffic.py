@@ -1,4 +1,4 @@
-"""What `ncu --csv` prints, read without a GPU; and what is said where there is no measurement."""
+"""The output of `ncu --csv`, read without a GPU, and the reasons given if there is no measurement."""
 
 import subprocess
 
@@ -47,18 +47,18 @@ def test_bytes_are_summed_over_kernels():
         ("", "recorded no kernel"),
     ],
 )
-def test_no_kernel_is_no_measurement(output, said):
+def test_output_without_kernels_is_unmeasured(output, said):
     with pytest.raises(Unmeasured, match=said):
         total(output)
 
 
-def test_without_ncu_it_says_so(monkeypatch):
+def test_missing_ncu_is_reported(monkeypatch):
     monkeypatch.setattr(dram_traffic.shutil, "which", lambda name: None)
     with pytest.raises(Unmeasured, match="ncu is not installed"):
         measure("flash", 4096, "forward")
 
 
-def test_the_watched_process_and_its_failure(monkeypatch):
+def test_ncu_command_and_its_failure(monkeypatch):
     commands = []
 
     def run(command, **_):

@@ -1,4 +1,4 @@
-"""What one call of attention holds by itself."""
+"""The memory that a single attention call allocates."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_standard_attention_holds_the_pairs_and_its_results(length):
     assert 2 * pairs + row < own < 3 * pairs + 8 * row
 
 
-def test_exponents_are_those_of_the_long_rows(monkeypatch):
+def test_exponents_are_fitted_to_the_long_rows(monkeypatch):
     sizes = {"flash": {n: 12 * n for n in (1024, 8192, 16384)}, "standard": {1024: 1, 8192: 8192**2, 32768: 32768**2}}
     assert exponents(sizes | {"sdpa": {8192: 5}}) == {
         "flash": pytest.approx(1), "standard": pytest.approx(2), "sdpa": None,

@@ -1,4 +1,4 @@
-"""The attention benchmark's cases, and its refusal of wrong results: timing needs a GPU, judging does not."""
+"""The attention benchmark: its cases, and its refusal of wrong results. Only the timing needs a GPU."""
 
 import json
 from dataclasses import replace
@@ -36,8 +36,8 @@ def test_names_are_distinct():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flops_are_those_of_the_pairs(kind):
-    """A causal case counts half of the square, which is the diagonal's half less than its pairs."""
+def test_flops_are_counted_from_attended_pairs(kind):
+    """A causal case counts half of the square, which leaves out half of the diagonal."""
     case = KINDS[kind]
     pairs = case.flops / (4 * case.n_heads * case.head_dim)
     lengths = list(case.lengths) or [case.seq_len] * case.batch
@@ -48,7 +48,7 @@ def test_flops_are_those_of_the_pairs(kind):
         assert exact - pairs == (sum(lengths) / 2 if case.causal else 0)
 
 
-def test_documents_add_up():
+def test_document_lengths_add_up():
     lengths = log_normal_lengths(65536)
     assert sum(lengths) == 65536 and min(lengths) > 0 and max(lengths) > 8 * min(lengths)
 
@@ -70,7 +70,7 @@ def ours_in_pytorch(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_right_results_pass_and_wrong_ones_do_not(kind, ours_in_pytorch):
+def test_correct_results_pass_and_wrong_ones_fail(kind, ours_in_pytorch):
     case = KINDS[kind]
     tensors = case.inputs("cpu", torch.float32)
     call = build(OURS, case, "cpu")
@@ -101,13 +101,13 @@ def test_pytorchs_attention_computes_the_case(kind):
     assert check("fa2", build("fa2", case, "cpu"), case, tensors) < 1e-5
 
 
-def test_a_peer_with_dropout_is_held_to_its_undropped_output():
+def test_peer_with_dropout_is_checked_without_dropout():
     case = replace(KINDS["full"], dropout=0.1)
     tensors = case.inputs("cpu", torch.float32)
     assert check("fa2", build("fa2", case, "cpu"), case, tensors) < 1e-5
 
 
-def test_our_dropout_is_held_to_its_own_mask(ours_in_pytorch):
+def test_our_dropout_is_checked_against_its_mask(ours_in_pytorch):
     """In a row and a head that are drawn for each call."""
     case = replace(SMALL, dropout=0.3)
     for _ in range(4):
@@ -120,7 +120,7 @@ def timer(call):
     return 2.0
 
 
-def test_a_record_per_direction():
+def test_each_direction_has_a_record():
     forward, backward = measure(["fa2"], SMALL, timer, "cpu")
     assert (forward["direction"], backward["direction"]) == ("forward", "backward")
     assert forward["tflops"] == SMALL.flops / 2.0 / 1e9 and backward["tflops"] == 2.5 * forward["tflops"]
@@ -140,8 +140,8 @@ def test_a_sparse_case_is_compared_with_dense(ours_in_pytorch, monkeypatch):
     assert forward["ms"] == 1.0
 
 
-def test_implementations_take_turns(monkeypatch):
-    """Nobody always comes later, or after the same neighbour; and one that fails on the way leaves the others alone."""
+def test_implementations_are_timed_in_interleaved_rounds(monkeypatch):
+    """No implementation always runs later or after the same one, and one that fails does not affect the others."""
     right, order = build("fa2", SMALL, "cpu"), []
 
     def built(name, *_):
@@ -168,7 +168,7 @@ def test_implementations_take_turns(monkeypatch):
     assert order[len(names) :: 2] == turns, "the order is no different in another run"
 
 
-def test_a_rate_is_of_the_median_turn():
+def test_rate_is_from_the_median_round():
     clock = iter([9.0, 9.0] * 3 + [2.0, 3.0] * 4)
 
     def slow_at_first(call):
@@ -178,7 +178,7 @@ def test_a_rate_is_of_the_median_turn():
     assert [record["ms"] for record in measure(["fa2"], SMALL, slow_at_first, "cpu")] == [2.0, 3.0]
 
 
-def test_what_cannot_run_says_why():
+def test_implementation_that_cannot_run_gives_a_reason():
     (record,) = measure(["flex"], replace(SMALL, dropout=0.1), timer, "cpu")
     assert record["reason"] == "FlexAttention has no dropout" and "tflops" not in record
     if not torch.cuda.is_available():
@@ -187,7 +187,7 @@ def test_what_cannot_run_says_why():
 
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
-def test_a_wrong_result_gets_no_rate(monkeypatch, factor):
+def test_wrong_result_gets_no_rate(monkeypatch, factor):
     right = build("fa2", SMALL, "cpu")
     monkeypatch.setattr(peers, "build", lambda *_: lambda q, k, v: right(q, k, v) * factor)
     (record,) = measure(["fa2"], SMALL, timer, "cpu")
@@ -209,7 +209,7 @@ def test_ratios():
     assert "ratio_to_fa2" not in rows[-1]
 
 
-def test_the_plot_knows_its_source(tmp_path):
+def test_plot_stores_the_fingerprint_of_its_records(tmp_path):
     source, picture = tmp_path / "a.json", tmp_path / "a.png"
     records = measure(["fa2"], SMALL, timer, "cpu") + measure(["flex"], replace(SMALL, dropout=0.1), timer, "cpu")
     source.write_text(json.dumps({"records": records}))

@@ -1,4 +1,4 @@
-"""What the tuner tries: candidates that hold the table's tiles, and a check that finds what is wrong."""
+"""The tuner: its candidates include the shipped tiles, and its check detects wrong results."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from flash_train.profiling.attention.tuning import KERNELS, Setting, Unfit, cand
 ROOT = Path(__file__).parents[3]
 
 
-def test_candidates_hold_nearly_every_tile_of_the_table():
-    """A bound that leaves out what was once the best is too narrow."""
+def test_candidates_include_nearly_every_tile_of_the_table():
+    """A bound that leaves out a tile of the table, which was once the fastest, is too narrow."""
     tiles = missing = 0
     for row in load_table():
         dtype = torch.bfloat16 if row["bits"] == 16 else torch.float32
@@ -32,14 +32,14 @@ def test_candidates_hold_nearly_every_tile_of_the_table():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_there_are_neither_few_candidates_nor_too_many(kernel):
+def test_number_of_candidates_is_reasonable(kernel):
     for head_dim in (16, 64, 128, 256):
         for kib in (99, 227):
             found = candidates(kernel, Setting(head_dim, torch.bfloat16, "full", 16384, 16), kib * 1024)
             assert 20 < len(found) < 100 and len(set(found)) == len(found)
 
 
-def test_what_cannot_be_launched_is_unfit():
+def test_tile_that_cannot_be_launched_is_unfit():
     from triton.runtime.errors import OutOfResources
 
     class Large:
@@ -71,7 +71,7 @@ for variant in ("causal", "dropout-full", "terms"):
 """
 
 
-def test_every_kernel_is_held_to_the_reference():
+def test_every_kernel_is_checked_against_the_reference():
     """In the interpreter: each kernel alone passes, and does not when the reference differs by a thousandth."""
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],

@@ -1,4 +1,4 @@
-"""What is read out of a CUDA allocator's history, which is a list of dictionaries; and which module was at work."""
+"""The history of the CUDA allocator, a list of dictionaries: allocated bytes over time, and the module that ran."""
 
 from itertools import groupby
 
@@ -15,7 +15,7 @@ def entry(action: str, address: int, size: int, time_us: int) -> dict:
     return {"action": action, "size": size, "stream": 0, "time_us": time_us, "pool_id": (0, 0), "frames": [], **place}
 
 
-def test_tensors_come_and_go_in_whole_blocks():
+def test_allocations_count_whole_blocks():
     trace = [
         entry("segment_alloc", 4096, 2 << 20, 10),
         entry("alloc", 4096, 1000, 11),
@@ -35,8 +35,8 @@ def test_tensors_come_and_go_in_whole_blocks():
     ]
 
 
-def test_the_backward_goes_through_the_modules_in_their_order():
-    """Also where a module's result is what it was given, as the residual stream is of a norm that adds nothing."""
+def test_backward_visits_the_modules_in_order():
+    """Also if a module returns its input, as a norm that adds nothing returns the residual stream."""
     config = ModelConfig(64, n_layers=2, width=32, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64)
     model, scopes = Transformer(config, attention="sdpa"), Scopes()
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -52,7 +52,7 @@ def test_the_backward_goes_through_the_modules_in_their_order():
     assert names == ["", "norm", *(f"blocks.{i}{part}" for i in (1, 0) for part in block), "embedding"]
 
 
-def test_the_systems_clock_may_run_apart_from_the_profilers(monkeypatch):
+def test_system_clock_may_differ_from_the_profilers(monkeypatch):
     config = ModelConfig(64, n_layers=3, width=32, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64)
     model, tokens = Transformer(config, attention="sdpa"), torch.zeros(1, 8, dtype=torch.int64)
 

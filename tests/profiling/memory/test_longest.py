@@ -32,13 +32,13 @@ def test_the_limit_is_never_passed_and_ends_the_search():
     assert max(length for length, _ in search(lambda length: True, 1000, 9000).trials) <= 9000
 
 
-def test_nothing_fits():
+def test_search_ends_if_nothing_fits():
     found = search(lambda length: False, 1024, 4096)
     assert found.seq_len == 0 and len(found.trials) == 4
     assert search(lambda length: False, 10, 4096).trials == ((UNIT, False),)
 
 
-def test_tables_and_pictures(tmp_path):
+def test_table_and_plot_of_the_longest_rows(tmp_path):
     limit, nothing = 1 << 20, Longest(0, None, ())
     rows = [
         Row("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True, limit),

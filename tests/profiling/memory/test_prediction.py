@@ -3,16 +3,13 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from flash_train.attention import Packing
-from flash_train.model import ModelConfig, Transformer
+from flash_train.model import ModelConfig
 from flash_train.model.kernels.common import MAX_LOGIT_TOKENS
-from flash_train.profiling.memory.allocations import Recording, profile_of
 from flash_train.profiling.memory.ledger import Ledger
 from flash_train.profiling.memory.prediction import KINDS, _StepWalk, predict
 from flash_train.profiling.memory.step import Step
-from flash_train.training.optimizer import OptimizerConfig, build_adamw
+from tests.support.profiling.measured_step import measured
 
 MODEL = ModelConfig(
     vocab_size=320, n_layers=3, width=192, n_heads=4, n_kv_heads=2, head_dim=48, mlp_width=528, tied_embeddings=False
@@ -22,42 +19,6 @@ OTHER = ModelConfig(
     residual_dropout=0.1, tied_embeddings=True,
 )  # fmt: skip
 DROPS = replace(MODEL, attention_dropout=0.1)
-
-
-def measured(step: Step):
-    """The second optimizer step, as `CausalLMModule` takes it: gradients go as soon as they were used."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if step.precision == "bf16-true" else torch.float32
-    model = Transformer(step.model, attention=step.attention, memory=step.memory).to(dtype)
-    optimizer = build_adamw(model, OptimizerConfig())
-    n = step.seq_len
-    tokens, labels = (torch.randint(step.model.vocab_size, (1, n)) for _ in "ab")
-    positions, cu = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32)
-    context = {"positions": positions, "packing": Packing(cu, cu, lengths=(n,))}
-
-    def take(recording=None):
-        begin = recording.scopes.begin if recording else lambda phase: None
-        for _ in range(step.accumulate):
-            begin("forward")
-            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed", cache_enabled=False):
-                loss, _ = model.loss(tokens, labels, **context)
-            begin("backward")
-            loss.backward()
-        begin("step")
-        optimizer.step()
-        optimizer.zero_grad()
-        begin("end")
-
-    take()
-    owned = [
-        *(("weights", p) for p in model.parameters()),
-        *(("optimizer state", t) for state in optimizer.state.values() for t in state.values()),
-        *(("batch and tables", t) for t in (tokens, labels, positions)),
-    ]
-    recording = Recording(torch.device("cpu"), owned)
-    with recording.recording(model):
-        take(recording)
-    return profile_of(recording, model, 4 if step.precision == "fp32" else 2)
 
 
 STEPS = [
@@ -93,7 +54,7 @@ def label(step: Step) -> str:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=label)
-def test_the_peak_is_as_predicted(step):
+def test_measured_peak_agrees_with_the_prediction(step):
     found, expected = measured(step), predict(step)
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
     for kept in found.kept_by_block.values():
@@ -108,7 +69,7 @@ def test_parts_add_up_and_have_known_names():
         assert prediction.peak == max(prediction.phases.values(), key=lambda m: m.total)
 
 
-def test_nothing_is_left_but_what_stays():
+def test_step_ends_with_only_lasting_tensors():
     """After a step there are weights, gradients, optimizer state, the batch and its tables."""
     for step in STEPS:
         prediction = predict(step)
@@ -175,7 +136,7 @@ def test_unknown_settings_are_refused(field):
         predict(replace(STEPS[0], **{field: "nonsense"}))
 
 
-def test_the_ledger_refuses_names_that_it_does_not_know():
+def test_ledger_refuses_unknown_names():
     ledger = Ledger()
     ledger.hold("x", "norms", 4)
     with pytest.raises(ValueError, match="x is held already"):
@@ -189,7 +150,7 @@ def test_the_ledger_refuses_names_that_it_does_not_know():
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "fused"])
-def test_a_step_releases_all_that_its_blocks_held(step, fused):
+def test_step_releases_everything_that_its_blocks_held(step, fused):
     walk = _StepWalk(replace(step, fused=fused))
     walk.run()
     lasting = {"weights", "optimizer", "optimizer's blocks", "workspace", "batch", "gradients"}

@@ -15,8 +15,8 @@ import torch
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from tests.profiling.memory.test_prediction import measured
 from tests.support.fused import fused_on_cpu
+from tests.support.profiling.measured_step import measured
 
 MODEL = ModelConfig(
     vocab_size=320, n_layers=3, width=256, n_heads=2, n_kv_heads=2, head_dim=128, mlp_width=704, tied_embeddings=False
@@ -46,7 +46,7 @@ def label(step: Step) -> str:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=label)
-def test_the_peak_is_as_predicted(step, empty_kernels):
+def test_measured_peak_agrees_with_the_prediction(step, empty_kernels):
     found, expected = measured(step), predict(step)
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
     backward, measured_backward = expected.phases["backward"], found.phases["backward"]

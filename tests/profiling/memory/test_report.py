@@ -20,7 +20,7 @@ def as_measured(prediction):
     return MemoryProfile(prediction.peak, phases, {"blocks.0": prediction.per_layer}, moments)
 
 
-def test_what_was_predicted_stands_beside_what_was_measured():
+def test_report_compares_prediction_and_measurement():
     step = Step(MODEL, 1024)
     prediction = predict(step)
     found = report(as_measured(prediction), prediction, step, allocated=prediction.peak_bytes, reserved=2**30)
@@ -33,11 +33,11 @@ def test_what_was_predicted_stands_beside_what_was_measured():
     assert {line.count("|") for line in lines[first : first + 6]} == {4}
 
 
-def test_every_kind_has_a_colour_of_its_own():
+def test_every_kind_has_its_own_colour():
     assert set(ORDER) == set(KINDS) == set(COLORS) and len(set(COLORS.values())) == len(KINDS)
 
 
-def test_thinning_keeps_the_fullest_moments_and_the_order_of_phases():
+def test_thinning_keeps_the_peak_and_the_order_of_phases():
     moments = as_measured(predict(Step(ModelConfig(**(MODEL.to_dict() | {"n_layers": 200})), 1024))).moments
     few = thinned(moments)
     assert len(few) < 2000 < len(moments)
@@ -45,13 +45,13 @@ def test_thinning_keeps_the_fullest_moments_and_the_order_of_phases():
     assert list(dict.fromkeys(phase for phase, _ in few)) == ["forward", "backward", "step"]
 
 
-def test_a_picture_of_a_single_length(tmp_path):
+def test_plot_of_a_single_length(tmp_path):
     moments = as_measured(predict(Step(MODEL, 1024))).moments
     path = plot_memory(tmp_path / "memory.png", moments, {"none": ([1024], [2**20])}, (1024, 2**20, "none"), "one")
     assert path.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("curves", [{}, {"none": ([], [])}, {"none": ([1024], [2**20])}])
-def test_a_picture_of_a_step_without_allocations(tmp_path, curves):
+def test_plot_of_a_step_without_allocations(tmp_path, curves):
     path = plot_memory(tmp_path / "memory.png", [], curves, (1024, 2**20, "none"), "none")
     assert path.stat().st_size > 5000

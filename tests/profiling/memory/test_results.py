@@ -1,4 +1,4 @@
-"""The memory benchmark's tables and picture, from records that are made up."""
+"""The memory benchmark's tables and plot, from invented records."""
 
 import pytest
 
@@ -60,12 +60,12 @@ TRAFFIC = [
 RECORDS = [*STEPS, *OWN, *TRAFFIC]
 
 
-def test_the_bound_is_the_larger_of_two():
+def test_allowed_error_is_the_larger_of_two_bounds():
     assert allowed_error(GIB) == 64 * 2**20 and allowed_error(10 * GIB) == 0.5 * GIB
     assert [round(record["error_bytes"] / GIB, 2) for record in compared(RECORDS)] == [0.01, -0.1, 0.1, 2.0]
 
 
-def test_the_summary_has_the_worst_of_each_mode():
+def test_summary_has_the_largest_error_of_each_mode():
     assert summary_table(RECORDS).splitlines()[2:] == [
         "| flash | none | 2 of 2 | 4,096 | 4.00 | -2.50% |",
         "| flash | checkpoint | 0 of 1 | 4,096 | 20.00 | +10.00% |",
@@ -80,7 +80,7 @@ def test_every_step_has_a_row():
     assert lines[-1] == "| 1b3-n131072-none-flash | 218.00 | more than the card has | – | – |"
 
 
-def test_growth_has_exponents():
+def test_growth_table_has_exponents():
     assert growth_table(RECORDS).splitlines()[2:] == [
         "| 8,192 | 512 | 4,096 |",
         "| 16,384 | 1,024 | 16,384 |",
@@ -89,7 +89,7 @@ def test_growth_has_exponents():
     ]
 
 
-def test_traffic_is_told_or_why_not():
+def test_traffic_table_has_figures_or_a_reason():
     assert traffic_table(RECORDS).splitlines()[2:] == [
         "| flash | 4,096 | forward | 100 | 30 | 20 | 0.50 |",
         "| flash | 4,096 | backward | 1 | – | – | no ncu |",
@@ -97,7 +97,7 @@ def test_traffic_is_told_or_why_not():
 
 
 @pytest.mark.parametrize("records", [RECORDS, STEPS[:1], OWN])
-def test_a_picture_of_much_or_little(records, tmp_path):
+def test_plots_of_few_and_many_records(records, tmp_path):
     path = plot_memory_results(records, tmp_path / "memory.png", metadata={"Source": "abc"})
     assert path.stat().st_size > 10_000 and b"Source\x00abc" in path.read_bytes()
 
@@ -107,7 +107,7 @@ def test_nothing_to_draw_is_an_error(tmp_path):
         plot_memory_results(STEPS[-1:], tmp_path / "memory.png")
 
 
-def test_tables_of_nothing_and_of_zeros():
+def test_tables_of_no_records_and_of_zeros():
     for table in (summary_table, cases_table, growth_table, traffic_table):
         assert len(table([]).splitlines()) in (2, 3)
     step = STEPS[0] | {"measured_bytes": 0, "predicted_bytes": 0}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from flash_train.attention.masks import Full, Window
-from tests.support.attention.contract import Case
+from tests.support.attention.problem import Case
 from tests.support.attention.recipes import Blocks, Documents, Nodes, Rule
 
 

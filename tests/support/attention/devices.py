@@ -16,12 +16,12 @@ MODULES = (
     "decoding/test_padding_rows.py",
     "kernels/test_layouts.py",
     "kernels/test_softcap.py",
-    "masks/test_new_term.py",
-    "pytorch/test_library.py",
+    "masks/test_custom_term.py",
+    "pytorch/test_torch_library.py",
     "pytorch/test_traced.py",
     "test_index_tensors.py",
-    "test_nan.py",
-    "test_shards.py",
+    "test_nan_inputs.py",
+    "test_dropout_shards.py",
 )
 
 on_devices = pytest.mark.parametrize("device", [GPU, "cpu"] if INTERPRETING else [GPU])

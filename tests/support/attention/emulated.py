@@ -109,7 +109,7 @@ def _below(words: np.ndarray, added: np.ndarray, low: np.ndarray) -> np.ndarray:
 
 
 def _exceeds(sums: np.ndarray) -> np.ndarray:
-    """Whether any of a warp's sixteen rows exceeds the limit."""
+    """Return whether any of a warp's sixteen rows exceeds the limit."""
     exceeds = (~(sums <= 2.0**15)).reshape(4, 16, 8).any((1, 2), keepdims=True)
     return np.broadcast_to(exceeds, (4, 16, 8)).reshape(sums.shape).astype(np.int32)
 

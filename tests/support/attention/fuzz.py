@@ -118,7 +118,7 @@ def work(pipe: Connection, subject: Subject) -> None:
 
 
 def _alive() -> bool:
-    """Whether the CUDA context still works."""
+    """Return whether the CUDA context still works."""
     import torch
 
     try:

@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_train.attention.masks import Causal, Full, Window
-from tests.support.attention.contract import STRIDED, Case, run
+from tests.support.attention.contract import run
+from tests.support.attention.problem import STRIDED, Case
 from tests.support.attention.recipes import Blocks, Documents, Nodes, Recipe, Rule
 
 Pick = Callable[[Sequence[Any]], Any]

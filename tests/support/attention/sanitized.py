@@ -22,7 +22,8 @@ from flash_train.attention.functional import operands_of
 from flash_train.attention.masks import Full
 from tests.support.attention import decoding
 from tests.support.attention.cases import BY_NAME, on_card
-from tests.support.attention.contract import Case, _arrange, _attend, _results, _spread_rows, build, run
+from tests.support.attention.contract import attend, collect_results, run
+from tests.support.attention.problem import Case, arrange, build, spread_rows
 from tests.support.attention.properties import for_hopper
 from tests.support.attention.recipes import Blocks
 
@@ -64,7 +65,7 @@ def far_out_and_lse(backend: str) -> list[str]:
     far_lse = torch.empty(2**31 + 150, device="cuda").as_strided(lse.shape, (0, 2**31, 1))
     far_lse.copy_(lse)
     right, got = (
-        family.backward(dout, None, q, k, v, *saved, call)[:3] for saved in ((out, lse), (_spread_rows(out), far_lse))
+        family.backward(dout, None, q, k, v, *saved, call)[:3] for saved in ((out, lse), (spread_rows(out), far_lse))
     )
     errors = [(a - b).abs().max().item() for a, b in zip(got, right, strict=True)]
     return [] if max(errors) < 0.02 else [f"far out and lse: errors {errors}"]
@@ -73,8 +74,8 @@ def far_out_and_lse(backend: str) -> list[str]:
 def exercise(case: Case, backend: str) -> None:
     """Forward and backward of the case, in memory as it is allocated."""
     problem = build(case, "cuda")
-    leaves = {name: _arrange(name, x, case).requires_grad_() for name, x in problem.inputs.items()}
-    _results(problem, case, leaves, *_attend(problem, case, leaves, backend))
+    leaves = {name: arrange(name, x, case).requires_grad_() for name, x in problem.inputs.items()}
+    collect_results(problem, case, leaves, *attend(problem, case, leaves, backend))
 
 
 def main(backend: str, first: int = 0, step: int = 1, only_run: bool = False) -> int:

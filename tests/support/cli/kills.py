@@ -61,7 +61,7 @@ class Kind:
 
     @property
     def saves(self) -> bool:
-        """Whether the run is asked to stop, so that its last step must be in a checkpoint."""
+        """True if the run is asked to stop, so that its last step must be in a checkpoint."""
         return self.sends != signal.SIGKILL and not (self.output == "pipe" and self.sends is None)
 
 
@@ -290,7 +290,7 @@ def record_of(run_dir: Path) -> dict[str, Any]:
 
 
 def done(run_dir: Path) -> bool:
-    """Whether the run says that it is finished."""
+    """Return whether the run reports that it is finished."""
     return record_of(run_dir).get("status") == "finished"
 
 

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+TINY_MODEL = [
+    *("model.n_layers=1", "model.width=16", "model.n_heads=2", "model.n_kv_heads=1"),
+    *("model.head_dim=16", "model.mlp_width=32"),
+]
 
 
 def start(*arguments: str, cwd: Path, **environ: str) -> subprocess.Popen:

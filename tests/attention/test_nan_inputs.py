@@ -1,4 +1,4 @@
-"""NaN reaches all results that depend on it. Its row is not treated as a row without keys."""
+"""NaN in the inputs reaches all results that depend on it. A row with NaN is not treated as a row without keys."""
 
 import pytest
 import torch
@@ -51,13 +51,13 @@ def same_places(backend, device, spec, sinks, n=40, head_dim=16, dtype=torch.flo
 @on_devices
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", SPECS)
-def test_kernels(device, name, sinks):
+def test_kernels_propagate_nan(device, name, sinks):
     same_places("triton", device, SPECS[name], sinks)
 
 
 @on_devices
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decoding(device, splits):
+def test_decoding_propagates_nan(device, splits):
     q, k, v = (x.detach() for x in inputs(device, 40, 16, torch.float32))
     out, lse = cached_attention(q[:, -1:], k, v, spec=SPECS["full"], num_splits=splits, backend="triton")
     assert out[0, 0, 1].isnan().all() and not out[0, 0, 0].isnan().any()
@@ -69,11 +69,11 @@ if not INTERPRETING:
     @pytest.mark.parametrize("sinks", [False, True])
     @pytest.mark.parametrize("name", SPECS)
     @pytest.mark.parametrize("backend", ["standard", "chunked"])
-    def test_dense_backends(backend, name, sinks):
+    def test_dense_backends_propagate_nan(backend, name, sinks):
         same_places(backend, "cpu", SPECS[name], sinks)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_hopper_in_the_emulator(head_dim):
+    def test_hopper_kernels_propagate_nan(head_dim):
         from tests.support.attention.emulated import hopper_on_cpu
 
         with hopper_on_cpu():
@@ -83,7 +83,7 @@ if not INTERPRETING:
     @pytest.mark.parametrize("packed", [False, True])
     @pytest.mark.parametrize("name", HIDING)
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
-    def test_keys_without_queries_may_be_nan(backend, name, packed):
+    def test_nan_in_keys_that_no_query_sees_has_no_effect(backend, name, packed):
         hidden, mask = HIDING[name]
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 20, heads, 8) for heads in (4, 2, 2))

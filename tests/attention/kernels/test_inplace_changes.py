@@ -87,7 +87,7 @@ OTHERS = ["q", "k", "v", "slopes", "sinks", "rng", "boundaries"]
 
 @on_devices
 @pytest.mark.parametrize("name", [*MASKS, *OTHERS])
-def test_kernels(device, name):
+def test_kernels_with_changed_inputs(device, name):
     hold("triton", device, name)
 
 
@@ -95,16 +95,16 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize("name", [*MASKS, *OTHERS])
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
-    def test_dense_backends(backend, name):
+    def test_dense_backends_with_changed_inputs(backend, name):
         if backend == "sdpa" and name in ("sinks", "rng"):
             pytest.skip("PyTorch's fused attention has neither sinks nor a dropout state")
         hold(backend, "cpu", name)
 
     @pytest.mark.parametrize("name", ["document", "function", "k", "v"])
-    def test_chunked_refuses_changes_of_tensors_that_it_reads_again(name):
+    def test_chunked_refuses_changes_to_tensors_read_in_the_backward(name):
         assert hold("chunked", "cpu", name) == "refused"
 
-    def test_hopper_in_the_emulator():
+    def test_hopper_kernels_with_changed_inputs():
         from tests.support.attention.emulated import hopper_on_cpu
 
         with hopper_on_cpu():

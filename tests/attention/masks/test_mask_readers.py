@@ -1,4 +1,4 @@
-"""Kernels visit the blocks, and evaluate the pairs, that the mask itself says."""
+"""Kernels visit the same tiles and evaluate the same pairs as the mask's own answers."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 DRAWS = 300
 
 
-def test_kernels_read_random_masks():
+def test_kernels_visit_the_tiles_and_pairs_of_random_masks():
     """Random terms and compositions, for loops over keys and over queries; in a process with the interpreter."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.attention.readers", str(DRAWS)],

@@ -176,7 +176,7 @@ def test_dropout_without_a_state_is_consistent_when_compiled(device):
 @on_devices
 @pytest.mark.parametrize("mask", [Causal(), Window(5, 3)], ids=["causal", "window"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_flops_are_counted(device, mask, packed):
+def test_flop_counter_counts_the_operator(device, mask, packed):
     lengths = (11, 0, 25)
     q, k, v = tensors(device, *((40,) if packed else (2, 40)))
     cu = boundaries(device, *lengths)
@@ -190,7 +190,7 @@ def test_flops_are_counted(device, mask, packed):
 
 
 @on_devices
-def test_autocast(device):
+def test_autocast_converts_inputs(device):
     q, k, v = tensors(device, 1, 20)
     dtype = torch.float16  # the interpreter has no bfloat16
     with torch.autocast(device, dtype=dtype):
@@ -264,7 +264,7 @@ class Attend(torch.nn.Module):
 
 
 @on_devices
-def test_functional_call(device):
+def test_module_under_functional_call(device):
     torch.manual_seed(0)
     module, x = Attend(device, "triton"), torch.randn(2, 20, 16, device=device)
     others = {name: (0.3 * torch.randn_like(p)).requires_grad_() for name, p in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""The order in which Hopper's kernels take tasks: each once, and such that all processors end almost together."""
+"""The tile scheduler of Hopper's kernels: it gives out each tile once, and all processors finish almost together."""
 
 import heapq
 from collections import OrderedDict
@@ -55,7 +55,7 @@ def waiting(costs):
     [(8, 2048, 16, 16, 128), (4, 4096, 16, 16, 128), (2, 8192, 16, 16, 128), (1, 16384, 16, 16, 128),
      (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 128), (1, 16384, 8, 8, 256), (1, 16384, 32, 32, 64)],
 )  # fmt: skip
-def test_processors_end_together(entries, tokens, heads, kv_heads, head_dim, monkeypatch):
+def test_all_processors_finish_at_the_same_time(entries, tokens, heads, kv_heads, head_dim, monkeypatch):
     """Causal: a tile of queries costs one step per block of keys before it, a tile of keys two per block after it."""
     monkeypatch.setattr(launch.grid, "processors", lambda device: PROCESSORS)
     q = torch.empty(entries, tokens, heads, head_dim, dtype=torch.bfloat16, device="meta")
@@ -69,7 +69,7 @@ def test_processors_end_together(entries, tokens, heads, kv_heads, head_dim, mon
 
 
 @pytest.mark.parametrize("at_once", range(1, 8))
-def test_any_number_of_heads_at_once(at_once):
+def test_every_tile_is_taken_once_for_any_number_of_heads(at_once):
     order(3, 300, 2, at_once, True)
     order(2, 129, 3, at_once, False)
 
@@ -117,7 +117,7 @@ def misses(walks, processors, cached):
 
 
 @pytest.mark.parametrize("processors", [15, 16])
-def test_walks_of_grouped_heads_share_the_cache(processors):
+def test_grouped_heads_reuse_tiles_in_the_cache(processors):
     """Causal, 4 query heads per key head: tiles are rarely read from memory again, though the queries of a key head
     are four times as large as the cache."""
     seqlen, kv_heads, group, block_m, block_n = 2048, 8, 4, 64, 128

@@ -98,7 +98,7 @@ def test_an_averaged_model_has_a_copy():
     assert averaged.module.spec.mask.kernel is budget
 
 
-def test_copies_of_packing_and_dropout_state():
+def test_packing_and_dropout_state_can_be_copied():
     cu = torch.tensor([0, 4, N], dtype=torch.int32)
     for way in COPIES.values():
         packing, rng = way((Packing(cu, cu, lengths=(4, 5)), RngState(torch.tensor(5), 6)))

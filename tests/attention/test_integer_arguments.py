@@ -37,7 +37,7 @@ def qkv(*shape):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_windows(name):
+def test_windows_accept_any_integer_type(name):
     q, k, v = qkv(1, 20, 2, 8)
     for causal in (False, np.bool_(True), torch.tensor(True), 1):
         right = flash_attn_func(q, k, v, causal=bool(causal), window_size=(5, 2), backend="reference")
@@ -47,7 +47,7 @@ def test_windows(name):
     assert torch.equal(decoded, flash_attn_with_kvcache(q[:, :1], k, v, window_size=(5, 2), causal=True))
 
 
-def test_windows_without_a_bound():
+def test_unbounded_windows_accept_any_integer_type():
     q, k, v = qkv(1, 20, 2, 8)
     right = flash_attn_func(q, k, v)
     for unbounded in (torch.tensor([-1, -1]), np.array([-1, -1]), [-1, np.int64(-1)]):
@@ -64,7 +64,7 @@ def test_windows_of_other_types_are_refused(window):
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, lambda x: torch.tensor([x])])
-def test_numbers_of_any_type(kind):
+def test_numbers_of_any_type_are_accepted(kind):
     q, k, v = qkv(1, 20, 2, 8)
     ours = flash_attn_func(q, k, v, kind(0.25), kind(0.5), softcap=kind(3.0), rng=RngState(1), backend="reference")
     right = flash_attn_func(q, k, v, 0.25, 0.5, softcap=3.0, rng=RngState(1), backend="reference")
@@ -86,7 +86,7 @@ def test_a_number_that_requires_a_gradient_is_refused():
             AttentionSpec(**{name: torch.tensor(0.5, requires_grad=True)})
 
 
-def test_dropout_states_of_any_integer_type():
+def test_dropout_states_accept_any_integer_type():
     expected = RngState(2**40 + 1, 3, 1, 2, 48, 16)
     for kind in (np.int64, np.uint64, lambda x: np.array(x)[()]):
         state = RngState(*(kind(x) for x in (2**40 + 1, 3, 1, 2, 48, 16)))
@@ -104,7 +104,7 @@ def test_dropout_states_of_any_integer_type():
             RngState(1, entry=wrong)
 
 
-def test_masks_take_any_integer_type():
+def test_masks_accept_any_integer_type():
     assert Window(np.int64(5), torch.tensor(2)) == Window(5, 2)
     assert type(Window(np.int64(5)).left) is int
     assert Window(np.int64(2**40)) == Window(None)
@@ -120,7 +120,7 @@ def test_masks_take_any_integer_type():
 @pytest.mark.parametrize(
     "kind", [list, tuple, np.array, lambda x: np.array(x, np.int32), lambda x: [*map(np.int64, x)]]
 )
-def test_boundaries_of_any_integer_type(kind):
+def test_boundaries_accept_any_integer_type(kind):
     q, k, v = qkv(9, 2, 8)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     right = flash_attn_varlen_func(q, k, v, bounds, bounds, 5, 5)
@@ -168,7 +168,7 @@ def test_indices_as_a_list_under_fake_tensors():
 
 
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_indices_of_a_cache_of_any_integer_type(kind):
+def test_cache_indices_accept_any_integer_type(kind):
     torch.manual_seed(0)
     q, cache = torch.randn(2, 1, 2, 8), torch.randn(3, 12, 2, 8)
     right = flash_attn_with_kvcache(
@@ -192,7 +192,7 @@ def test_indices_of_a_cache_of_any_integer_type(kind):
     assert torch.equal(paged, right)
 
 
-def test_what_an_integer_is():
+def test_which_values_count_as_integers():
     for value in (3, np.int8(3), np.uint64(3), torch.tensor(3), torch.tensor([3], dtype=torch.uint8)):
         assert integer(value) == 3 and type(integer(value)) is int
     for value in (True, np.bool_(True), torch.tensor(True), 3.0, torch.tensor(3.0), torch.tensor([3, 4]), None, "3"):

@@ -90,7 +90,7 @@ def check_same(found, right, inputs):
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "standard", "chunked", "reference"])
-def test_dense_backends(backend):
+def test_custom_term_in_dense_backends(backend):
     for mask in masks():
         q, k, v = tensors(dtype=torch.float64)
         check_same(attention(q, k, v, AttentionSpec(mask), backend=backend), by_hand(q, k, v, mask), (q, k, v))
@@ -98,7 +98,7 @@ def test_dense_backends(backend):
 
 @on_devices
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_kernels(device, compiled):
+def test_custom_term_in_the_kernels(device, compiled):
     torch._dynamo.reset()
 
     def call(q, k, v, spec):
@@ -111,7 +111,7 @@ def test_kernels(device, compiled):
 
 
 @on_devices
-def test_kernels_of_packed_sequences_and_of_a_cache(device):
+def test_custom_term_with_packed_sequences_and_a_cache(device):
     q, k, v = tensors(device, packed=True)
     packing = Packing([0, 15, N], [0, 15, N])
     packing = Packing(packing.cu_seqlens_q.to(device), packing.cu_seqlens_k.to(device))
@@ -126,7 +126,7 @@ def test_kernels_of_packed_sequences_and_of_a_cache(device):
 
 
 @on_devices
-def test_flops_of_a_call_are_those_of_its_band(device):
+def test_flops_of_a_call_equal_the_flops_of_its_band(device):
     """The operator's count does not read the rule: it is an upper bound."""
     q, k, v = (x.detach() for x in tensors(device))
     with FlopCounterMode(display=False) as counter:
@@ -134,13 +134,13 @@ def test_flops_of_a_call_are_those_of_its_band(device):
     assert counter.get_total_flops() == attention_flops(2 * N * (N + 1) // 2, HEADS, 16)
 
 
-def test_pairs_are_counted_exactly():
+def test_attended_pairs_are_counted_exactly():
     expected = sum(len(range(0, position + 1, dilation)) for dilation in (1, 2, 3, 7) for position in range(N))
     assert attended_pairs([N], Causal() & term(), n_heads=HEADS) == expected
 
 
 @pytest.mark.parametrize("backend", ["standard", "chunked", "reference"])
-def test_traced_programs_hold_the_term_as_values(backend):
+def test_traced_programs_store_the_parts_of_the_term(backend):
     """Boundaries on a device are not read while a program is traced, so that the backend becomes one operator."""
     torch._dynamo.reset()
     spec = AttentionSpec(Causal() & term())
@@ -159,7 +159,7 @@ def test_parts_make_an_equal_mask():
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies(duplicate):
+def test_custom_term_can_be_copied(duplicate):
     spec = AttentionSpec(Causal() & term())
     entry = Entry.of_lengths(N, N)
     assert torch.equal(duplicate(spec).mask.dense(entry, HEADS), spec.mask.dense(entry, HEADS))

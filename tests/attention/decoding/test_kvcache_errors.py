@@ -6,7 +6,7 @@ import torch
 from flash_train.attention import AttentionSpec, Causal, Document
 from flash_train.attention.decoding.kvcache import cached_attention
 from flash_train.attention.flash_attn.api import flash_attn_with_kvcache
-from tests.attention.decoding.test_kvcache import HEADS, KV_HEADS, Store
+from tests.support.attention.caches import HEADS, KV_HEADS, Store
 
 S, P = Store(2, 6), Store(2, 6, page_size=2)
 S.k, S.v, P.k, P.v = (x.float() for x in (S.k, S.v, P.k, P.v))

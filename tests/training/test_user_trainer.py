@@ -48,7 +48,7 @@ class Losses(pl.Callback):
 
 @pytest.mark.parametrize("stop", [3, 5, 7, 8, 12])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_epochs_alone_resume_bit_for_bit(stop, accumulate, make_data, tmp_path):
+def test_resume_with_max_epochs_only_is_bitwise_exact(stop, accumulate, make_data, tmp_path):
     """With `max_epochs` alone the number of steps is estimated. The run stops within a step, at its end, and after an
     epoch."""
     options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 5, "accumulate_grad_batches": accumulate}
@@ -101,7 +101,7 @@ def test_the_trainer_of_the_readme_shows_losses_and_validates(tmp_path, monkeypa
     assert (tmp_path / "checkpoints" / "step-000004.ckpt").exists() and names["trainer"].global_step == 4
 
 
-def test_test_measures_what_validation_does(make_data, tmp_path):
+def test_trainer_test_gives_the_metrics_of_validation(make_data, tmp_path):
     data, own = make_data(), module(val_bytes_per_token=2.0)
     trainer = plain_trainer(tmp_path)
     (validated,) = trainer.validate(own, datamodule=data, verbose=False)

@@ -95,7 +95,7 @@ FACTS = [
 
 @on_devices
 @pytest.mark.parametrize(("fact", "options"), FACTS)
-def test_kernels(device, fact, options):
+def test_dropout_mask_of_shards_with_kernels(device, fact, options):
     fact(device, "triton", **options)
 
 
@@ -103,5 +103,5 @@ if not INTERPRETING:
 
     @pytest.mark.parametrize(("fact", "options"), FACTS)
     @pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
-    def test_dense_backends(backend, fact, options):
+    def test_dropout_mask_of_shards_with_dense_backends(backend, fact, options):
         fact("cpu", backend, **options)

@@ -35,7 +35,7 @@ def test_a_pytorch_module_runs_our_operator(monkeypatch):
     torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], right)
 
 
-def test_heads_that_fit_only_in_the_other_layout():
+def test_error_for_transposed_tensors_names_the_other_layout():
     q, k = torch.randn(1, 8, 50, 16), torch.randn(1, 2, 33, 16)
     with pytest.raises(
         ValueError, match="q has 50 heads and k 33: .*as for scaled_dot_product_attention, needs transp"

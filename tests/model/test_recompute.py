@@ -1,4 +1,4 @@
-"""memory=none, selective and checkpoint: the same gradients, and what each runs twice."""
+"""memory=none, selective and checkpoint have the same gradients, and recompute only what they should."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_train.attention import AttentionSpec
 from flash_train.model import MEMORY_MODES, Transformer, layers, recompute
-from tests.model.common import packing_of, random_batch, tiny_config, tiny_model
+from tests.support.model.tiny import packing_of, random_batch, tiny_config, tiny_model
 
 LENGTHS = (20, 7, 37)
 CPU_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -34,13 +34,13 @@ def loss_and_gradients(mode: str, attention: str = "sdpa", **overrides) -> list[
 @pytest.mark.parametrize("attention", ["sdpa", "standard"])
 @pytest.mark.parametrize("dropouts", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
 @pytest.mark.parametrize("mode", ["selective", "checkpoint"])
-def test_gradients_are_those_of_keeping_everything(mode, dropouts, attention):
+def test_gradients_equal_those_without_recomputation(mode, dropouts, attention):
     options = {"attention": attention, "attention_dropout": dropouts[0], "residual_dropout": dropouts[1]}
     for got, expected in zip(loss_and_gradients(mode, **options), loss_and_gradients("none", **options), strict=True):
         assert torch.equal(got, expected)
 
 
-def test_dropout_acts_in_training_alone():
+def test_dropout_changes_the_loss_in_training():
     plain = loss_and_gradients("none")[0]
     assert loss_and_gradients("none", residual_dropout=0.2)[0] != plain
     assert loss_and_gradients("none", attention_dropout=0.2)[0] != plain
@@ -50,14 +50,14 @@ def test_dropout_acts_in_training_alone():
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 1), ("checkpoint", 2)])
-def test_how_often_the_attention_runs(mode, runs):
+def test_number_of_attention_runs_by_memory_mode(mode, runs):
     with Calls(CPU_FLASH) as calls:
         loss_and_gradients(mode, n_layers=3)
     assert calls.count == runs * 3 * len(LENGTHS)  # sdpa: a call per layer and document
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("selective", 2), ("checkpoint", 2)])
-def test_how_often_the_rest_runs(mode, runs):
+def test_number_of_mlp_runs_by_memory_mode(mode, runs):
     with Calls("aten::silu") as calls:
         loss_and_gradients(mode, n_layers=3)
     assert calls.count == runs * 3
@@ -75,7 +75,7 @@ noisy_attention.register_autograd(
 )
 
 
-def test_a_kept_attention_that_draws_random_numbers_does_not_shift_the_other_dropout(monkeypatch):
+def test_kept_attention_dropout_does_not_shift_residual_dropout(monkeypatch):
     """Selective does not run the attention again, so its draws are missing from the recomputation's generator."""
 
     def attention(q, k, v, spec: AttentionSpec, **_):
@@ -92,7 +92,7 @@ def test_a_kept_attention_that_draws_random_numbers_does_not_shift_the_other_dro
 
 
 @pytest.mark.parametrize("operator", sorted(recompute.KEPT_OPERATORS))
-def test_the_kept_operators_exist(operator):
+def test_kept_operators_exist(operator):
     """A name that PyTorch or this project no longer has would make selective recompute everything, silently."""
     import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 
@@ -119,7 +119,7 @@ def test_selective_and_checkpoint_keep_less():
     assert kept_bytes("selective") < kept_bytes("none") / 2
 
 
-def test_modes_are_named_in_the_refusal():
+def test_unknown_memory_mode_is_refused():
     with pytest.raises(ValueError, match=r"memory='some': must be one of none, selective, checkpoint"):
         Transformer(tiny_config(), memory="some")
     assert MEMORY_MODES == ("none", "selective", "checkpoint")

@@ -1,0 +1,45 @@
+"""Corpora for tests: random texts, and files of rows."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flash_train.data import Document
+from flash_train.data.corpus import hash_strings
+
+
+@dataclass
+class ListCorpus:
+    """Texts held in memory."""
+
+    texts: list[bytes]
+    name = "list"
+
+    def fingerprint(self) -> str:
+        return hash_strings([text.hex() for text in self.texts])
+
+    def documents(self) -> Iterator[Document]:
+        for i, text in enumerate(self.texts):
+            yield Document(key=str(i), source=f"text {i}", text=text)
+
+
+def random_texts(n: int, longest: int, seed: int = 0) -> list[bytes]:
+    random = np.random.default_rng(seed)
+    return [random.bytes(int(length)) for length in random.integers(1, longest, size=n)]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    from datasets import Dataset
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows).to_parquet(path)
+    return path
