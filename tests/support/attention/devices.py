@@ -5,23 +5,18 @@ in another process, as ``TRITON_INTERPRET=1 pytest``. Only there the tests have 
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-#: modules in tests/attention that use ``on_devices``
-MODULES = (
-    "decoding/test_decode_compiled.py",
-    "decoding/test_padding_rows.py",
-    "kernels/test_layouts.py",
-    "kernels/test_softcap.py",
-    "masks/test_custom_term.py",
-    "pytorch/test_torch_library.py",
-    "pytorch/test_traced.py",
-    "test_index_tensors.py",
-    "test_nan_inputs.py",
-    "test_dropout_shards.py",
+TESTS = Path(__file__).parents[2] / "attention"
+#: modules that use ``on_devices``, relative to tests/attention
+MODULES = tuple(
+    str(path.relative_to(TESTS))
+    for path in sorted(TESTS.rglob("test_*.py"))
+    if "\n@on_devices" in path.read_text(encoding="utf-8")
 )
 
 on_devices = pytest.mark.parametrize("device", [GPU, "cpu"] if INTERPRETING else [GPU])
