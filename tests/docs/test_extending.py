@@ -1,7 +1,6 @@
 """Each recipe of docs/extending.md, carried out: its files written, its changes made in a copy, its commands run."""
 
 import csv
-import importlib.util
 import json
 import mailbox
 import os
@@ -110,9 +109,6 @@ def test_there_is_a_test_for_each_recipe():
         assert block.language == "bash" or block.file, block.code
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flash_train.attention.masks.registry") is None, reason="needs the registry of mask terms"
-)
 def test_a_mask_term(recipe):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     found = re.fullmatch(r"largest difference (\S+), pairs (\d+)\n", recipe("A mask term").follow())
@@ -153,10 +149,6 @@ def test_a_model_size(recipe):
     assert (summary["model"], summary["steps"]) == ("7m", 1) and summary["parameters"] > 2e6
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("flash_train.attention.kernels.families") is None,
-    reason="needs the registry of kernel families",
-)
 def test_a_kernel_family(recipe):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     family = recipe("A kernel family")

@@ -18,6 +18,13 @@ from tests.support.pages import PAGES, ROOT, Block, anchors_of, blocks_of
 README = ROOT / "README.md"
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 LANGUAGES = {"python", "bash", "yaml", "json", "toml", "diff", "text"}
+#: pages whose links and paths must exist; the code of the last three is not run
+LINKED = [
+    *PAGES,
+    ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "README.md",
+    ROOT / "flash_train" / "attention" / "kernels" / "README.md",
+]
 EXTENDING = ROOT / "docs" / "extending.md"  # test_extending carries its blocks out
 
 #: what makes a page's program small enough for a test
@@ -122,7 +129,7 @@ def test_a_blocks_data_can_be_read(block):
     {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}[block.language](block.code)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -134,8 +141,9 @@ def test_links_and_paths_lead_somewhere(page):
         assert not anchor or anchor in anchors_of(file), target
     if page.name == "CHANGELOG.md":  # it also names modules that have moved
         return
-    for path in re.findall(r"`((?:flash_train|conf|scripts|tests|docs)/[\w./-]*\w/?)`", text):
-        assert (ROOT / path).exists(), path
+    for code in re.findall(r"`([^`\n]+)`", text):  # a path, or a command with paths: `pytest tests/data`
+        for path in re.findall(r"(?<!\S)(?:flash_train|conf|scripts|tests|docs)/[\w./-]*\w(?![\w<*])", code):
+            assert (ROOT / path).exists(), path
 
 
 def test_the_readme_is_short_and_has_the_two_commands():
