@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators: what is saved for the backward, and the shapes for ``torch.compile``."""
+"""PyTorch operators for the kernels, with their autograd rules and the output shapes for ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from flash_train.attention import flops
 from flash_train.attention.kernels.call import Call, schema_of
-from flash_train.attention.transforms import first_order, refuse_jvp, refuse_vmap
+from flash_train.attention.transforms import forbid_second_gradient, refuse_jvp, refuse_vmap
 
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 
-#: of q, k, v, slopes and sinks; None for slopes and sinks that have none
+#: gradients of q, k, v, slopes and sinks; None if slopes or sinks have no gradient
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp; ``kernels`` is the backend, as in ``kernels.select``."""
+    """Return the output and the natural log-sum-exp; ``kernels`` is the backend name that ``kernels.select`` reads."""
     from flash_train.attention.kernels.select import forward_of
 
     call = call.readable()
@@ -56,7 +56,7 @@ def _forward_operator(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
 def _backward_operator(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``_run_backward``; gradients that are not there are empty."""
+    """Call ``_run_backward`` and replace each missing gradient by an empty tensor."""
     call, (kernels, needs_slopes) = Call.from_arguments(rest[:-2]), rest[-2:]
     dq, dk, dv, dslopes, dsinks = _run_backward(dout, dlse, q, k, v, out, lse, call, kernels, needs_slopes)
     empty = q.new_empty(0)
@@ -95,7 +95,7 @@ def _backward_shapes(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dslopes, dsinks
 
 
-# -- their gradients
+# -- gradients of the operators
 
 
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str, output: tuple[Tensor, Tensor]) -> None:
@@ -111,21 +111,24 @@ def _gradients(
     needs_sinks: bool,
     dout: Tensor | None,
     dlse: Tensor | None,
-    by_operator: bool = False,
+    use_operator: bool = False,
 ) -> Gradients:
-    """The gradients from the tensors that ``_save`` saved, by the operator where it must be seen."""
+    """Compute the gradients from the tensors that ``_save`` saved.
+
+    The backward runs as an operator if ``use_operator`` is set or if PyTorch must observe the call.
+    """
     q, k, v, out, lse, *tensors = saved
     if dout is None:  # only the log-sum-exp was used
         dout = torch.zeros_like(out)
-    if is_legacy_batchedtensor(dout):  # for these, PyTorch does not ask the operator's rule
+    if is_legacy_batchedtensor(dout):  # PyTorch does not apply the operator's vmap rule to such tensors
         refuse_vmap()
     call = Call.of(tensors, ctx.settings)
-    # Where a graph of the gradient is recorded, the operator runs, too: it has no gradient, and says so.
-    if by_operator or _is_watched(dout) or torch.is_grad_enabled() or transforming():
-        found = attention_backward(dout, dlse, q, k, v, out, lse, *call.arguments, ctx.kernels, needs_slopes)
+    # If autograd records the gradient itself, use the operator: it raises on a second gradient.
+    if use_operator or _is_observed(dout) or torch.is_grad_enabled() or transforming():
+        gradients = attention_backward(dout, dlse, q, k, v, out, lse, *call.arguments, ctx.kernels, needs_slopes)
     else:
-        found = _run_backward(dout, dlse, q, k, v, out, lse, call, ctx.kernels, needs_slopes)
-    dq, dk, dv, dslopes, dsinks = found
+        gradients = _run_backward(dout, dlse, q, k, v, out, lse, call, ctx.kernels, needs_slopes)
+    dq, dk, dv, dslopes, dsinks = gradients
     return dq, dk, dv, dslopes if needs_slopes else None, dsinks if needs_sinks else None
 
 
@@ -135,15 +138,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """Gradients of ``attention_forward``'s arguments, as ``torch.library`` wants them: a list for a list."""
+    """Return a gradient per argument of ``attention_forward``; ``torch.library`` needs a list for a list argument."""
     needs: Any = Call(*ctx.needs_input_grad[3:-1])
     saved = ctx.saved_tensors
     dq, dk, dv, dslopes, dsinks = _gradients(ctx, saved, needs.alibi_slopes, needs.sinks, dout, dlse)
-    return (dq, dk, dv, *_gradients_of_call(len(needs.term_tensors), dslopes, dsinks), None)
+    return (dq, dk, dv, *_call_gradients(len(needs.term_tensors), dslopes, dsinks), None)
 
 
-def _gradients_of_call(n_terms: int, dslopes: Tensor | None, dsinks: Tensor | None) -> Call:
-    """A gradient, or None, in the place of each parameter."""
+def _call_gradients(n_terms: int, dslopes: Tensor | None, dsinks: Tensor | None) -> Call:
+    """Return a ``Call`` that holds each parameter's gradient, or None, in the parameter's field."""
     nothing: Any = [None] * len(Call._fields)
     return Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, term_tensors=[None] * n_terms)
 
@@ -158,8 +161,10 @@ flops.register()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
-    """``attention_forward``, differentiable. Eager calls bypass the autograd of ``torch.library``, which takes longer
-    than the rest of a call's work on the host."""
+    """Run ``attention_forward`` with gradients.
+
+    Eager calls bypass the autograd of ``torch.library``, which takes longer than the rest of the call's host work.
+    """
     if torch.compiler.is_compiling():
         return attention_forward(q, k, v, *call.arguments, kernels)
     if transforming():
@@ -167,21 +172,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[T
     return _Attention.apply(q, k, v, call.alibi_slopes, call.sinks, call, kernels)
 
 
-def _is_watched(x: Tensor) -> bool:
-    """Whether a dispatch mode or a tensor subclass is active, which must see the operator. Other eager calls go without
-    ``torch.library``: it takes as long as a launch."""
+def _is_observed(x: Tensor) -> bool:
+    """Whether a dispatch mode or a tensor subclass is active and must observe the operator.
+
+    Other eager calls bypass ``torch.library``, which takes as long as a launch.
+    """
     return torch._C._len_torch_dispatch_stack() > 0 or type(x) not in (Tensor, torch.nn.Parameter)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with its registered gradient. PyTorch looks at every argument several times: only the tensors that
-    can have a gradient are arguments of their own."""
+    """The autograd function of eager calls.
+
+    PyTorch inspects every argument several times, so only tensors that can have a gradient are separate arguments.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Any, sinks: Any, call: Call, kernels: str
     ) -> tuple[Tensor, Tensor]:
-        if _is_watched(q):
+        if _is_observed(q):
             output = attention_forward(q, k, v, *call.arguments, kernels)
         else:
             output = _run_forward(q, k, v, call, kernels)
@@ -217,10 +226,10 @@ class _TransformedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # still wrapped when the transform has ended
         with torch.no_grad():
             dq, dk, dv, dslopes, dsinks = _gradients(
-                ctx, saved, needs.alibi_slopes, needs.sinks, dout, dlse, by_operator=True
+                ctx, saved, needs.alibi_slopes, needs.sinks, dout, dlse, use_operator=True
             )
-        of_call = _gradients_of_call(len(needs.term_tensors), dslopes, dsinks)
-        return first_order((dq, dk, dv, None, None, *of_call.tensors), dout, dlse, *saved)
+        call_gradients = _call_gradients(len(needs.term_tensors), dslopes, dsinks)
+        return forbid_second_gradient((dq, dk, dv, None, None, *call_gradients.tensors), dout, dlse, *saved)
 
     jvp = staticmethod(refuse_jvp)
     vmap = staticmethod(refuse_vmap)

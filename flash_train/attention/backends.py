@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why another one cannot."""
+"""Choose the implementation that runs a call, and explain why others cannot run it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_HEAD_DIM = 256
 
 @assume_constant_result
 def backend_names() -> tuple[str, ...]:
-    """Every value of ``backend``.
+    """Return every value that ``backend`` may have.
 
-    ``flash`` is this project's kernels: for each call the first of the families in ``kernels.families`` that can run
-    it. Each family's name stands for its kernels alone; only a backward that it cannot run is the portable family's.
+    ``flash`` means this project's kernels: each call uses the first family in ``kernels.families`` that can run it. The
+    name of a family selects only its kernels, but the portable family runs a backward that this family cannot.
     """
     return ("auto", "flash", *reversed(FAMILIES), "sdpa", "standard", "chunked", "reference")
 
@@ -30,9 +30,10 @@ BACKENDS = backend_names()
 
 
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why this project's kernels cannot run here, or None where they can; ``head_dim`` is the larger of q's and v's.
+    """Return why this project's kernels cannot run here, or None if they can.
 
-    ``torch.compile`` may trace it with a symbolic ``head_dim``: the result depends on comparisons alone.
+    ``head_dim`` is the larger of q's and v's. ``torch.compile`` may trace this function with a symbolic ``head_dim``,
+    because it only compares it.
     """
     missing = _triton_unavailable()
     if missing is not None:
@@ -44,7 +45,7 @@ def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 @assume_constant_result
 def _inputs_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels take no tensors of this dtype on this device."""
+    """Return why the kernels cannot read tensors of this dtype on this device, or None if they can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {dtype} is none of float32, float16, bfloat16"
     if device.type == "cuda":
@@ -61,7 +62,7 @@ def _triton_unavailable() -> str | None:
     return None if _has_triton() else "Triton is not installed (it exists for Linux only)"
 
 
-@functools.cache  # asked by every call, and slow to ask
+@functools.cache  # every call needs the result, and the look-up is slow
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -78,7 +79,7 @@ def _gpu_unavailable(device: torch.device) -> str | None:
 
 @assume_constant_result
 def family_unavailable(backend: str, device: torch.device) -> str | None:
-    """Why the family of this name cannot run on the device, or None where it can; ``flash`` and ``auto`` have none."""
+    """Return why the family of this name cannot run on the device, or None if it can; None also for other names."""
     return FAMILIES[backend].unavailable(device) if backend in FAMILIES else None
 
 
@@ -92,15 +93,15 @@ def resolve_backend(
     sinks: bool = False,
     exact: bool = False,
 ) -> tuple[str, str]:
-    """The backend that runs, and why.
+    """Return the name of the backend that runs, and why it was chosen.
 
     Args:
-        name: one of ``BACKENDS``. ``auto`` takes this project's kernels where they run, else ``sdpa``, else
+        name: one of ``BACKENDS``. ``auto`` uses this project's kernels if they can run, else ``sdpa``, else
             ``reference``.
         head_dim: the larger of q's and v's.
-        spec: what to compute; without it, a computation that every backend can do.
+        spec: what to compute; None means a computation that every backend can do.
         sinks: whether there are sinks.
-        exact: whether the log-sum-exp or this project's own dropout mask is wanted.
+        exact: whether the call needs the log-sum-exp or this project's own dropout mask.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run here. A named backend is never replaced.
@@ -115,33 +116,34 @@ def resolve_backend(
         if reason is None:
             return "flash" if name == "auto" else name, "this project's kernels run here"
         if name != "auto":
-            able = _able(device, dtype, head_dim, spec, sinks, exact)
+            able = _usable_backends(device, dtype, head_dim, spec, sinks, exact)
             raise ValueError(f"the {name} backend cannot run here: {reason}; {able} can")
     if name in ("auto", "sdpa"):
         missing = sdpa_unavailable(spec, sinks=sinks, exact=exact)
         if missing is None:
             return "sdpa", "as asked" if name == "sdpa" else f"flash cannot run: {reason}"
         if name == "sdpa":
-            able = _able(torch.device(device), dtype, head_dim, spec, sinks, exact)
+            able = _usable_backends(torch.device(device), dtype, head_dim, spec, sinks, exact)
             raise ValueError(f"the sdpa backend cannot run this: {missing}; {able} can")
-        return "reference", f"flash cannot run: {reason}; neither can sdpa: {missing}"
+        return "reference", f"flash cannot run: {reason}; sdpa cannot run either: {missing}"
     return name, "as asked"
 
 
-def _able(
+def _usable_backends(
     device: torch.device, dtype: torch.dtype, head_dim: int, spec: AttentionSpec, sinks: bool, exact: bool
 ) -> str:
-    """The backends that can run a call, by names that ``backend=`` and the command line's ``attention=`` both take."""
+    """List the backends that can run a call, by names that both ``backend=`` and ``attention=`` (commands) accept."""
     reasons = {
         "flash": flash_unavailable(device, dtype, head_dim),
         "sdpa": sdpa_unavailable(spec, sinks=sinks, exact=exact),
     }
     able = [name for name, reason in reasons.items() if reason is None]
-    return f"{', '.join([*able, 'standard'])} and chunked"  # `reference` can, too, but is no choice for training
+    # `reference` can also run the call, but is unsuitable for training
+    return f"{', '.join([*able, 'standard'])} and chunked"
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels on the CPU: ``TRITON_INTERPRET=1``, set before it is imported."""
+    """Whether Triton interprets kernels on the CPU, which requires ``TRITON_INTERPRET=1`` before Triton is imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -12,9 +12,10 @@ from flash_train.attention.tracing import unreadable
 
 
 def integer(value: Any) -> int | None:
-    """An int, a NumPy integer, or an integer tensor with one element as a Python int; None for anything else.
+    """Convert an int, a NumPy integer or an integer tensor with one element to a Python int.
 
-    A bool is no integer here, nor is a whole float. Reading a tensor on a GPU synchronises with the device.
+    Return None for anything else, including bools and floats with integer values. Reading a tensor on a GPU
+    synchronises with the device.
     """
     if type(value) is int:
         return value
@@ -27,7 +28,7 @@ def integer(value: Any) -> int | None:
 
 
 def integers(values: Any) -> list[int] | None:
-    """A sequence, NumPy array or tensor with one dimension as Python ints; None for anything else."""
+    """Convert a sequence, NumPy array or tensor with one dimension to Python ints; return None for anything else."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) != 1:
         return None
     found = [integer(value) for value in values]
@@ -35,10 +36,10 @@ def integers(values: Any) -> list[int] | None:
 
 
 def integer_tensor(name: str, values: Any, device: torch.device | None = None) -> Any:
-    """A list, tuple or NumPy array of integers as an int32 tensor on the device; a tensor is returned unchanged.
+    """Convert a list, tuple or NumPy array of integers to an int32 tensor on the device; return a tensor unchanged.
 
     Raises:
-        TypeError: other elements than integers.
+        TypeError: elements that are not integers.
         ValueError: integers that do not fit int32.
     """
     if not isinstance(values, (list, tuple)) and not hasattr(values, "__array_interface__"):
@@ -46,7 +47,7 @@ def integer_tensor(name: str, values: Any, device: torch.device | None = None) -
     try:
         index = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        index = torch.empty(1)  # a float tensor, which the next line refuses
+        index = torch.empty(1)  # a float tensor, which the next line rejects
     if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
         raise TypeError(f"{name}={values!r}: must be integers, or an int32 tensor")
     known = index.numel() > 0 and not unreadable(index)

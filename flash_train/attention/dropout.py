@@ -16,8 +16,8 @@ forward and the backward. One call of Philox4x32 with 7 rounds (Salmon et al., "
 
 So one call covers rows {r, r + 1, r + 8, r + 9} and columns {c, c + 1, c + 8, c + 9} of a 16 x 16 tile. The map is
 symmetric in queries and keys. A thread that holds a tensor-core fragment of S (rows l / 4 + {0, 8}, columns
-2 (l % 4) + {0, 1} + 8 j, for lane l) needs two whole words of each call; a thread that holds Sᵀ in the backward does,
-too. The thread four lanes away needs the other two words.
+2 (l % 4) + {0, 1} + 8 j, for lane l) needs two whole words of each call. So does a thread that holds Sᵀ in the
+backward. The thread four lanes away needs the other two words.
 
 An element is kept if its byte is below ``k``, which has probability ``k / 256`` exactly.
 """
@@ -48,7 +48,7 @@ class RngState:
             multiples of 16.
 
     Raises:
-        ValueError: a value that is no integer, or a coordinate outside [0, 2**31).
+        ValueError: a value that is not an integer, or a coordinate outside [0, 2**31).
     """
 
     seed: int | torch.Tensor
@@ -64,7 +64,7 @@ class RngState:
             given: int | torch.Tensor | None = value
             if not isinstance(value, torch.Tensor):
                 given = integer(value)
-            elif value.numel() != 1 or value.is_floating_point() or value.is_complex():  # reads no device memory
+            elif value.numel() != 1 or value.is_floating_point() or value.is_complex():  # no device memory is read
                 given = None
             if given is None:
                 raise ValueError(f"RngState({name}={value!r}): must be an integer, or an int64 scalar on the device")
@@ -84,7 +84,7 @@ class RngState:
         return self.entry, self.head, self.query, self.key
 
     def as_tensor(self, device: torch.device) -> torch.Tensor:
-        """Seed and offset as int64 (2,) on the device, without synchronising with it."""
+        """Return seed and offset as int64 (2,) on the device, without synchronising with it."""
 
         def word(value: int | torch.Tensor) -> torch.Tensor:
             if isinstance(value, torch.Tensor):
@@ -95,10 +95,10 @@ class RngState:
 
 
 def draw_state(device: torch.device) -> torch.Tensor:
-    """A new state, int64 (2,), from PyTorch's generator of the device.
+    """Draw a new state, int64 (2,), from PyTorch's generator of the device.
 
-    So it follows ``torch.manual_seed``, activation checkpointing restores it, and each replay of a CUDA graph draws
-    another.
+    Because the generator is PyTorch's, the state follows ``torch.manual_seed``, activation checkpointing restores it,
+    and each replay of a CUDA graph draws another one.
     """
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
@@ -106,7 +106,7 @@ def draw_state(device: torch.device) -> torch.Tensor:
 def keep_mask(
     state: torch.Tensor, entry: int, head: int, queries: torch.Tensor, keys: torch.Tensor, threshold: int
 ) -> torch.Tensor:
-    """The dropout mask of one head of one entry, in plain PyTorch. Tests compare every kernel with it.
+    """Compute the dropout mask of one head of one entry, in plain PyTorch. Tests compare every kernel with it.
 
     Args:
         state: int64 (2,): seed and offset.
@@ -135,7 +135,7 @@ def keep_mask(
 
 
 def stream_key(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 64-bit Philox key of (seed, offset), as two int64 scalars below 2**32."""
+    """Compute the 64-bit Philox key of (seed, offset), as two int64 scalars below 2**32."""
     seed, offset = state[0], state[1]
     domain = [torch.full_like(seed, word) for word in STREAM_DOMAIN]
     counter = (offset & _MASK32, (offset >> 32) & _MASK32, domain[0], domain[1])
@@ -147,7 +147,7 @@ def philox(
     key: tuple[torch.Tensor, torch.Tensor],
     rounds: int = PHILOX_ROUNDS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32 on int64 tensors that hold 32-bit words; returns four such tensors."""
+    """Compute Philox4x32 on int64 tensors that hold 32-bit words; return four such tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -159,7 +159,7 @@ def philox(
 
 
 def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low words of the 64-bit product of two 32-bit words, computed in int64 without overflow."""
+    """Return the high and low words of the 64-bit product of two 32-bit words, computed in int64 without overflow."""
     upper, lower = (a >> 16) * b, (a & 0xFFFF) * b
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK32
 

@@ -21,7 +21,7 @@ from flash_train.attention.tracing import unreadable
 def attended_pairs(
     sequences: Iterable[int | Entry], mask: Mask | None = None, *, causal: bool = True, n_heads: int = 1
 ) -> int:
-    """How many (query, key) pairs attend, summed over sequences and heads.
+    """Count the (query, key) pairs that attend, summed over sequences and heads.
 
     Args:
         sequences: lengths for self-attention. Give entries (``Packing.entries()``) if the numbers of queries and keys
@@ -39,10 +39,11 @@ def attended_pairs(
 
 
 def attention_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
-    """FLOPs of one forward: for each pair and head 2 * head_dim for the score and 2 * v_head_dim for the value.
+    """Return the FLOPs of one forward.
 
-    The backward does 2.5 times as many (``attention_backward_flops``). Model FLOPs do not count recomputation and so
-    take the backward as twice the forward.
+    Each pair and head needs 2 * head_dim for the score and 2 * v_head_dim for the value. The backward does 2.5
+    times as many (``attention_backward_flops``). Model FLOPs exclude recomputation and therefore count the backward as
+    twice the forward.
 
     Args:
         pairs: (query, key) pairs that attend, for one head.
@@ -52,7 +53,7 @@ def attention_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | N
 
 
 def attention_backward_flops(pairs: int, n_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
-    """FLOPs of one backward: recomputed scores, dP, dV, dQ and dK.
+    """Return the FLOPs of one backward: recomputed scores, dP, dV, dQ and dK.
 
     These are FlashAttention's five products. An implementation may do more: kernels that compute dQ separately from dK
     and dV compute the scores and dP twice.
@@ -73,7 +74,7 @@ def call_pairs(
     block_map: Tensor | None,
     bounds: Sequence[int],
 ) -> int:
-    """How many pairs attend in one call of the operator, summed over all heads, from the operator's arguments.
+    """Count the pairs that attend in one call of the operator, summed over all heads, from the operator's arguments.
 
     Exact for bands, for block maps, and for both together. Element-wise terms (documents, trees, functions) are not
     evaluated: the count is then an upper bound, all pairs of the band within the map's blocks. Reads ``cu_seqlens`` and
@@ -82,29 +83,29 @@ def call_pairs(
     Args:
         q, k: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: int32 (entries + 1,) if packed, else None.
-        block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), ``SKIPPED`` where nothing attends.
+        block_map: int8 (entries or 1, heads or 1, query blocks, key blocks), ``SKIPPED`` if no pair in it attends.
         bounds: the fields of ``kernels.call.Bounds``.
     """
     left, right, _, block_q, block_k = Bounds(*bounds)
     mask = Window(None if left < 0 else left, None if right < 0 else right)
     n_heads = q.shape[-2]
     if cu_seqlens_q is None:
-        found = [Entry(i, i, 0, 0, q.shape[1], k.shape[1]) for i in range(q.shape[0])]
+        entries = [Entry(i, i, 0, 0, q.shape[1], k.shape[1]) for i in range(q.shape[0])]
     elif cu_seqlens_k is None or unreadable(cu_seqlens_q) or unreadable(cu_seqlens_k):
-        found = [Entry.of_lengths(q.shape[0], k.shape[0])]
+        entries = [Entry.of_lengths(q.shape[0], k.shape[0])]
     else:
         lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
-        found = [Entry(i, 0, 0, 0, len_q, len_k) for i, (len_q, len_k) in enumerate(lengths)]
+        entries = [Entry(i, 0, 0, 0, len_q, len_k) for i, (len_q, len_k) in enumerate(lengths)]
     if block_map is None or unreadable(block_map):
-        return sum(mask.pairs(entry, n_heads) for entry in found)
+        return sum(mask.pairs(entry, n_heads) for entry in entries)
     visited = block_map.cpu() != SKIPPED
     pairs = 0
-    for entry in found:
-        of_entry = visited[entry.index if visited.shape[0] > 1 else 0]  # (heads or 1, query blocks, key blocks)
-        inside = _pairs_by_block(mask, entry, block_q, block_k)
-        rows, columns = (min(a, b) for a, b in zip(of_entry.shape[1:], inside.shape, strict=True))
-        counted = (of_entry[:, :rows, :columns] * inside[:rows, :columns]).sum()
-        pairs += int(counted) * (n_heads // of_entry.shape[0])
+    for entry in entries:
+        entry_map = visited[entry.index if visited.shape[0] > 1 else 0]  # (heads or 1, query blocks, key blocks)
+        inside = _count_pairs_by_block(mask, entry, block_q, block_k)
+        rows, columns = (min(a, b) for a, b in zip(entry_map.shape[1:], inside.shape, strict=True))
+        counted = (entry_map[:, :rows, :columns] * inside[:rows, :columns]).sum()
+        pairs += int(counted) * (n_heads // entry_map.shape[0])
     return pairs
 
 
@@ -117,23 +118,23 @@ def register() -> None:
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-    return attention_flops(_pairs_of(q, k, rest), 1, q.shape[-1], v.shape[-1])
+    return attention_flops(_count_operator_pairs(q, k, rest), 1, q.shape[-1], v.shape[-1])
 
 
 def _backward_flops(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **_: Any
 ) -> int:
-    return attention_backward_flops(_pairs_of(q, k, rest), 1, q.shape[-1], v.shape[-1])
+    return attention_backward_flops(_count_operator_pairs(q, k, rest), 1, q.shape[-1], v.shape[-1])
 
 
-def _pairs_of(q: Tensor, k: Tensor, rest: Sequence[Any]) -> int:
-    """``call_pairs`` of an operator's arguments; a ``Call`` comes first among the rest."""
+def _count_operator_pairs(q: Tensor, k: Tensor, rest: Sequence[Any]) -> int:
+    """Count the pairs of an operator's call; ``rest`` begins with the fields of a ``Call``."""
     call = Call.from_arguments(rest[: len(Call._fields)])
     return call_pairs(q, k, call.cu_seqlens_q, call.cu_seqlens_k, call.block_map, call.bounds)
 
 
-def _pairs_by_block(mask: Window, entry: Entry, block_q: int, block_k: int) -> Tensor:
-    """Pairs of a band in each block, int64 (query blocks, key blocks)."""
+def _count_pairs_by_block(mask: Window, entry: Entry, block_q: int, block_k: int) -> Tensor:
+    """Count the pairs of a band in each block, int64 (query blocks, key blocks)."""
     aligned = torch.arange(entry.len_q) + (entry.len_k - entry.len_q)
     first = torch.zeros_like(aligned) if mask.left is None else aligned - mask.left
     stop = torch.full_like(aligned, entry.len_k) if mask.right is None else aligned + mask.right + 1

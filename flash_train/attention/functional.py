@@ -20,7 +20,7 @@ from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
 
 FULL = AttentionSpec()
-MOST_HEADS = 256  #: no model has more: where there are more heads than rows, they may have changed places
+MAX_PLAUSIBLE_HEADS = 256  #: with more heads than this and than rows, q probably has the dimensions swapped
 
 
 @overload
@@ -69,30 +69,31 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``packing``; bf16, fp16 or fp32. This
             is not the layout of PyTorch's ``scaled_dot_product_attention``, (batch, heads, seqlen, head_dim), which
-            needs ``transpose(1, 2)``. Jagged nested tensors are packed ones: (batch, j, heads, head_dim), or
-            (batch, heads, j, head_dim), which the ragged dimension tells apart.
+            needs ``transpose(1, 2)``. Jagged nested tensors are packed sequences: (batch, j, heads, head_dim) or
+            (batch, heads, j, head_dim), depending on which dimension is ragged.
         k: (batch, seqlen_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim); kv_heads divides heads.
-        v: as k; its head_dim may differ, and is the output's.
+        v: the same shape as k, except that head_dim may differ; the output has v's head_dim.
         spec: mask, scale, softcap and dropout probability.
-        packing: boundaries of the packed entries; queries see the keys of their own entry only.
-        rng: dropout state. Without it one is drawn from PyTorch's generator of the device.
+        packing: boundaries of the packed entries; queries attend only to keys of their own entry.
+        rng: dropout state; None draws one from PyTorch's generator of the device.
         alibi_slopes: (heads,), or (batch or entries, heads): the bias ``-slope * abs(i + len_k - len_q - j)`` is added
-            to the logit of query i and key j. May be learnable.
-        sinks: (heads,): a logit per head that joins the softmax's sum and has no value. May be learnable.
-        backend: one of ``BACKENDS``: ``flash``, this project's kernels (``triton``, the portable ones alone, or
-            another family by its name), ``sdpa``, ``standard``, ``chunked``, ``reference``, or ``auto``: flash where it
-            runs, else sdpa, else reference. ``explain`` says what runs.
-        return_lse: also return the natural log-sum-exp of the logits, fp32 (of fp64 inputs, fp64), (batch, heads,
-            seqlen_q), packed (heads, total_q); it counts the sink; -inf for queries that see nothing; differentiable.
-            All but ``sdpa``.
+            to the logit of query i and key j. They may be learnable.
+        sinks: (heads,): a logit per head that is added to the softmax's sum and has no value. They may be learnable.
+        backend: one of ``BACKENDS``: ``flash``, this project's kernels (``triton`` selects only the portable
+            kernels, and the name of another family only its kernels), ``sdpa``, ``standard``, ``chunked``,
+            ``reference``, or ``auto``: flash if it can run, else sdpa, else reference. ``explain`` says what runs.
+        return_lse: also return the natural log-sum-exp of the logits, (batch, heads, seqlen_q), packed (heads,
+            total_q), in fp32, or in fp64 for fp64 inputs. It includes the sink, is -inf for queries that attend to no
+            key, and is differentiable. Every backend except ``sdpa`` can return it.
 
     Returns:
-        out like q with v's head_dim, and the log-sum-exp where asked for. Queries that see no key give exactly 0. Of
-        jagged tensors, out is jagged in their layout, and the log-sum-exp (batch, heads, j).
+        out, shaped like q but with v's head_dim, and the log-sum-exp if requested. Queries that attend to no key give
+        exactly 0. For jagged tensors, out is jagged in their layout, and the log-sum-exp is jagged (batch, heads, j).
 
     Raises:
-        ValueError, TypeError: inputs that do not fit together, or a named backend that cannot run; before any launch.
-        RuntimeError: a gradient of this project's kernels' gradient, as it is taken.
+        ValueError, TypeError: inputs that do not fit together, or a named backend that cannot run. Both are raised
+            before any launch.
+        RuntimeError: a second gradient through this project's kernels, raised in the backward.
 
     Source: FlashAttention-2 (Dao, 2023, arXiv:2307.08691), algorithms 1 and 2; dropout as in FlashAttention
     (arXiv:2205.14135), with the counter map of ``flash_train.attention.dropout``; ALiBi (Press et al.,
@@ -108,20 +109,20 @@ def attention(
         return (jagged.out(results[0]), jagged.lse(results[1])) if return_lse else jagged.out(results)
     (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name == "sdpa":
-        return _connected(sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes), q, k, v)
+        return _connect_gradients(sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes), q, k, v)
 
     state, origin = None, (0, 0, 0, 0)
     if spec.dropout > 0 and rng is not None:
         state, origin = rng.as_tensor(q.device), rng.origin
     if name in DENSE:
-        by_operator = needs_operator(name, q, packing)
-        if spec.dropout > 0 and state is None and (name == "reference" or by_operator):
+        use_operator = needs_operator(name, q, packing)
+        if spec.dropout > 0 and state is None and (name == "reference" or use_operator):
             state = draw_state(q.device)
-        if by_operator:
+        if use_operator:
             out, lse = attend_by_operator(name, q, k, v, spec, packing, state, origin, alibi_slopes, sinks)
         else:
             out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
-        out, lse = _connected(out, q, k, v), lse.float() if lse.dtype.itemsize < 4 else lse
+        out, lse = _connect_gradients(out, q, k, v), lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
@@ -129,8 +130,8 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _connected(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Return the output. If nothing was computed, as for an empty batch, the inputs get gradients of zeros."""
+def _connect_gradients(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return the output, connected to the inputs so that they get zero gradients even if nothing was computed."""
     if out.requires_grad or not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return out
     return out + sum(x[..., :0].sum() for x in inputs)
@@ -149,10 +150,10 @@ def explain(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> str:
-    """What runs ``attention`` with the same arguments, and why nothing faster does. Runs no kernel.
+    """Say what runs ``attention`` with the same arguments, and why nothing faster runs it. No kernel is launched.
 
     Raises:
-        ValueError, TypeError: as ``attention``.
+        ValueError, TypeError: the same errors as ``attention``.
     """
     if q.is_nested or k.is_nested or v.is_nested:
         q, k, v, packing, *_ = unpack(q, k, v, packing)
@@ -179,11 +180,11 @@ def _prepare(
     backend: str,
     return_lse: bool,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], tuple[str, str]]:
-    """q, k and v in autocast's dtype, checked with the rest; and the backend that runs them, and why."""
+    """Check all arguments; return q, k and v in autocast's dtype, and the backend that runs them with the reason."""
     require_values(q)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))  # as autocast has it
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))  # autocast leaves fp64 as it is
     _validate(q, k, v, packing)
     entries = q.shape[0] if packing is None else packing.cu_seqlens_q.numel() - 1
     validate_settings(q, k.shape[-3], entries, spec, rng, alibi_slopes, sinks)
@@ -209,7 +210,7 @@ def operands_of(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> Call:
-    """The call of this project's kernels that computes ``spec``."""
+    """Build the kernel call that computes ``spec``."""
     cu_seqlens = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
     return call_of(
         spec, q.shape[-1], q.shape[-3], k.shape[-3], cu_seqlens, state, origin, alibi_slopes, sinks,
@@ -227,7 +228,7 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
     if packing is not None and not isinstance(packing, Packing):
         raise TypeError(f"packing is a {type(packing).__name__}: must be Packing(cu_seqlens_q, cu_seqlens_k), or None")
     rank, layout = (4, "(batch, seqlen, heads, head_dim)") if packing is None else (3, "(total, heads, head_dim)")
-    dtype, device, shape_q, shape_k, shape_v = q.dtype, q.device, q.shape, k.shape, v.shape  # each takes a while to ask
+    dtype, device, shape_q, shape_k, shape_v = q.dtype, q.device, q.shape, k.shape, v.shape  # attribute access is slow
     for name, shape in (("q", shape_q), ("k", shape_k), ("v", shape_v)):
         if len(shape) != rank:
             raise ValueError(f"{name} has shape {tuple(shape)}: must be {layout}" + _packing_hint(packing))
@@ -248,7 +249,7 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
             f"q has {n_heads} heads and k {n_kv_heads}: q's must be a multiple of k's, and neither 0"
             + _layout_hint(packing, shape_q, shape_k)
         )
-    if packing is None and n_heads > MOST_HEADS and n_heads > shape_q[1] and not torch.compiler.is_compiling():
+    if packing is None and n_heads > MAX_PLAUSIBLE_HEADS and n_heads > shape_q[1] and not torch.compiler.is_compiling():
         warnings.warn(
             f"q has {n_heads} heads and {shape_q[1]} rows: the layout is (batch, seqlen, heads, head_dim), and tensors "
             "of scaled_dot_product_attention need transpose(1, 2)",
@@ -269,7 +270,7 @@ def validate_settings(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError or TypeError where what is asked for does not fit q, padded or packed, and ``len_k`` keys."""
+    """Raise ValueError or TypeError if the settings do not fit q, padded or packed, and ``len_k`` keys."""
     if not isinstance(spec, AttentionSpec):
         inside = spec if isinstance(spec, Mask) else "mask"
         raise TypeError(f"spec is {spec!r}: must be an AttentionSpec, such as AttentionSpec({inside})")
@@ -293,7 +294,7 @@ def validate_settings(
 
 
 def _layout_hint(packing: Packing | None, shape_q: torch.Size, shape_k: torch.Size) -> str:
-    """For heads that do not fit, where dimension 1 would as heads."""
+    """Return a hint at the layout if the head counts would fit with dimension 1 as the heads; else an empty string."""
     if packing is not None or shape_k[1] == 0 or shape_q[1] % shape_k[1]:
         return ""
     return "; (batch, heads, seqlen, head_dim), as for scaled_dot_product_attention, needs transpose(1, 2)"

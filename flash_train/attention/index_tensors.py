@@ -1,4 +1,4 @@
-"""Index tensors, such as lengths, offsets, rows and page tables: checked, and converted for the kernels."""
+"""Check index tensors, such as lengths, offsets, rows and page tables, and convert them for the kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def readable(x: MaybeTensor) -> MaybeTensor:
-    """The tensor if it is contiguous, as the kernels require, else a contiguous copy; None stays None."""
+    """Return the tensor if it is contiguous, as the kernels require, else a contiguous copy; return None for None."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The values as a contiguous int32 tensor on the device.
+    """Convert the values to a contiguous int32 tensor on the device.
 
     Args:
         name: name of the argument, for error messages.
@@ -31,7 +31,7 @@ def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torc
 
     Raises:
         ValueError: another dtype, shape or device.
-        TypeError: anything but a tensor or a sequence of integers.
+        TypeError: a value that is neither a tensor nor a sequence of integers.
     """
     given = integer_tensor(name, x, device)
     if not isinstance(given, Tensor):

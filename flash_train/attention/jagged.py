@@ -12,14 +12,14 @@ from flash_train.attention.packing import Packing
 
 
 class Unpacked(NamedTuple):
-    """The packed form of a call on jagged tensors, and what turns its results into jagged tensors.
+    """The packed form of a call on jagged tensors, with methods that turn its results into jagged tensors.
 
     Attributes:
         q: (total_q, heads, head_dim).
         k, v: (total_k, kv_heads, head_dim).
         packing: boundaries of the entries.
         like: q as jagged (batch, j, heads, head_dim). Results share its offsets, and so its symbolic length j.
-        rows: int64 (total_q,), the rows of the packed q among q's values if these have holes, else None.
+        rows: int64 (total_q,), the index of each packed row within q's values if these have holes, else None.
         by_head: whether the tensors of the call were (batch, heads, j, head_dim).
     """
 
@@ -32,11 +32,11 @@ class Unpacked(NamedTuple):
     by_head: bool
 
     def out(self, values: Tensor) -> Tensor:
-        """Packed (total_q, heads, head_dim) to jagged, in the layout of q."""
+        """Convert packed (total_q, heads, head_dim) to jagged, in the layout of q."""
         return self._jagged(values, self.by_head)
 
     def lse(self, values: Tensor) -> Tensor:
-        """Packed (heads, total_q) to jagged (batch, heads, j)."""
+        """Convert packed (heads, total_q) to jagged (batch, heads, j)."""
         return self._jagged(values.t(), True)
 
     def _jagged(self, values: Tensor, by_head: bool) -> Tensor:
@@ -48,7 +48,7 @@ class Unpacked(NamedTuple):
 
 
 def unpack(q: Any, k: Any, v: Any, packing: Packing | None) -> Unpacked:
-    """The packed form of jagged q, k and v. Differentiable.
+    """Convert jagged q, k and v to packed tensors. Differentiable.
 
     If the boundaries of k and v are different tensors, they are compared, which synchronises with the device.
 
@@ -92,7 +92,9 @@ def unpack(q: Any, k: Any, v: Any, packing: Packing | None) -> Unpacked:
 
 
 def _boundaries(x: Any) -> tuple[Tensor | None, Tensor]:
-    """The rows of x among its values, int64 (total,), or None without holes; and boundaries, int32 (batch + 1,).
+    """Return the indices of x's rows within its values, int64 (total,), or None without holes; and boundaries.
+
+    The boundaries are int32 (batch + 1,).
 
     An empty batch becomes one empty entry. Holes come from ``torch.nested.narrow`` and cost a device synchronisation.
     """

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the attention over each; associative, differentiable.
+    """Combine the attention over two disjoint sets of keys into the attention over their union.
+
+    The operation is associative and differentiable.
 
     Each partial output is a weighted mean of values whose weights sum to ``exp(lse)``, so the result is the mean of the
     two outputs with weights ``exp(lse_a)`` and ``exp(lse_b)``. This is one step of the online softmax (Milakov and
@@ -31,12 +33,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         shapes = [tuple(x.shape) for x in (out_a, lse_a, out_b, lse_b)]
         raise ValueError(
             f"out_a, lse_a, out_b, lse_b have shapes {', '.join(map(str, shapes))}: must be (batch, seqlen, heads, "
-            "head_dim) with (batch, heads, seqlen), or packed (total, heads, head_dim) with (heads, total), twice"
+            "head_dim) with (batch, heads, seqlen), or packed (total, heads, head_dim) with (heads, total), for both"
         )
     out_dtype, lse_dtype = torch.promote_types(out_a.dtype, out_b.dtype), torch.promote_types(lse_a.dtype, lse_b.dtype)
     dtype = torch.promote_types(torch.promote_types(out_dtype, lse_dtype), torch.float32)
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
-    # without any key the difference of infinities would be NaN, also in the gradient
+    # if neither set has a key, the difference of infinities would be NaN, also in the gradient
     seen = torch.maximum(lse_a, lse_b) != float("-inf")
     safe_a, safe_b = torch.where(seen, lse_a, 0.0), torch.where(seen, lse_b, 0.0)
     lse = torch.logaddexp(safe_a, safe_b)
@@ -45,6 +47,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def _weighted(out: Tensor, lse: Tensor, log_share: Tensor) -> Tensor:
-    """A partial output times its share of the total weight."""
+    """Multiply a partial output by its share of the total weight."""
     seen = (lse != float("-inf")).transpose(-1, -2)[..., None]
     return torch.where(seen, out.to(lse.dtype), 0.0) * torch.exp(log_share).transpose(-1, -2)[..., None]

@@ -13,9 +13,9 @@ from flash_train.attention.tracing import unreadable
 
 
 class Entry(NamedTuple):
-    """Where one sequence of a call lies: a row of a padded batch, or an entry of a packed tensor.
+    """The location of one sequence of a call: a row of a padded batch, or an entry of a packed tensor.
 
-    The kernels use the same names. Fields are Python ints; inside kernels and compiled programs, symbols.
+    The kernels use the same names. Fields are Python ints, or symbols inside kernels and compiled programs.
 
     Attributes:
         index: number of the sequence in the call.
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of_lengths(cls, len_q: int, len_k: int) -> Entry:
-        """The entry of a call with a single sequence."""
+        """Return the entry of a call with a single sequence."""
         return cls(0, 0, 0, 0, len_q, len_k)
 
 
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the entries of a packed tensor begin and end.
+    """The boundaries between the entries of a packed tensor.
 
     Entry ``e`` holds rows ``cu_seqlens[e]`` to ``cu_seqlens[e + 1]``. Equal boundaries make an empty entry, so that a
     fixed number of entries serves batches with any number of documents. Rows past the last boundary belong to no entry:
@@ -57,7 +57,7 @@ class Packing:
 
     Attributes:
         cu_seqlens_q: boundaries of the queries, int32 (entries + 1,) on the device of q; they start at 0 and never
-            decrease. May be a strided view. A list of integers becomes a tensor on the CPU.
+            decrease. They may be a strided view. A list of integers becomes a tensor on the CPU.
         cu_seqlens_k: boundaries of the keys, likewise; for self-attention the same tensor.
         max_seqlen_q, max_seqlen_k: length of the longest entry, if known; no backend of this package needs it.
         lengths: lengths of the non-empty entries as Python ints. Give them if the host knows them, queries and keys
@@ -113,7 +113,7 @@ class Packing:
     def check(self, rows_q: int | None = None, rows_k: int | None = None) -> None:
         """Raise ValueError unless boundaries start at 0, never decrease, end within the rows, and fit ``lengths``.
 
-        Reads device memory, so it is for debugging. On a CPU ``attention`` calls it.
+        It reads device memory, so use it only for debugging. ``attention`` calls it for CPU tensors.
         """
         for side, cu, rows in (("q", self.cu_seqlens_q, rows_q), ("k", self.cu_seqlens_k, rows_k)):
             name, bounds = f"cu_seqlens_{side}", cu.tolist()
@@ -130,9 +130,9 @@ class Packing:
                     raise ValueError(f"{name} has entries of {found} rows and lengths is {given}: must be equal")
 
     def entries(self) -> list[Entry]:
-        """All entries, on the host.
+        """Return the entries as Python ints.
 
-        With ``lengths`` there are only the non-empty entries; without it, this synchronises with the device.
+        With ``lengths``, only the non-empty entries are returned. Without it, this synchronises with the device.
         """
         if self.lengths is not None:
             found, begin = [], 0
@@ -145,7 +145,7 @@ class Packing:
 
 
 def entries(q: torch.Tensor, k: torch.Tensor, packing: Packing | None) -> list[Entry]:
-    """The sequences of a call with q and k (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim)."""
+    """Return a call's sequences, from q and k (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim)."""
     if packing is not None:
         return packing.entries()
     return [Entry(b, b, 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]

@@ -15,7 +15,7 @@ from flash_train.checks import check, within
 
 
 def local_global(n_q: int, n_k: int, window: int, n_global: int, device: torch.device | str | None = None) -> Tensor:
-    """A band and global blocks, as in Longformer (Beltagy et al., 2020, arXiv:2004.05150), section 3.1.
+    """Build a band and global blocks, as in Longformer (Beltagy et al., 2020, arXiv:2004.05150), section 3.1.
 
     Args:
         n_q, n_k: number of query blocks and of key blocks.
@@ -35,7 +35,7 @@ def local_global(n_q: int, n_k: int, window: int, n_global: int, device: torch.d
 
 
 def strided(n_q: int, n_k: int, stride: int, window: int, device: torch.device | str | None = None) -> Tensor:
-    """A band and every ``stride``-th block, counted from the query's own block.
+    """Build a band and every ``stride``-th block, counted from the query's own block.
 
     Source: sparse transformers (Child et al., 2019, arXiv:1904.10509), section 4.3.
 
@@ -54,11 +54,11 @@ def strided(n_q: int, n_k: int, stride: int, window: int, device: torch.device |
 
 
 def butterfly(n_q: int, n_k: int, device: torch.device | str | None = None) -> Tensor:
-    """The flat block butterfly: the diagonal, and the blocks whose number differs from the query's in one bit.
+    """Build the flat block butterfly: the diagonal, and the blocks whose number differs from the query's in one bit.
 
     It is the sum of the factors of a butterfly matrix, instead of their product. If n is a power of two, each row has
-    1 + log2(n) blocks; other shapes are the end of the pattern for the next power of two. Source: Pixelated Butterfly
-    (Dao et al., 2021, arXiv:2112.00029), the pattern of block-sparse FlashAttention.
+    1 + log2(n) blocks; other shapes take the last rows and columns of the pattern for the next power of two.
+    Source: Pixelated Butterfly (Dao et al., 2021, arXiv:2112.00029), the pattern of block-sparse FlashAttention.
 
     Args:
         n_q, n_k: number of query blocks and of key blocks.
@@ -81,12 +81,12 @@ def random(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """``per_row`` different blocks of keys for each block of queries, drawn uniformly.
+    """Draw ``per_row`` different blocks of keys for each block of queries, uniformly.
 
     Args:
         n_q, n_k: number of query blocks and of key blocks.
         per_row: number of key blocks per query block, 0 to n_k.
-        generator: None is PyTorch's generator of the device.
+        generator: None uses PyTorch's generator of the device.
 
     Raises:
         ValueError: ``per_row`` above n_k, or no blocks.
@@ -99,7 +99,7 @@ def random(
 
 
 def _positions(n_q: int, n_k: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-    """Positions of the blocks, aligned at their ends: int64 (n_q, 1) and (1, n_k), from 0."""
+    """Return the positions of the blocks from 0, aligned at their ends: int64 (n_q, 1) and (1, n_k)."""
     n = max(n_q, n_k)
     q, k = torch.arange(n - n_q, n, device=device), torch.arange(n - n_k, n, device=device)
     return q[:, None], k[None, :]

@@ -1,4 +1,4 @@
-"""The specification of an attention, which every backend reads."""
+"""The specification of attention, which every backend reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash_train.attention.masks import Full, Mask
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention: ``out = dropout(softmax(softcap(scale * q @ k.T) + mask)) @ v``.
+    """What attention computes: ``out = dropout(softmax(softcap(scale * q @ k.T) + mask)) @ v``.
 
     Attributes:
         mask: which keys a query attends to: ``Full()``, ``Causal()``, ``Window(left, right)``, any other term, such as
@@ -72,5 +72,5 @@ class AttentionSpec:
         return 256 if self.dropout == 0.0 else math.floor(256 * (1.0 - self.dropout) + 0.5)
 
     def scale_for(self, head_dim: int) -> float:
-        """The factor on the scores for this head_dim."""
+        """Return the factor on the scores for this head_dim."""
         return head_dim**-0.5 if self.scale is None else self.scale

@@ -1,4 +1,4 @@
-"""Marks for ``torch.compile`` that cost no import of the compiler, and whether a tensor is traced."""
+"""Mark functions for ``torch.compile`` without importing the compiler, and detect traced tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def assume_constant_result(function: F) -> F:
-    """Have ``torch.compile`` call ``function`` while it traces, and take the result as a constant.
+    """Make ``torch.compile`` call ``function`` while it traces, and treat the result as a constant.
 
-    The same mark as ``torch.compiler.assume_constant_result`` sets, which imports the whole compiler to set it: more
-    than a second, for every program that imports this package and compiles nothing.
+    This sets the same mark as ``torch.compiler.assume_constant_result``. That function imports the whole compiler,
+    which takes more than a second, even in programs that compile nothing.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def unreadable(x: torch.Tensor) -> bool:
-    """Whether a tensor holds no values: while ``torch.compile`` traces, a fake one, or one on the meta device."""
+    """Whether a tensor has no values to read: ``torch.compile`` is tracing, or it is a fake or a meta tensor."""
     if torch.compiler.is_compiling():
         return True
     from torch._subclasses.fake_tensor import FakeTensor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flash_train.attention.masks import SKIPPED, Causal, Mask
 from flash_train.attention.packing import Entry
 
-STATISTIC = 4  #: bytes of one fp32 number per row, such as the log-sum-exp or delta
+STATISTIC_BYTES = 4  #: bytes of one fp32 number per row, such as the log-sum-exp or delta
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Traffic:
 
 
 def standard_traffic(entry: Entry | int, n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Traffic:
-    """Traffic of algorithms 0 and 3, which hold S and P in memory: all pairs, for any mask.
+    """Count the traffic of algorithms 0 and 3, which hold S and P of all pairs in memory, whatever the mask.
 
     Forward: S written and read, P written and read. Backward: P read for dV and again for dS, dP written and read, dS
     written, and read for dQ and for dK.
     """
     entry = _entry(entry)
     pairs = itemsize * n_heads * entry.len_q * entry.len_k
-    queries, keys = _rows(entry, n_heads, n_kv_heads, head_dim, itemsize)
+    queries, keys = _tensor_bytes(entry, n_heads, n_kv_heads, head_dim, itemsize)
     forward = 4 * pairs + 2 * queries + 2 * keys
     backward = 7 * pairs + 4 * queries + 4 * keys  # dO twice, Q, dQ; K, V, dK, dV
     return Traffic(forward, backward)
@@ -50,41 +50,41 @@ def flash_traffic(
     dkdv_tile: tuple[int, int] = (64, 128),
     dq_tile: tuple[int, int] = (128, 64),
 ) -> Traffic:
-    """Traffic of the kernels of ``flash_train.attention.kernels``.
+    """Count the traffic of the kernels in ``flash_train.attention.kernels``.
 
     A program with a tile of queries reads each block of keys and values that any of its queries attends to. A program
     with a tile of keys reads Q, dO and two numbers per row of each such block of queries, for each head of its group.
     So the traffic is proportional to the number of visited blocks, and for a block-sparse mask to its density.
 
     Args:
-        entry: lengths of queries and keys; an int is both.
+        entry: lengths of queries and keys; an int gives both.
         n_heads, n_kv_heads: heads of q, and of k and v.
         itemsize: bytes per element of q, k and v.
-        mask: None is ``Causal()``.
+        mask: None means ``Causal()``.
         density: fraction of the mask's blocks that an additional block map keeps.
         forward_tile, dkdv_tile, dq_tile: (queries, keys) per tile of each kernel.
     """
     entry, mask = _entry(entry), Causal() if mask is None else mask
-    queries, keys = _rows(entry, n_heads, n_kv_heads, head_dim, itemsize)
+    queries, keys = _tensor_bytes(entry, n_heads, n_kv_heads, head_dim, itemsize)
     row = itemsize * head_dim
-    statistics = STATISTIC * n_heads * entry.len_q
+    statistics = STATISTIC_BYTES * n_heads * entry.len_q
 
     def visits(tile: tuple[int, int]) -> int:
-        """How many blocks have a pair that attends, summed over all query heads."""
+        """Count the blocks with at least one pair that attends, summed over all query heads."""
         states = mask.blocks(entry, *tile, n_heads) != SKIPPED
         return round(density * int(states.sum())) * (n_heads // states.shape[0])
 
     forward = 2 * queries + statistics + visits(forward_tile) * forward_tile[1] * 2 * row
-    rows = 2 * queries + 3 * statistics  # the kernel that computes delta from out and dout
+    delta = 2 * queries + 3 * statistics  # the kernel that computes delta from out and dout
     dq = 3 * queries + 2 * statistics + visits(dq_tile) * dq_tile[1] * 2 * row
-    dkdv = 4 * keys + visits(dkdv_tile) * dkdv_tile[0] * (2 * row + 2 * STATISTIC)
-    return Traffic(forward, rows + dq + dkdv)
+    dkdv = 4 * keys + visits(dkdv_tile) * dkdv_tile[0] * (2 * row + 2 * STATISTIC_BYTES)
+    return Traffic(forward, delta + dq + dkdv)
 
 
 def _entry(entry: Entry | int) -> Entry:
     return Entry.of_lengths(entry, entry) if isinstance(entry, int) else entry
 
 
-def _rows(entry: Entry, n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of q and bytes of k."""
+def _tensor_bytes(entry: Entry, n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of q and the bytes of k."""
     return itemsize * head_dim * n_heads * entry.len_q, itemsize * head_dim * n_kv_heads * entry.len_k

@@ -1,4 +1,4 @@
-"""Keys and values in a cache: where each row lies, which rows are padding, and how to write and read them.
+"""Find the rows of a cache of keys and values, detect padding, and write and read the cache.
 
 A cache is (batch_size_cache, capacity, kv_heads, head_dim), or paged (num_blocks, page_size, kv_heads, head_dim). A
 paged cache comes with a ``block_table``, int32 (batch, blocks per sequence): column ``c`` of a row is the page of its
@@ -22,7 +22,7 @@ from flash_train.attention.index_tensors import IntegerData, check_range, index_
 
 @dataclass(frozen=True)
 class CacheRows:
-    """Where the rows of a batch lie in a cache. All tensors are int32, contiguous, and on the device of the cache.
+    """The locations of a batch's rows in a cache. All tensors are int32, contiguous, and on the device of the cache.
 
     A row is padding if its length is negative or the page of its last key is negative. Padding has no keys, and nothing
     is written for it.
@@ -54,9 +54,9 @@ class CacheRows:
         cache_leftpad: IntegerData | None = None,
         block_table: IntegerData | None = None,
     ) -> CacheRows:
-        """The rows of a call of ``cached_attention``, with its arguments.
+        """Make the rows from the arguments of ``cached_attention``.
 
-        Checks dtypes, shapes and devices; on the CPU also values. Never reads device memory.
+        Dtypes, shapes and devices are checked, and on the CPU also values. Device memory is never read.
 
         Raises:
             ValueError, TypeError: tensors that do not fit together.
@@ -96,7 +96,7 @@ class CacheRows:
         return rows
 
     def padding(self, cache: Tensor, new: int = 0) -> Tensor:
-        """Which rows are padding after ``new`` keys were added, bool (batch,)."""
+        """Return the rows that are padding after ``new`` keys were added, bool (batch,)."""
         padding = self.lengths < 0
         if self.block_table is None or capacity_of(cache, self.block_table) == 0:
             return padding
@@ -106,7 +106,7 @@ class CacheRows:
         return padding | ((page < 0) & (self.lengths + new > 0))
 
     def slots(self, cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices into the cache's first two dimensions, two int64 (batch, n), for integer positions (batch, n)."""
+        """Return indices into the cache's first two dimensions, two int64 (batch, n), for positions (batch, n)."""
         if self.block_table is None:
             rows = torch.arange(len(positions), device=positions.device) if self.batch_idx is None else self.batch_idx
             check_range("position in the cache", positions, cache.shape[1])
@@ -118,24 +118,24 @@ class CacheRows:
         return pages, positions.long() % page_size
 
     def clear_padding(self, padding: Tensor) -> CacheRows:
-        """The same rows with every index of padding set to 0, which is a valid index.
+        """Return the same rows with every index of padding set to 0, which is a valid index.
 
         Args:
             padding: bool (batch,).
         """
 
-        def cleared(x: Tensor | None) -> Tensor | None:
+        def zero_padding(x: Tensor | None) -> Tensor | None:
             return None if x is None else torch.where(padding.view(-1, *[1] * (x.dim() - 1)), 0, x)
 
-        return CacheRows(*map(cleared, (self.lengths, self.batch_idx, self.leftpad, self.block_table)))
+        return CacheRows(*map(zero_padding, (self.lengths, self.batch_idx, self.leftpad, self.block_table)))
 
     def extended(self, new: int) -> CacheRows:
-        """The rows with ``new`` more keys; rows of negative length stay padding."""
+        """Return the rows with ``new`` more keys; rows of negative length stay padding."""
         return replace(self, lengths=torch.where(self.lengths < 0, self.lengths, self.lengths + new))
 
 
 def capacity_of(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """The largest number of positions per row."""
+    """Return the largest number of positions per row."""
     return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
@@ -144,7 +144,9 @@ def _check_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> 
     layout = "(num_blocks, page_size" if paged else "(batch_size_cache, capacity"
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.is_nested:
-            raise TypeError(f"{name} is nested: must be padded; cache_seqlens and cache_leftpad say where rows lie")
+            raise TypeError(
+                f"{name} is nested: must be padded; cache_seqlens and cache_leftpad give the start and end of rows"
+            )
         if x.dim() != 4:
             allowed = "(batch, seqlen" if name == "q" else layout
             raise ValueError(f"{name} has shape {tuple(x.shape)}: must be {allowed}, heads, head_dim)")
@@ -225,7 +227,7 @@ def gather(
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """A copy of the first ``longest`` positions of every row, (batch, longest, kv_heads, head_dim).
+    """Copy the first ``longest`` positions of every row, (batch, longest, kv_heads, head_dim).
 
     Positions at and after ``cache_seqlens``, int32 (batch,), have arbitrary values, and their pages need not exist.
     """

@@ -94,7 +94,9 @@ def cached_attention(
     if (k is None) != (v is None):
         raise ValueError(f"{'v' if k is None else 'k'} was given without the other: new keys and values come together")
     if k is not None and cache_seqlens is None:
-        raise ValueError("k and v were given without cache_seqlens, which says where they go: an int or int32 (batch,)")
+        raise ValueError(
+            "k and v were given without cache_seqlens: must be an int or int32 (batch,), the position to write to"
+        )
     name = _resolve(backend, q, v_cache, spec, sinks)
     if is_own(name) and transforming():
         refuse_decoding()
@@ -111,7 +113,7 @@ def cached_attention(
 
 
 def _forbid_gradients(**tensors: Tensor | None) -> None:
-    """Raise ValueError if a tensor requires a gradient, since a cache that is written in place cannot give one."""
+    """Raise ValueError if a tensor requires a gradient, because a cache that is written in place has none."""
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(

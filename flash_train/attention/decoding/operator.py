@@ -1,6 +1,6 @@
-"""Attention to a cache as PyTorch operators: what a traced program calls, and the same run eagerly.
+"""Attention to a cache, as PyTorch operators for traced programs and as direct calls for eager ones.
 
-``append_to_cache`` writes in place and says so. ``cached_attention_flash`` runs the decode kernel, whose launches
+``append_to_cache`` declares that it writes in place. ``cached_attention_flash`` runs the decode kernel, whose launches
 depend on shapes alone, so that a CUDA graph can hold it. ``cached_attention_dense`` runs a backend in plain PyTorch row
 by row; it reads the lengths on the host, so a CUDA graph leaves it out.
 """
@@ -20,7 +20,7 @@ from flash_train.attention.dropout import RngState
 from flash_train.attention.functional import attention
 from flash_train.attention.kernels.call import Call, call_of, schema_of
 from flash_train.attention.masks import Mask
-from flash_train.attention.masks.parts import put_together, take_apart
+from flash_train.attention.masks.parts import mask_from_parts, mask_to_parts
 from flash_train.attention.packing import Entry
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.tracing import unreadable
@@ -31,7 +31,7 @@ Origin = tuple[int, int, int, int]
 
 
 def write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: CacheRows) -> None:
-    """``append`` for the rows of a call."""
+    """Append new keys and values to the rows of a call."""
     check_new(k_cache, v_cache, k, v, rows.lengths.shape[0])
     run: Any = append_to_cache if is_traced(k) else append
     run(k_cache, v_cache, k, v, rows.lengths, rows.batch_idx, rows.block_table)
@@ -49,7 +49,7 @@ def attend_by_kernel(
     sinks: Tensor | None,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by the decode kernel."""
+    """Compute the output and log-sum-exp with the decode kernel."""
     call = call_of(
         spec, q.shape[-1], q.shape[1], capacity_of(k_cache, rows.block_table), (None, None), state, origin,
         alibi_slopes, sinks, packed=True,
@@ -71,10 +71,10 @@ def attend_by_rows(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by a backend in plain PyTorch."""
+    """Compute the output and log-sum-exp with a backend in plain PyTorch."""
     if not unreadable(q):
         return _by_rows(backend, q, k_cache, v_cache, rows, spec, state, origin, alibi_slopes, sinks)
-    parts = take_apart(spec.mask)
+    parts = mask_to_parts(spec.mask)
     call = _DenseCall(
         state, alibi_slopes, sinks, parts.names, parts.integers, parts.tensors, list(origin),
         float(spec.scale_for(q.shape[-1])), float(spec.softcap), float(spec.dropout), backend,
@@ -83,7 +83,7 @@ def attend_by_rows(
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether operators are looked at as they are called: by a compiler, by fake tensors or by a dispatch mode."""
+    """Whether a compiler, fake tensors or a dispatch mode observe the operators that are called."""
     return unreadable(x) or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -118,7 +118,7 @@ class _DenseCall(NamedTuple):
 
 def _dense_operator(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     rows, call = CacheRows(*rest[:N_ROWS]), _DenseCall(*rest[N_ROWS:])
-    mask = put_together(call.mask_names, call.mask_integers, call.mask_tensors)
+    mask = mask_from_parts(call.mask_names, call.mask_integers, call.mask_tensors)
     spec = AttentionSpec(mask, call.scale, call.softcap, call.dropout)
     entry, head, query, key = call.origin
     origin = entry, head, query, key
@@ -165,7 +165,7 @@ def _dense_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple
 
 @dataclass(frozen=True, eq=False)
 class _RowMask(Mask):
-    """A mask as one row of a batch sees it, for a call on that row alone."""
+    """The mask of one row of a batch, for a call on that row alone."""
 
     mask: Mask
     entry: Entry
@@ -186,7 +186,7 @@ def _by_rows(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One call of ``attention`` for each row; reads the lengths on the host."""
+    """Call ``attention`` for each row; read the lengths on the host."""
     ends = rows.lengths.masked_fill(rows.padding(k_cache), 0).tolist()
     begins = [0] * len(ends) if rows.leftpad is None else rows.leftpad.tolist()
     begins = [min(max(begin, 0), end) for begin, end in zip(begins, ends, strict=True)]

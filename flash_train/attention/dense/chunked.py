@@ -46,10 +46,10 @@ def chunked_attention(
     query_chunk: int = QUERY_CHUNK,
     key_chunk: int = KEY_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp for every spec; differentiable.
+    """Compute the output and the natural log-sum-exp for every spec; differentiable.
 
-    Apart from inputs and outputs it holds, per batch row and head, a few tensors of query_chunk x key_chunk and of
-    seqlen x head_dim elements. It skips chunks of keys outside the mask's band. A training step computes the scores
+    In addition to inputs and outputs, it holds per batch row and head a few tensors of query_chunk x key_chunk and
+    of seqlen x head_dim elements. It skips chunks of keys outside the mask's band. A training step computes the scores
     three times: once in the forward and twice in the backward.
 
     Args:
@@ -84,7 +84,7 @@ def chunked_attention(
 
 
 class _ChunkedPart(NamedTuple):
-    """Attention of one part, chunk by chunk."""
+    """The attention of one part, computed chunk by chunk."""
 
     part: Part
     spec: AttentionSpec
@@ -104,19 +104,19 @@ class _ChunkedPart(NamedTuple):
         outs, lses, start = [], [], 0
         for q in _chunks(self.part.q.transpose(1, 2), query_chunk):
             queries = range(start, start + q.shape[2])
-            out, lse = self.checkpointed(self.queries, q, self.part.slopes, sinks, queries, len(k), *tensors)
+            out, lse = self.checkpointed(self.attend_queries, q, self.part.slopes, sinks, queries, len(k), *tensors)
             outs.append(out)
             lses.append(lse)
             start = queries.stop
         return torch.cat(outs, 2).transpose(1, 2), torch.cat(lses, 2)
 
     def checkpointed(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result, which the backward recomputes; ``torch.func`` has no checkpoints and saves all."""
+        """Call the function so that the backward recomputes it; ``torch.func`` has no checkpoints and saves all."""
         if transforming():
             return function(*arguments)
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.draws_from_generator)
 
-    def queries(
+    def attend_queries(
         self,
         q: Tensor,
         slopes: Tensor | None,
@@ -125,7 +125,7 @@ class _ChunkedPart(NamedTuple):
         n_chunks: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one chunk of queries, (batch, heads, queries, ...).
+        """Compute the output and log-sum-exp of one chunk of queries, (batch, heads, queries, ...).
 
         The first ``n_chunks`` of ``tensors`` are chunks of keys, the next ``n_chunks`` are chunks of values.
         """
@@ -138,7 +138,7 @@ class _ChunkedPart(NamedTuple):
             keys = range(chunk * self.key_chunk, chunk * self.key_chunk + k[chunk].shape[2])
             # separate arguments, because a checkpoint keeps tensors inside a tuple alive until the backward
             row_max, total, out = self.checkpointed(
-                self.step, row_max, total, out, q, k[chunk], v[chunk], slopes, queries, keys
+                self.update, row_max, total, out, q, k[chunk], v[chunk], slopes, queries, keys
             )
         if sinks is not None:
             sink = sinks.to(dtype)[:, None]
@@ -146,12 +146,12 @@ class _ChunkedPart(NamedTuple):
             shift = _finite(row_max)
             rescale = torch.exp(previous_max - shift)
             total, out = total * rescale + torch.exp(sink - shift), out * rescale[..., None]
-        seeing = total != 0  # True for NaN
-        total = torch.where(seeing, total, 1.0)
-        lse = torch.where(seeing, _finite(row_max) + total.log(), float("-inf"))
+        has_weight = total != 0  # True for NaN
+        total = torch.where(has_weight, total, 1.0)
+        lse = torch.where(has_weight, _finite(row_max) + total.log(), float("-inf"))
         return (out / total[..., None]).to(q.dtype), lse
 
-    def step(
+    def update(
         self,
         row_max: Tensor,
         total: Tensor,
@@ -172,7 +172,7 @@ class _ChunkedPart(NamedTuple):
             k, v: (batch, kv_heads, keys, head_dim).
 
         Returns:
-            the updated row_max, total and out. The maximum is detached, since the result does not depend on it.
+            The updated row_max, total and out. The maximum is detached, since the result does not depend on it.
         """
         mask = visible_pairs(self.spec.mask, self.part, queries, keys)
         seen = seen_keys(self.spec.mask, self.part, mask)
@@ -207,20 +207,20 @@ class _ChunkedPart(NamedTuple):
 
 
 def _chunks(x: Tensor, chunk: int) -> list[Tensor]:
-    """(batch, heads, seqlen, head_dim) as views of up to ``chunk`` positions.
+    """Slice (batch, heads, seqlen, head_dim) into views of up to ``chunk`` positions.
 
-    Slices, because autograd tracks the views that ``split`` returns only together.
+    Slices are used because autograd tracks the views that ``split`` returns only as a group.
     """
     return [x[:, :, start : start + chunk] for start in range(0, x.shape[2], chunk)]
 
 
 def _finite(row_max: Tensor) -> Tensor:
-    """The maximum to subtract: 0 instead of -inf, since -inf minus -inf is NaN."""
+    """Return the maximum to subtract: 0 instead of -inf, since -inf minus -inf is NaN."""
     return torch.where(row_max == float("-inf"), 0.0, row_max)
 
 
 def _chunks_in_band(spec: AttentionSpec, entry: Entry, queries: range, key_chunk: int) -> range:
-    """Chunks of keys that intersect the mask's band for any of the queries."""
+    """Return the chunks of keys that intersect the mask's band for any of the queries."""
     band, shift = spec.mask.lower(), entry.len_k - entry.len_q
     first = 0 if band.left < 0 else max(queries.start + shift - band.left, 0)
     stop = entry.len_k if band.right < 0 else min(queries.stop + shift + band.right, entry.len_k)

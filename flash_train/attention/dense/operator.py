@@ -1,7 +1,7 @@
-"""The backends in plain PyTorch as one operator of a traced program, where the program cannot hold their steps.
+"""The plain PyTorch backends as one operator, for traced programs that cannot contain the backends' steps.
 
-The steps depend on values or on symbolic lengths: how many chunks there are, and where packed entries begin. The
-operator runs the backend on the real tensors. Its backward runs the forward again.
+The steps depend on values or on symbolic lengths: the number of chunks, and the positions at which packed entries
+begin. The operator runs the backend on the real tensors. Its backward runs the forward again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flash_train.attention.dense.reference import reference_attention
 from flash_train.attention.dense.sequences import statistics_dtype
 from flash_train.attention.dense.standard import standard_attention
 from flash_train.attention.kernels.call import schema_of
-from flash_train.attention.masks.parts import put_together, take_apart
+from flash_train.attention.masks.parts import mask_from_parts, mask_to_parts
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.tracing import unreadable
 
-#: the implementations in PyTorch; ``standard`` and ``chunked`` draw from PyTorch's generator where no rng is given
+#: the implementations in PyTorch; without an rng, ``standard`` and ``chunked`` draw from PyTorch's generator
 DENSE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "standard": standard_attention,
     "chunked": chunked_attention,
@@ -32,7 +32,7 @@ DENSE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def needs_operator(name: str, q: Tensor, packing: Packing | None) -> bool:
-    """Whether a traced program cannot hold the steps of a backend of ``DENSE``."""
+    """Whether a traced program cannot contain the steps of a backend of ``DENSE``."""
     if not unreadable(q):
         return False
     if packing is not None and packing.lengths is None:
@@ -52,9 +52,9 @@ def attend_by_operator(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``DENSE[name]``; dropout needs a state, so that the backward draws the same mask."""
+    """Run ``DENSE[name]`` as an operator; dropout needs a state, so that the backward draws the same mask."""
     cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    parts = take_apart(spec.mask)
+    parts = mask_to_parts(spec.mask)
     call = _Call(
         alibi_slopes, sinks, cu_q, cu_k, state, parts.tensors, parts.names, parts.integers, list(origin),
         float(spec.scale_for(q.shape[-1])), float(spec.softcap), float(spec.dropout), name,
@@ -80,13 +80,13 @@ class _Call(NamedTuple):
     name: str
 
 
-N_TENSORS = _Call._fields.index("mask_tensors")  #: parameters that are a tensor each
+N_TENSORS = _Call._fields.index("mask_tensors")  #: number of parameters that are single tensors
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output and the natural log-sum-exp; ``arguments`` are the fields of ``_Call``."""
     call = _Call(*arguments)
-    mask = put_together(call.mask_names, call.mask_integers, call.mask_tensors)
+    mask = mask_from_parts(call.mask_names, call.mask_integers, call.mask_tensors)
     spec = AttentionSpec(mask, call.scale, call.softcap, call.dropout)
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     packing = None if cu_q is None or cu_k is None else Packing(cu_q, cu_k)
@@ -99,11 +99,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tens
 
 
 def _run_backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> list[Tensor]:
-    """Gradients of q, k, v, and of the slopes and the sinks where they are given."""
+    """Compute the gradients of q, k, v, and of the slopes and the sinks if they are given."""
     call = _Call(*arguments)
     leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, call.alibi_slopes, call.sinks)]
     run: Any = _run
-    with _recording():
+    with _autograd_enabled():
         out, lse = run(*leaves[:3], *call._replace(alibi_slopes=leaves[3], sinks=leaves[4]))
         inputs = [x for x in leaves if x is not None]
         if not out.requires_grad:  # nothing was computed, as for an empty batch
@@ -115,8 +115,8 @@ def _run_backward(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Autograd inside an operator, which PyTorch runs below autograd."""
+def _autograd_enabled() -> Iterator[None]:
+    """Enable autograd inside an operator, where PyTorch has disabled it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
@@ -167,8 +167,10 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     grads = iter(attention_dense_backward(dout, dlse, q, k, v, *call))
     dq, dk, dv, dslopes, dsinks = (None if x is None else next(grads) for x in (q, k, v, call.alibi_slopes, call.sinks))
     nothing: Any = [None] * len(_Call._fields)
-    of_call = _Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, mask_tensors=[None] * len(call.mask_tensors))
-    return dq, dk, dv, *of_call
+    call_gradients = _Call(*nothing)._replace(
+        alibi_slopes=dslopes, sinks=dsinks, mask_tensors=[None] * len(call.mask_tensors)
+    )
+    return dq, dk, dv, *call_gradients
 
 
 attention_dense.register_autograd(_backward, setup_context=_setup_context)

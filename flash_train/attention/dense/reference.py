@@ -26,7 +26,7 @@ def reference_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp, differentiable; computed in fp32, or in fp64 for fp64 inputs.
+    """Compute the output and the natural log-sum-exp in fp32, or in fp64 for fp64 inputs; differentiable.
 
     Each row subtracts its maximum and divides by its own sum, so that weights add up to 1 however large the logits are.
     With 16-bit inputs it holds fp32 copies of q, k and v and rounds once, at the output.
@@ -69,7 +69,7 @@ def reference_attention(
 
 
 def scores(q: Tensor, k: Tensor, spec: AttentionSpec, entry: Entry, slopes: Tensor | None = None) -> Tensor:
-    """Logits of one sequence before the mask, (heads, len_q, len_k), from q and k (seqlen, heads, head_dim).
+    """Compute one sequence's logits before the mask, (heads, len_q, len_k), from q and k (seqlen, heads, head_dim).
 
     The softcap comes before the ALiBi bias ``-slope * abs(i + len_k - len_q - j)`` (Press et al., arXiv:2108.12409),
     as in flash-attn.
@@ -95,12 +95,12 @@ def _sequence(
     slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (len_q, heads, v_head_dim) and log-sum-exp (heads, len_q) of one sequence."""
+    """Compute the output (len_q, heads, v_head_dim) and log-sum-exp (heads, len_q) of one sequence."""
     n_heads = q.shape[1]
     group = n_heads // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     visible = spec.mask.dense(entry, n_heads, q.device)
-    seen = visible.any(1)[..., None].transpose(0, 1)  # other keys and values may be NaN, which 0 * NaN would spread
+    seen = visible.any(1)[..., None].transpose(0, 1)  # keys that no query attends to may be NaN, and 0 * NaN is NaN
     k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
     logits = scores(q, k, spec, entry, slopes).masked_fill(~visible, float("-inf"))
     sink = None if sinks is None else sinks.to(logits.dtype)[:, None]
@@ -119,7 +119,7 @@ def _sequence(
 
 
 def _row_maximum(logits: Tensor, sink: Tensor | None) -> Tensor:
-    """The number that each row subtracts, (heads, len_q): its largest logit or the sink; 0 if that is infinite."""
+    """Return the number to subtract from each row, (heads, len_q): its largest logit or the sink, or 0 if infinite."""
     top = logits.new_full(logits.shape[:-1], float("-inf")) if sink is None else sink.expand(logits.shape[:-1])
     if logits.shape[-1]:
         top = torch.maximum(top, logits.amax(-1))
@@ -129,7 +129,7 @@ def _row_maximum(logits: Tensor, sink: Tensor | None) -> Tensor:
 def dropout_mask(
     rng: Tensor, entry: Entry, n_heads: int, spec: AttentionSpec, origin: tuple[int, int, int, int]
 ) -> Tensor:
-    """The dropout mask of one sequence, bool (heads, len_q, len_k), True if the weight is kept."""
+    """Compute the dropout mask of one sequence, bool (heads, len_q, len_k), True if the weight is kept."""
     first_entry, first_head, first_query, first_key = origin
     queries = torch.arange(first_query, first_query + entry.len_q)
     keys = torch.arange(first_key, first_key + entry.len_k)

@@ -30,7 +30,7 @@ from flash_train.attention.tracing import assume_constant_result, unreadable
 
 
 def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool, exact: bool = False) -> str | None:
-    """Why PyTorch's fused attention cannot compute this, or None if it can.
+    """Return why PyTorch's fused attention cannot compute this, or None if it can.
 
     Args:
         sinks: whether there are sinks.
@@ -54,7 +54,7 @@ def sdpa_attention(
     *,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's ``scaled_dot_product_attention``.
+    """Run PyTorch's ``scaled_dot_product_attention``.
 
     Packed calls use ``varlen_attn`` if it applies, else one call per entry. If all entries are known to have the same
     length and to fill the tensors, they run as a padded batch. Full and square causal masks use PyTorch's
@@ -93,7 +93,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
     # PyTorch's is_causal aligns sequences at their beginnings
     is_causal = isinstance(spec.mask, Causal) and _is_square(part.q, part.k) and part.slopes is None
     visible = None if is_causal else visible_pairs(spec.mask, part)
-    mask, seeing = open_empty_rows(visible)
+    mask, has_keys = open_empty_rows(visible)
     seen = seen_keys(spec.mask, part, visible)
     q, k, v = part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen)
     grouped = q.shape[2] != k.shape[2]
@@ -104,7 +104,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
         slopes = part.slopes.to(statistics_dtype(q))
         bias = -slopes[:, :, None, None] * alibi_distance(part.entries[0], q.device)
         mask = (bias if mask is None else bias.masked_fill(~mask, float("-inf"))).to(q.dtype)
-    # not torch.nn.functional's name, which a program may have replaced by this package
+    # call _nn, because a program may have replaced torch.nn.functional's function by this package
     out = _nn.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -115,7 +115,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
         scale=spec.scale,
         enable_gqa=grouped,
     )
-    return (out if seeing is None else torch.where(seeing, out, 0.0)).transpose(1, 2)
+    return (out if has_keys is None else torch.where(has_keys, out, 0.0)).transpose(1, 2)
 
 
 def _is_square(q: Tensor, k: Tensor) -> bool:
@@ -165,7 +165,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packi
         options["enable_gqa"] = True
     if packing.lengths is not None and sum(packing.lengths) == q.shape[0] == k.shape[0]:
         return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
-    # the kernel does not write rows that belong to no entry, neither of the output nor of the gradients
+    # the kernel leaves rows that belong to no entry unwritten, in the output and in the gradients
     inside_q, inside_k = _inside(q, cu_q), _inside(k, cu_k)
     q, k, v = (torch.where(inside, x, 0.0) for inside, x in ((inside_q, q), (inside_k, k), (inside_k, v)))
     out = cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
@@ -173,5 +173,5 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packi
 
 
 def _inside(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """bool (total, 1, 1), True for rows before the last boundary."""
+    """Return bool (total, 1, 1), True for rows before the last boundary."""
     return (torch.arange(x.shape[0], device=x.device) < cu_seqlens[-1])[:, None, None]

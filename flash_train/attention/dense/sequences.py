@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def split_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes: Tensor | None = None) -> list[Part]:
-    """The parts of a call. Packed calls leave out entries without queries.
+    """Split a call into parts. Packed calls leave out entries without queries.
 
     A packed call without ``packing.lengths`` reads ``cu_seqlens``, which synchronises with the device.
 
@@ -64,7 +64,7 @@ def split_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes:
 
 
 def join_out(outs: list[Tensor], q: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
-    """Outputs of the parts as one tensor, (..., heads, v_head_dim); 0 in rows that belong to no entry."""
+    """Join the outputs of the parts into one tensor, (..., heads, v_head_dim); 0 in rows that belong to no entry."""
     if packing is None:
         return outs[0] if outs else q.new_zeros(*q.shape[:-1], v.shape[-1])
     tail = q.shape[0] - sum(out.shape[1] for out in outs)
@@ -72,7 +72,7 @@ def join_out(outs: list[Tensor], q: Tensor, v: Tensor, packing: Packing | None) 
 
 
 def join_lse(lses: list[Tensor], q: Tensor, packing: Packing | None) -> Tensor:
-    """Log-sum-exp of the parts, each (batch, heads, len_q), as one tensor; -inf in rows that belong to no entry."""
+    """Join the log-sum-exps of the parts, each (batch, heads, len_q); -inf in rows that belong to no entry."""
     dtype = statistics_dtype(q)
     if packing is None:
         return lses[0] if lses else q.new_zeros(0, q.shape[2], q.shape[1], dtype=dtype)
@@ -81,12 +81,15 @@ def join_lse(lses: list[Tensor], q: Tensor, packing: Packing | None) -> Tensor:
 
 
 def statistics_dtype(q: Tensor) -> torch.dtype:
-    """dtype of row maxima, row sums and the log-sum-exp: fp32, or fp64 for fp64 inputs."""
+    """Return the dtype of row maxima, row sums and the log-sum-exp: fp32, or fp64 for fp64 inputs."""
     return torch.promote_types(q.dtype, torch.float32)
 
 
 def attend_no_pairs(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output 0 and log-sum-exp -inf, or the sink, for a part without pairs; connected, so that gradients are 0."""
+    """Return output 0 and log-sum-exp -inf, or the sink, for a part without pairs.
+
+    The output depends on the inputs, so that their gradients are 0.
+    """
     q, k, v = (x.transpose(1, 2) for x in (part.q, *repeat_heads(part.k, part.v, part.q.shape[2])))
     out = ((q @ k.transpose(-1, -2)) @ v).transpose(1, 2)
     if sinks is None:
@@ -95,7 +98,7 @@ def attend_no_pairs(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def repeat_heads(k: Tensor, v: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values with one head per query head; copies if query heads share keys."""
+    """Return keys and values with one head per query head; copy them if query heads share keys."""
     group = n_heads // k.shape[2]
     return (k, v) if group == 1 else (k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
 
@@ -103,7 +106,7 @@ def repeat_heads(k: Tensor, v: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
 def visible_pairs(
     mask: Mask, part: Part, queries: range | Span | None = None, keys: range | Span | None = None
 ) -> Tensor | None:
-    """Which pairs attend, bool (batch or 1, heads or 1, queries, keys); None for ``Full``.
+    """Return the pairs that attend, bool (batch or 1, heads or 1, queries, keys); None for ``Full``.
 
     ``queries`` and ``keys`` choose a part of the sequences; None takes all.
     """
@@ -116,22 +119,23 @@ def visible_pairs(
 
 
 def open_empty_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The mask with rows of False replaced by True, and bool (..., queries, 1), False for those rows.
+    """Return the mask with rows of False replaced by True, and bool (..., queries, 1), False for those rows.
 
     The softmax of a row of -inf is NaN, and so is its gradient. The caller computes these rows without a mask and then
     multiplies them by 0, which needs no extra pass over all pairs and heads.
     """
     if mask is None:
         return None, None
-    seeing = mask.any(-1, keepdim=True)
-    return mask | ~seeing, seeing
+    has_keys = mask.any(-1, keepdim=True)
+    return mask | ~has_keys, has_keys
 
 
 def seen_keys(mask: Mask, part: Part, visible: Tensor | None) -> Tensor | None:
-    """Which keys any query attends to, bool (batch or 1, kv_heads or 1, keys); None if a band alone shows that all are.
+    """Return the keys that any query attends to, bool (batch or 1, kv_heads or 1, keys).
 
-    Other keys and values must be replaced by zeros: they may be NaN, and 0 * NaN would spread to every row. This costs
-    one pass over the mask, the keys and the values.
+    The result is None if a band alone shows that every key has such a query. Other keys and values must be replaced by
+    zeros: they may be NaN, and 0 * NaN would spread to every row. This costs one pass over the mask, the keys and the
+    values.
 
     Args:
         visible: ``visible_pairs`` of the part, or of a piece of it.
@@ -144,14 +148,14 @@ def seen_keys(mask: Mask, part: Part, visible: Tensor | None) -> Tensor | None:
 
 
 def zero_unseen(x: Tensor, seen: Tensor | None) -> Tensor:
-    """Keys or values (batch, keys, kv_heads, head_dim), with zeros where ``seen``, from ``seen_keys``, is False."""
+    """Set keys or values (batch, keys, kv_heads, head_dim) to zero if ``seen`` (from ``seen_keys``) is False."""
     return x if seen is None else torch.where(seen.transpose(1, 2)[..., None], x, 0.0)
 
 
 def alibi_distance(
     entry: Entry, device: torch.device, queries: range | Span | None = None, keys: range | Span | None = None
 ) -> Tensor:
-    """Distance between query and key, fp32 (queries, keys), which ALiBi multiplies by its slopes."""
+    """Return the distance between query and key, fp32 (queries, keys), which ALiBi multiplies by its slopes."""
     queries = Span(0, entry.len_q) if queries is None else queries
     keys = Span(0, entry.len_k) if keys is None else keys
     shift = entry.len_k - entry.len_q
@@ -168,7 +172,7 @@ def dropout_keep(
     queries: range | Span | None = None,
     keys: range | Span | None = None,
 ) -> Tensor:
-    """Which weights dropout keeps, bool (batch, heads, queries, keys).
+    """Return the weights that dropout keeps, bool (batch, heads, queries, keys).
 
     With ``rng``, int64 (2,), this is the exact mask of ``flash_train.attention.dropout``. Without it, the mask is drawn
     from PyTorch's generator of the device with the same probability.

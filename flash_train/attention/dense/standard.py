@@ -27,7 +27,7 @@ from flash_train.attention.dense.sequences import (
 )
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.transforms import first_order, refuse_jvp, refuse_vmap, transforming
+from flash_train.attention.transforms import forbid_second_gradient, refuse_jvp, refuse_vmap, transforming
 
 
 def standard_attention(
@@ -42,7 +42,7 @@ def standard_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp for every spec; differentiable once.
+    """Compute the output and the natural log-sum-exp for every spec; differentiable once.
 
     S and P are (batch, heads, seqlen_q, seqlen_k) in the dtype of the inputs; packed calls run one entry at a time. The
     softmax computes in fp32. For the backward it saves P, the dropout mask (one byte per pair), and with a softcap also
@@ -75,21 +75,23 @@ def _attend(
     part: Part, spec: AttentionSpec, rng: Tensor | None, origin: tuple[int, int, int, int], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     visible = visible_pairs(spec.mask, part)
-    mask, seeing = open_empty_rows(visible)
+    mask, has_keys = open_empty_rows(visible)
     seen = seen_keys(spec.mask, part, visible)
     keep = dropout_keep(part, spec, rng, origin) if spec.dropout > 0 else None
     distance = None if part.slopes is None else alibi_distance(part.entries[0], part.q.device)
     scale, rate = spec.scale_for(part.q.shape[-1]), spec.keep_threshold / 256
     function = _TransformedStandard if transforming() else _Standard
     out, lse, *_ = function.apply(
-        part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen), part.slopes, sinks, mask, seeing, keep, distance,
-        scale, spec.softcap, rate,
+        part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen), part.slopes, sinks, mask, has_keys, keep,
+        distance, scale, spec.softcap, rate,
     )  # fmt: skip
     return out, lse
 
 
 class _Standard(torch.autograd.Function):
-    """Algorithms 0 and 3. Query heads that share keys are stacked in one product, (batch * kv_heads, rows, ...).
+    """The autograd function of algorithms 0 and 3.
+
+    Query heads that share keys are stacked in one product, (batch * kv_heads, rows, ...).
 
     The forward also returns the tensors that the backward needs, because ``torch.func`` saves only inputs and outputs.
     """
@@ -102,7 +104,7 @@ class _Standard(torch.autograd.Function):
         slopes: Tensor | None,
         sinks: Tensor | None,
         mask: Tensor | None,
-        seeing: Tensor | None,
+        has_keys: Tensor | None,
         keep: Tensor | None,
         distance: Tensor | None,
         scale: float,
@@ -111,7 +113,7 @@ class _Standard(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         batch, len_q, n_heads, _ = q.shape
         kv_heads = k.shape[2]
-        scores = _product(_stack(q, kv_heads), _stack(k, kv_heads).mT, scale).view(batch, n_heads, len_q, -1)
+        scores = _scaled_matmul(_stack(q, kv_heads), _stack(k, kv_heads).mT, scale).view(batch, n_heads, len_q, -1)
         capped = None
         if softcap:
             capped = scores.div_(softcap).tanh_()
@@ -125,15 +127,15 @@ class _Standard(torch.autograd.Function):
         del scores
         stats = statistics_dtype(q)
         lse = row_max.to(stats) - weights.gather(-1, index).to(stats).log()
-        if seeing is not None:
-            lse = torch.where(seeing, lse, float("-inf"))
+        if has_keys is not None:
+            lse = torch.where(has_keys, lse, float("-inf"))
         # P = share * weights; share is 0 in rows without a key, and less than 1 if there is a sink
-        share = None if seeing is None else seeing.to(stats)
+        share = None if has_keys is None else has_keys.to(stats)
         if sinks is not None:
             with_sink = torch.logaddexp(lse, sinks.to(stats)[:, None, None])
             share, lse = torch.where(lse > float("-inf"), torch.exp(lse - with_sink), 0.0), with_sink
         dropped = weights if keep is None else weights * keep
-        out = _product(dropped.view(batch * kv_heads, -1, k.shape[1]), _stack(v, kv_heads), 1 / rate)
+        out = _scaled_matmul(dropped.view(batch * kv_heads, -1, k.shape[1]), _stack(v, kv_heads), 1 / rate)
         out = out.view(batch, n_heads, len_q, -1)
         if share is not None:
             out = (out * share).to(q.dtype)
@@ -141,25 +143,25 @@ class _Standard(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        q, k, v, slopes, sinks, _, seeing, keep, distance, scale, _, rate = inputs
+        q, k, v, slopes, sinks, _, has_keys, keep, distance, scale, _, rate = inputs
         out, lse, weights, capped, share = output
-        ctx.save_for_backward(q, k, v, sinks, weights, keep, capped, distance, seeing, share, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, weights, keep, capped, distance, has_keys, share, out, lse)
         ctx.constants = (scale, rate, None if slopes is None else (slopes.shape[0], slopes.dtype))
         ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
-        ctx.set_materialize_grads(False)  # saves a tensor of zeros for the weights, as large as all pairs
+        ctx.set_materialize_grads(False)  # avoids a tensor of zeros over all pairs, the gradient of the weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: a checkpoint unpacks them a single time
+        saved = ctx.saved_tensors  # read once, because a checkpoint can unpack them only once
         with torch.no_grad():
             gradients = _Standard.gradients(ctx, saved, *grads)
-        return first_order(gradients, *grads[:2], *saved[:4])
+        return forbid_second_gradient(gradients, *grads[:2], *saved[:4])
 
     @staticmethod
     def gradients(
         ctx: Any, saved: tuple[Any, ...], dout: Tensor | None, dlse: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, weights, keep, capped, distance, seeing, share, out, lse = saved
+        q, k, v, sinks, weights, keep, capped, distance, has_keys, share, out, lse = saved
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         scale, rate, slopes_like = ctx.constants
@@ -176,14 +178,14 @@ class _Standard(torch.autograd.Function):
         dout, delta = dout.transpose(1, 2), delta[..., None]
         if share is not None:
             dout, delta = (dout * share).to(q.dtype), delta * share
-        if seeing is not None:  # a log-sum-exp of -inf is a constant: no gradient flows through it
-            delta = torch.where(seeing, delta, 0.0)
+        if has_keys is not None:  # a log-sum-exp of -inf is a constant: no gradient flows through it
+            delta = torch.where(has_keys, delta, 0.0)
         dout = _stack(dout.transpose(1, 2), kv_heads)
 
         dropped = weights if keep is None else weights * keep
-        dv = _product(dropped.view(rows).mT, dout, 1 / rate)
+        dv = _scaled_matmul(dropped.view(rows).mT, dout, 1 / rate)
         del dropped
-        dscores = _product(dout, _stack(v, kv_heads).mT, 1 / rate).view(pairs)  # dP
+        dscores = _scaled_matmul(dout, _stack(v, kv_heads).mT, 1 / rate).view(pairs)  # dP
         if keep is not None:
             dscores.mul_(keep)
         dscores.sub_(delta).mul_(weights)
@@ -193,8 +195,8 @@ class _Standard(torch.autograd.Function):
             dslopes = (dslopes.sum(0, keepdim=True) if slopes_like[0] == 1 else dslopes).to(slopes_like[1])
         if capped is not None:  # d tanh(x) = 1 - tanh(x)^2
             dscores.mul_(torch.addcmul(capped.new_ones(()), capped, capped, value=-1))
-        dq = _product(dscores.view(rows), _stack(k, kv_heads), scale)
-        dk = _product(dscores.view(rows).mT, _stack(q, kv_heads), scale)
+        dq = _scaled_matmul(dscores.view(rows), _stack(k, kv_heads), scale)
+        dk = _scaled_matmul(dscores.view(rows).mT, _stack(q, kv_heads), scale)
         dq, dk, dv = (_unstack(x, batch, like.shape[2]) for x, like in ((dq, q), (dk, k), (dv, v)))
         return dq, dk, dv, dslopes, dsinks, None, None, None, None, None, None, None
 
@@ -207,16 +209,16 @@ class _TransformedStandard(_Standard):
 
 
 def _stack(x: Tensor, kv_heads: int) -> Tensor:
-    """(batch, seqlen, heads, head_dim) to (batch * kv_heads, heads / kv_heads * seqlen, head_dim)."""
+    """Reshape (batch, seqlen, heads, head_dim) to (batch * kv_heads, heads / kv_heads * seqlen, head_dim)."""
     batch, length, heads, head_dim = x.shape
     return x.transpose(1, 2).reshape(batch * kv_heads, heads // kv_heads * length, head_dim)
 
 
 def _unstack(x: Tensor, batch: int, heads: int) -> Tensor:
-    """The inverse of ``_stack``."""
+    """Undo ``_stack``."""
     return x.view(batch, heads, -1, x.shape[-1]).transpose(1, 2)
 
 
-def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """factor * a @ b. The factor is applied before rounding and needs no pass over memory."""
+def _scaled_matmul(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Compute factor * a @ b. The factor is applied before rounding and needs no pass over memory."""
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=factor)  # with beta = 0 the first argument is not read

@@ -1,7 +1,7 @@
 """flash-attn 2.8's functions, with its names, arguments, defaults and shapes, on this project's operator.
 
 A program that uses flash-attn changes one import. Each function translates its arguments for ``attention`` or
-``cached_attention``, and also takes ``backend`` and ``rng``. Arguments that they share:
+``cached_attention``, and also takes ``backend`` and ``rng``. They share these arguments:
 
 Args:
     dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256 (see ``AttentionSpec``).
@@ -29,7 +29,7 @@ Returns:
     no key; and with causal ALiBi it includes the whole bias, from which flash-attn omits a constant per row.
 
 Raises:
-    ValueError, TypeError: as ``attention``.
+    ValueError, TypeError: the same errors as ``attention``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def flash_attn_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """q (batch, seqlen_q, heads, head_dim) attends to k, v (batch, seqlen_k, kv_heads, head_dim)."""
+    """Compute the attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, kv_heads, head_dim)."""
     spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, spec, None, alibi_slopes, deterministic, return_attn_probs, backend, rng)
 
@@ -88,8 +88,8 @@ def flash_attn_qkvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Self-attention of qkv (batch, seqlen, 3, heads, head_dim), without copies of q, k and v."""
-    q, k, v = _unpack("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
+    """Compute the self-attention of qkv (batch, seqlen, 3, heads, head_dim), without copies of q, k and v."""
+    q, k, v = _split_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
     return flash_attn_func(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -112,8 +112,8 @@ def flash_attn_kvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """q (batch, seqlen_q, heads, head_dim) attends to kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
-    k, v = _unpack("kv", kv, "(batch, seqlen, 2, kv_heads, head_dim)")
+    """Compute the attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
+    k, v = _split_packed("kv", kv, "(batch, seqlen, 2, kv_heads, head_dim)")
     return flash_attn_func(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -142,7 +142,9 @@ def flash_attn_varlen_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Packed q (total_q, heads, head_dim) attends to packed k, v (total_k, kv_heads, head_dim), entry by entry.
+    """Compute the attention of packed q (total_q, heads, head_dim) to packed k, v (total_k, kv_heads, head_dim).
+
+    Each entry of q attends to its own entry of k and v.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), the boundaries of the entries.
@@ -154,7 +156,7 @@ def flash_attn_varlen_func(
     packing = _packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     pages = integer_tensor("block_table", block_table, q.device)
     if pages is not None:
-        k, v = _read_pages(q, k, v, packing, pages)
+        k, v = _copy_pages(q, k, v, packing, pages)
     spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, spec, packing, alibi_slopes, deterministic, return_attn_probs, backend, rng)
 
@@ -175,8 +177,8 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Self-attention of packed qkv (total, 3, heads, head_dim), entry by entry; see ``flash_attn_varlen_func``."""
-    q, k, v = _unpack("qkv", qkv, "(total, 3, heads, head_dim)")
+    """Compute the self-attention of packed qkv (total, 3, heads, head_dim); see ``flash_attn_varlen_func``."""
+    q, k, v = _split_packed("qkv", qkv, "(total, 3, heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -203,8 +205,8 @@ def flash_attn_varlen_kvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Packed q (total_q, heads, head_dim) attends to packed kv (total_k, 2, kv_heads, head_dim), entry by entry."""
-    k, v = _unpack("kv", kv, "(total, 2, kv_heads, head_dim)")
+    """Compute the attention of packed q (total_q, heads, head_dim) to packed kv (total_k, 2, kv_heads, head_dim)."""
+    k, v = _split_packed("kv", kv, "(total, 2, kv_heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -352,15 +354,15 @@ def _packing(
     return Packing(cu_q, cu_k, longest_q, longest_k)
 
 
-def _unpack(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """q, k, v or k, v as views of one tensor, so that their gradients are stacked only once."""
+def _split_packed(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """Return q, k, v or k, v as views of one tensor, so that their gradients are stacked only once."""
     parts = len(name)
     if packed.dim() != layout.count(",") + 1 or packed.shape[-3] != parts:
         raise ValueError(f"{name} has shape {tuple(packed.shape)}: must be {layout}")
     return packed.unbind(-3)
 
 
-def _read_pages(q: Tensor, k: Tensor, v: Tensor, packing: Packing, block_table: Tensor) -> tuple[Tensor, Tensor]:
+def _copy_pages(q: Tensor, k: Tensor, v: Tensor, packing: Packing, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """Copy k and v of ``flash_attn_varlen_func`` from pages into packed tensors."""
     packing.validate(q.device, q.shape[0])
     for name, pages in (("k", k), ("v", v)):

@@ -1,4 +1,4 @@
-"""Conversion between padded and packed tensors, under flash-attn's names."""
+"""Convert between padded and packed tensors, under flash-attn's names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of ``unpad_input``: a padded batch with the packed tokens, and 0 elsewhere. Differentiable.
+    """Undo ``unpad_input``: put the packed tokens into a padded batch, with 0 elsewhere. Differentiable.
 
     Args:
         hidden_states: (total, ...).

@@ -14,12 +14,12 @@ from flash_train.attention.masks.registry import DeviceTerm, register_class
 from flash_train.attention.packing import Entry, Span
 
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
-UNBOUNDED = 2**30  #: no sequence is as long as this
-MAP_BLOCK = 128  #: queries and keys per block of a map whose sizes no ``BlockSparse`` fixes
+UNBOUNDED = 2**30  #: larger than the length of any sequence
+MAP_BLOCK = 128  #: queries and keys per block of a map, unless a ``BlockSparse`` term fixes them
 
 
 class Lowered(NamedTuple):
-    """A mask as the kernels take it: a band, and terms that they evaluate for each pair inside the band.
+    """A mask in the kernels' form: a band, and terms that they evaluate for each pair inside the band.
 
     Attributes:
         left, right: bounds of the band as in ``Window``; -1 for no bound.
@@ -36,11 +36,11 @@ class Lowered(NamedTuple):
 
 
 class BlockMap(NamedTuple):
-    """What the mask knows about blocks before the kernels run, apart from its band.
+    """The states of blocks that are known before the kernels run, without the mask's band.
 
     Attributes:
         states: int8 (entries or 1, heads or 1, query blocks, key blocks). No pair of a ``SKIPPED`` block attends. In a
-            ``WHOLE`` block every pair passes all terms but the band.
+            ``WHOLE`` block every pair passes all terms except the band.
         block_q, block_k: queries and keys per block.
     """
 
@@ -97,7 +97,7 @@ class Mask:
         queries: range | Span | None = None,
         keys: range | Span | None = None,
     ) -> Tensor:
-        """The rule as bool (1 or n_heads, queries, keys), True where the query attends to the key.
+        """Return the rule as bool (1 or n_heads, queries, keys), True if the query attends to the key.
 
         ``queries`` and ``keys`` choose a part of the sequence; None takes all.
         """
@@ -108,11 +108,11 @@ class Mask:
         return self.attends(entry, q[:, None], k[None, :], n_heads).expand(-1, *shape).to(device)
 
     def attends(self, entry: Entry, q: Tensor, k: Tensor, n_heads: int) -> Tensor:
-        """bool (1 or n_heads, M, N) for int64 positions ``q`` (M, 1) and ``k`` (1, N) within the sequence."""
+        """Return bool (1 or n_heads, M, N) for int64 positions ``q`` (M, 1) and ``k`` (1, N) within the sequence."""
         raise NotImplementedError
 
     def blocks(self, entry: Entry, block_q: int, block_k: int, n_heads: int = 1) -> Tensor:
-        """States of the blocks of one sequence, int8 (1 or n_heads, query blocks, key blocks).
+        """Return the states of the blocks of one sequence, int8 (1 or n_heads, query blocks, key blocks).
 
         ``SKIPPED``: no pair attends, and the kernels do not visit the block. ``WHOLE``: every pair attends, and the
         kernels do not evaluate the rule. ``PARTIAL``: the kernels evaluate the rule, unless ``block_map`` knows more.
@@ -121,17 +121,17 @@ class Mask:
         return clamp_last_block(torch.full(shape, PARTIAL, dtype=torch.int8), entry, block_k)
 
     def pairs(self, entry: Entry, n_heads: int = 1) -> int:
-        """How many (query, key) pairs attend, summed over all heads. May read the mask's tensors."""
+        """Count the (query, key) pairs that attend, summed over all heads. May read the mask's tensors."""
         dense = self.dense(entry, n_heads)
         return int(dense.sum()) * (n_heads if dense.shape[0] == 1 else 1)
 
     def lower(self) -> Lowered:
-        """The mask as the kernels take it. By default: no band, and one term that ``device_term`` evaluates."""
+        """Return the mask in the kernels' form. By default: no band, and one term that ``device_term`` evaluates."""
         return Lowered(-1, -1, self.kind or type(self).__qualname__, [x.contiguous() for x in self.tensors], -1)
 
     @classmethod
     def device_term(cls, tensors: Iterator[Tensor]) -> DeviceTerm:
-        """The ``@triton.jit`` function ``(entry, head, q, k, *arguments) -> bool tile`` and its arguments.
+        """Return the ``@triton.jit`` function ``(entry, head, q, k, *arguments) -> bool tile`` and its arguments.
 
         Import Triton inside this method: masks also serve machines without Triton.
 
@@ -144,7 +144,7 @@ class Mask:
         )
 
     def to_parts(self) -> TermParts:
-        """The term as integers and tensors, which a PyTorch operator can take.
+        """Return the term as integers and tensors, which a PyTorch operator accepts.
 
         Raises:
             ValueError: only Python can evaluate this term.
@@ -156,11 +156,11 @@ class Mask:
 
     @classmethod
     def from_parts(cls, integers: Iterator[int], tensors: Iterator[Tensor]) -> Mask:
-        """The term with these parts; takes as many from each iterator as ``to_parts`` returned."""
+        """Make the term from its parts; take as many from each iterator as ``to_parts`` returned."""
         raise NotImplementedError
 
     def block_map(self, len_q: int, len_k: int, packed: bool, block: tuple[int, int] | None = None) -> BlockMap | None:
-        """States of blocks if the mask can tell them without a synchronisation, else None.
+        """Return the states of blocks if the mask knows them without a synchronisation, else None.
 
         Args:
             len_q, len_k: lengths; packed, rows of the tensors.
@@ -178,7 +178,7 @@ class Mask:
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
-        return _both(self, other)
+        return _intersect(self, other)
 
 
 class Band(Mask):
@@ -268,7 +268,7 @@ class Window(Band):
     count positions in int32. ``Window(4095) & Causal()`` is a causal window of 4,096 keys.
 
     Raises:
-        ValueError: a bound that is negative or no integer.
+        ValueError: a bound that is negative or not an integer.
     """
 
     left: int | None = None
@@ -287,7 +287,7 @@ class Window(Band):
 
 @dataclass(frozen=True)
 class And(Mask):
-    """Pairs that attend under every term. ``&`` builds it, with at most one band, which comes first."""
+    """A mask whose pairs attend under every term. ``&`` builds it, with at most one band, which comes first."""
 
     terms: tuple[Mask, ...]
 
@@ -336,7 +336,7 @@ class And(Mask):
         states = maps[0].states[:, :, :rows, :columns]
         for other in maps[1:]:
             states = torch.minimum(states, other.states[:, :, :rows, :columns])
-        if len(maps) < sum(not isinstance(term, Band) for term in self.terms):  # some term must be asked for every pair
+        if len(maps) < sum(not isinstance(term, Band) for term in self.terms):  # a term without a map: check all pairs
             states = states.clamp(max=PARTIAL)
         return BlockMap(states, maps[0].block_q, maps[0].block_k)
 
@@ -345,13 +345,13 @@ class And(Mask):
             term.validate(batch, len_q, len_k, n_heads, device, packed)
 
 
-def _both(a: Mask, b: Mask) -> Mask:
+def _intersect(a: Mask, b: Mask) -> Mask:
     terms = [term for mask in (a, b) for term in (mask.terms if isinstance(mask, And) else (mask,))]
     bands = [term for term in terms if isinstance(term, Band)]
     others = tuple(term for term in terms if not isinstance(term, Band))
     left, right = None, None
     for band in bands:
-        left, right = _tighter(left, band.left), _tighter(right, band.right)
+        left, right = _tighter_bound(left, band.left), _tighter_bound(right, band.right)
     if left is None and right in (None, 0):
         both: Band = Full() if right is None else Causal()
     else:
@@ -362,12 +362,12 @@ def _both(a: Mask, b: Mask) -> Mask:
     return kept[0] if len(kept) == 1 else And(kept)
 
 
-def _tighter(a: int | None, b: int | None) -> int | None:
+def _tighter_bound(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
 def clamp_last_block(states: Tensor, entry: Entry, block_k: int) -> Tensor:
-    """A key block that extends past the sequence's end is at most PARTIAL, since the kernels mask its end."""
+    """Make a key block that extends past the sequence's end at most PARTIAL, since the kernels mask its end."""
     if entry.len_k % block_k and states.shape[-1]:
         states[..., -1] = states[..., -1].clamp(max=PARTIAL)
     return states

@@ -76,7 +76,7 @@ class BlockSparse(Mask):
         return clamp_last_block(_block_states(self.dense(entry, n_heads).cpu(), block_q, block_k), entry, block_k)
 
     def lower(self) -> Lowered:
-        return Lowered(-1, -1, "", [], -1)  # the block map says everything
+        return Lowered(-1, -1, "", [], -1)  # the block map contains the whole rule
 
     def to_parts(self) -> TermParts:
         return TermParts(self.block_sizes, (self.pattern,))
@@ -97,17 +97,17 @@ class BlockSparse(Mask):
             need = (-(-len_q // self.block_sizes[0]), -(-len_k // self.block_sizes[1]))
             have = tuple(self.pattern.shape[-2:])
             if have[0] < need[0] or have[1] < need[1]:
-                raise ValueError(f"BlockSparse pattern has {have} blocks and the lengths need {need}")
+                raise ValueError(f"BlockSparse pattern has {have} blocks: must be at least {need} for these lengths")
 
 
 def _block_states(dense: Tensor, block_q: int, block_k: int) -> Tensor:
-    """States of the blocks of a rule, from bool (heads, len_q, len_k) to int8 (heads, query blocks, key blocks)."""
+    """Compute block states of a rule, from bool (heads, len_q, len_k) to int8 (heads, query blocks, key blocks)."""
     heads, len_q, len_k = dense.shape
     rows, columns = -(-len_q // block_q), -(-len_k // block_k)
 
-    def cut(fill: bool) -> Tensor:
+    def split_blocks(fill: bool) -> Tensor:
         padded = torch.full((heads, rows * block_q, columns * block_k), fill)
         padded[:, :len_q, :len_k] = dense
         return padded.view(heads, rows, block_q, columns, block_k).transpose(2, 3).flatten(3)
 
-    return cut(False).any(-1).to(torch.int8) + cut(True).all(-1).to(torch.int8)
+    return split_blocks(False).any(-1).to(torch.int8) + split_blocks(True).all(-1).to(torch.int8)

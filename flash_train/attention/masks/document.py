@@ -1,4 +1,4 @@
-"""Attention within documents, which ids tell apart."""
+"""Attention within documents, which are distinguished by ids."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Document(Mask):
 
 
 def _block_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest id of each block, both (batch or 1, blocks)."""
+    """Return the smallest and the largest id of each block, both (batch or 1, blocks)."""
     ids = ids if ids.dim() == 2 else ids[None]
     missing = -ids.shape[1] % block
     if missing:

@@ -108,7 +108,11 @@ def _register(kernel: Any, n_tensors: int) -> str:
 
 
 def _importable_name(role: str, function: Any) -> tuple[str, str]:
-    """Module and qualified name of a kernel or twin. Raises PicklingError if importing them gives another object."""
+    """Return the module and qualified name of a kernel or twin.
+
+    Raises:
+        PicklingError: importing that name gives another object.
+    """
     python = getattr(function, "fn", function)  # Triton's kernels hold their Python function
     module, name = getattr(python, "__module__", None), getattr(python, "__qualname__", None)
     try:

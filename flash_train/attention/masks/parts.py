@@ -1,4 +1,4 @@
-"""Masks as plain values and tensors, which PyTorch operators can take, and back."""
+"""Convert masks to plain values and tensors, which PyTorch operators accept, and back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MaskParts(NamedTuple):
     tensors: list[Tensor]
 
 
-def take_apart(mask: Mask) -> MaskParts:
-    """The parts of a mask.
+def mask_to_parts(mask: Mask) -> MaskParts:
+    """Return the parts of a mask.
 
     Raises:
         ValueError: a term that only Python can evaluate, such as ``MaskFunction``.
@@ -43,8 +43,8 @@ def take_apart(mask: Mask) -> MaskParts:
     return MaskParts(",".join(names), [*integers, len(names)], tensors)
 
 
-def put_together(names: str, integers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
-    """The mask with these parts. Raises ValueError if this process does not know a name."""
+def mask_from_parts(names: str, integers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
+    """Make the mask from its parts. Raises ValueError if this process does not know a name."""
     remaining_integers, remaining_tensors = iter(integers), iter(tensors)
     mask: Mask = Full()
     for name in names.split(","):

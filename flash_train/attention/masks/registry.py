@@ -16,7 +16,6 @@ DeviceTerm = tuple[Any, tuple[Any, ...]]
 #: takes a term's tensors from an iterator over the tensors of all terms
 DeviceTermBuilder = Callable[[Iterator[Tensor]], DeviceTerm]
 
-
 #: a subclass of ``Mask``, which this module does not import: ``Mask`` registers its subclasses here
 TermClass = type[Any]
 
@@ -25,7 +24,7 @@ _builders: dict[str, DeviceTermBuilder] = {}
 
 
 def register_class(term: TermClass) -> None:
-    """Register a term under its ``kind``. A class that is defined again, as in a notebook, replaces the former one.
+    """Register a term under its ``kind``. If a class is defined again, as in a notebook, it replaces the earlier one.
 
     Raises:
         ValueError: another class has this kind, or the kind has a comma: names are joined with commas.

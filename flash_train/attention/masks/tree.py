@@ -25,7 +25,7 @@ class Tree(Mask):
         bits: int32 (batch or 1, n, ceil(n / 32)): bit k % 32 of word k // 32 is set if the node attends to node k.
 
     Raises:
-        ValueError: parents of another dtype or rank; on the CPU, nodes that do not exist, or a circle.
+        ValueError: parents of another dtype or rank; on the CPU, nodes that do not exist, or a cycle.
 
     Source: tree attention of SpecInfer (Miao et al., 2023, arXiv:2305.09781).
     """
@@ -95,7 +95,7 @@ class Tree(Mask):
 
 
 def _ancestors(parents: Tensor) -> Tensor:
-    """(batch, n) parents to bool (batch, n, n), True where the key node is the query node or one of its ancestors."""
+    """Convert parents (batch, n) to bool (batch, n, n), True if the key node is the query node or its ancestor."""
     n = parents.shape[-1]
     node = torch.arange(n, device=parents.device)
     reached = ((parents[..., None] == node) | (node[:, None] == node)).float()
@@ -105,7 +105,7 @@ def _ancestors(parents: Tensor) -> Tensor:
 
 
 def _check_parents(parents: Tensor, ancestors: Tensor) -> None:
-    """Raise ValueError for parents that do not exist, and for circles."""
+    """Raise ValueError for parents that do not exist, and for cycles."""
     n = parents.shape[-1]
     low, high = int(parents.min()), int(parents.max())
     if low < -1 or high >= n:
@@ -113,11 +113,11 @@ def _check_parents(parents: Tensor, ancestors: Tensor) -> None:
         raise ValueError(f"Tree parents name node {wrong} of {n}: must be 0 to {n - 1}, or -1 for a root")
     circular = (ancestors & ancestors.mT).sum((1, 2)) > n  # a node is its own ancestor, but no other pair is mutual
     if bool(circular.any()):
-        raise ValueError(f"Tree parents {parents.tolist()} run in a circle: must lead to a root, whose parent is -1")
+        raise ValueError(f"Tree parents {parents.tolist()} form a cycle: must lead to a root, whose parent is -1")
 
 
 def _pack_bits(visible: Tensor) -> Tensor:
-    """bool (..., n) to int32 words (..., ceil(n / 32)): key k is bit k % 32 of word k // 32."""
+    """Pack bool (..., n) into int32 words (..., ceil(n / 32)): key k is bit k % 32 of word k // 32."""
     missing = -visible.shape[-1] % 32
     bits = torch.cat([visible, visible.new_zeros(*visible.shape[:-1], missing)], -1)
     weights = 2 ** torch.arange(32, device=bits.device)

@@ -18,7 +18,7 @@ import triton.language as tl
 from flash_train.attention import AttentionSpec, Causal, Document, Full, Mask, Packing, attention, cached_attention
 from flash_train.attention.flops import attended_pairs, attention_flops
 from flash_train.attention.masks import TermParts
-from flash_train.attention.masks.parts import put_together, take_apart
+from flash_train.attention.masks.parts import mask_from_parts, mask_to_parts
 from flash_train.attention.packing import Entry
 from tests.support.attention.devices import on_devices
 
@@ -154,7 +154,7 @@ def test_traced_programs_store_the_parts_of_the_term(backend):
 
 def test_parts_make_an_equal_mask():
     for mask in masks():
-        again, entry = put_together(*take_apart(mask)), Entry.of_lengths(N, N)
+        again, entry = mask_from_parts(*mask_to_parts(mask)), Entry.of_lengths(N, N)
         assert torch.equal(again.dense(entry, HEADS), mask.dense(entry, HEADS))
 
 
@@ -171,7 +171,7 @@ def test_a_kind_belongs_to_one_class():
     with pytest.raises(ValueError, match=r"Comma.kind='a,b': must have no comma"):
         type("Comma", (Mask,), {"kind": "a,b"})
     with pytest.raises(ValueError, match="mask term 'tests.unknown': must be one of band, blocks, document, tree"):
-        put_together("tests.unknown", [1], [])
+        mask_from_parts("tests.unknown", [1], [])
 
 
 class Diagonal(Mask):
@@ -188,7 +188,7 @@ def test_a_term_without_parts_runs_eagerly_and_not_as_an_operator():
     out = attention(q, k, v, AttentionSpec(Full() & Diagonal()), backend="standard")
     torch.testing.assert_close(out, v.repeat_interleave(2, 2))
     with pytest.raises(ValueError, match="mask=Diagonal: must be a term that defines to_parts and from_parts"):
-        take_apart(Diagonal())
+        mask_to_parts(Diagonal())
 
 
 @on_devices

@@ -33,7 +33,7 @@ BAD_MASKS = [
     (lambda: Tree(torch.zeros(0, dtype=torch.int64)), "n at least 1"),
     (lambda: Tree([-1, 2]), "Tree parents name node 2 of 2: must be 0 to 1, or -1"),
     (lambda: Tree([-1, -2]), "Tree parents name node -2 of 2"),
-    (lambda: Tree([[-1, 0, 0], [1, 2, 0]]), "run in a circle: must lead to a root"),
+    (lambda: Tree([[-1, 0, 0], [1, 2, 0]]), "form a cycle: must lead to a root"),
 ]
 
 
@@ -55,8 +55,8 @@ def test_bad_masks_are_refused(build, message):
 BAD_CALLS = [
     (BlockSparse(torch.zeros(4, 4).bool(), 16), {"device": META}, "BlockSparse pattern is on cpu and q on meta"),
     (BlockSparse(torch.zeros(3, 4, 4).bool(), 16), {}, "BlockSparse pattern has 3 heads and q 2"),
-    (BlockSparse(torch.zeros(4, 3).bool(), 16), {}, r"has \(4, 3\) blocks and the lengths need \(4, 4\)"),
-    (BlockSparse(torch.zeros(3, 4).bool(), (16, 16)), {}, r"has \(3, 4\) blocks and the lengths need \(4, 4\)"),
+    (BlockSparse(torch.zeros(4, 3).bool(), 16), {}, r"has \(4, 3\) blocks: must be at least \(4, 4\)"),
+    (BlockSparse(torch.zeros(3, 4).bool(), (16, 16)), {}, r"has \(3, 4\) blocks: must be at least \(4, 4\)"),
     (Document(int32(2, 64)), {"device": META}, "Document q_ids is on cpu and q on meta"),
     (Document(int32(3, 64)), {}, r"Document q_ids has shape \(3, 64\): must be \(64,\) or \(2, 64\)"),
     (Document(int32(64), int32(63)), {}, r"Document k_ids has shape \(63,\)"),
