@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """``_Attention`` for ``torch.func``: every tensor is an argument, and the context is set up apart from the forward.
+    """``_Attention`` for ``torch.func``: every tensor is an argument, and a separate method sets up the context.
     PyTorch then looks up the arguments' names at every call, which takes longer than a launch."""
 
     @staticmethod

@@ -301,4 +301,4 @@ def _layout_hint(packing: Packing | None, shape_q: torch.Size, shape_k: torch.Si
 
 
 def _packing_hint(packing: Packing | None) -> str:
-    return "; packed tensors need packing=Packing(...)" if packing is None else " where packing is given"
+    return "; packed tensors need packing=Packing(...)" if packing is None else " with packing"

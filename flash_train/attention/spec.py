@@ -13,7 +13,7 @@ from flash_train.attention.masks import Full, Mask
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What attention computes: ``out = dropout(softmax(softcap(scale * q @ k.T) + mask)) @ v``.
+    """The computation of one attention call: ``out = dropout(softmax(softcap(scale * q @ k.T) + mask)) @ v``.
 
     Attributes:
         mask: which keys a query attends to: ``Full()``, ``Causal()``, ``Window(left, right)``, any other term, such as

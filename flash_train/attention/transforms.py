@@ -1,4 +1,4 @@
-"""Rules for calls under ``torch.func``: all backends have gradients; some lack ``vmap``, ``jvp``, second gradients."""
+"""Rules for calls under ``torch.func``: every backend has gradients; some lack ``vmap``, ``jvp`` or second ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_vmap(*_: Any) -> NoReturn:
     """Raise RuntimeError under ``torch.func.vmap``; the message names the alternatives."""
     raise RuntimeError(
         "attention under torch.func.vmap (jacrev and is_grads_batched use it, too): must be backend=reference, chunked "
-        "or sdpa, or one call in which the mapped dimension is part of the batch, as of q.flatten(0, 1)"
+        "or sdpa, or one call in which the mapped dimension is part of the batch, such as q.flatten(0, 1)"
     )
 
 
@@ -33,7 +33,7 @@ def refuse_jvp(ctx: Any, *_: Any) -> Any:
     """Raise RuntimeError under ``torch.func.jvp``; the message names the alternatives."""
     raise RuntimeError(
         "attention under torch.func.jvp, jacfwd or forward-mode AD: must be backend=reference or chunked; the others "
-        "have gradients in reverse only, as of torch.func.grad and vjp"
+        "support reverse mode only, as in torch.func.grad and vjp"
     )
 
 
@@ -67,7 +67,8 @@ class _ForbidSecondGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
         raise RuntimeError(
-            "a gradient of attention's gradient: must be backend=reference or chunked; the others have the first only"
+            "a gradient of attention's gradient: must be backend=reference or chunked; the others have only "
+            "first gradients"
         )
 
     jvp = staticmethod(refuse_jvp)

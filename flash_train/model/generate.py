@@ -1,4 +1,4 @@
-"""Sampling from a model without a KV cache: to look at what it has learnt, not to serve it."""
+"""Sampling without a KV cache. It shows what a model has learnt and is not meant for serving."""
 
 import time
 from collections.abc import Sequence

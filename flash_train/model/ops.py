@@ -1,4 +1,4 @@
-"""The model's fused operations: Triton kernels on CUDA, else PyTorch. Both agree within rounding.
+"""The model's fused operations: Triton kernels on CUDA, else PyTorch. The two agree within rounding.
 
 Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their dtype.
 Under `torch.compile` the plain formulas are used on every device, since Inductor fuses them.
@@ -32,7 +32,7 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
     """Advance the residual stream: x + update (x if update is None), then its `rms_norm`.
 
     Returns the stream, and the normed rows `uses` times (1 to 3). Each use has a gradient of its own, so that on CUDA
-    one backward kernel adds them up, together with the stream's gradient. That also helps where update is None.
+    one backward kernel adds them up, together with the stream's gradient. This also helps if update is None.
     """
     if _kernels_run(x):
         from flash_train.model.kernels import rms_norm as kernels

@@ -18,7 +18,7 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 LLAMA_LENGTH = 2048  # the default for a config.json without max_position_embeddings
 SHARDS = "model-*-of-*.safetensors"
 
-# Our names to Llama's. Both multiply alike and both rotate half-split, so nothing is transposed or permuted.
+# Maps our names to Llama's. Both layouts multiply alike and rotate half-split, so no weight is transposed or permuted.
 _TO_LLAMA = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",

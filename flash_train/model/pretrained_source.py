@@ -54,7 +54,7 @@ class PretrainedSource:
         return asdict(self)
 
     def export_config(self, model: ModelConfig, *, dtype: str, seq_len: int | None) -> dict[str, Any]:
-        """Return the config.json to write after training `model` on rows of `seq_len` tokens. Untouched values stay.
+        """Return the config.json to write after training `model` on rows of `seq_len` tokens. Other values stay.
 
         `dtype` is the weights' dtype, as PyTorch calls it. `max_position_embeddings` is the larger of the length
         that the model was made for and `seq_len`.
@@ -63,7 +63,7 @@ class PretrainedSource:
         own = config_from_llama(values, self.folder, rope_scaling=False)
         made_for = values.get("max_position_embeddings") or LLAMA_LENGTH
         length = max(made_for, seq_len or 0)
-        if self._has_rule_of(model, own.rope_theta):
+        if self._keeps_positions(model, own.rope_theta):
             if length != made_for:
                 _write_implied_lengths(values)
         else:
@@ -78,7 +78,8 @@ class PretrainedSource:
             values[key] = dtype
         return values
 
-    def _has_rule_of(self, model: ModelConfig, theta: float) -> bool:
+    def _keeps_positions(self, model: ModelConfig, theta: float) -> bool:
+        """Whether `model` has the rotary positions of the source, whose `rope_theta` is `theta`."""
         try:
             scaling = RopeScaling.from_hf(rope_parameters(self.config))
         except ValueError:  # an unknown rule: the run replaced it
@@ -98,7 +99,7 @@ def _is_side_file(file: Path) -> bool:
 
 
 def _write_implied_lengths(values: dict[str, Any]) -> None:
-    """Write out the values that a rule derives from max_position_embeddings, before that changes."""
+    """Write out the values that a rule derives from max_position_embeddings, before it changes."""
     for key in ("rope_parameters", "rope_scaling"):
         if values.get(key):
             implied = rope_parameters(values)

@@ -50,11 +50,12 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | s
     A pair is slow with fewer than `beta_slow` turns over the original length, fast with more than `beta_fast`.
     """
 
-    def dimension_that_turns(turns: float) -> float:
+    def dimension(turns: float) -> float:
+        """Return the dimension, not rounded, whose pair makes this many turns over the original length."""
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension_that_turns(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_that_turns(scaling.beta_slow)), dim - 1)
+    low = max(math.floor(dimension(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension(scaling.beta_slow)), dim - 1)
     span = high - low or 0.001  # the paper's code, and transformers', keep the ramp finite this way
     keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / span).clamp(0, 1)
     inverse = _inverse(theta, dim, device)

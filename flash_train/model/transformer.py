@@ -17,7 +17,7 @@ class Transformer(nn.Module):
 
     `attention` names the backend (of `flash_train.attention.BACKENDS`); `memory` says what each block keeps for its
     backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone).
-    In the calls: `tokens` int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
+    Every call takes `tokens`, int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
     from each document's start; None computes them.
     """

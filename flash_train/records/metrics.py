@@ -28,18 +28,18 @@ def _read(path: Path) -> tuple[list[str], Rows]:
     """Return the columns and rows of a table; no rows if there is no file.
 
     Raises:
-        ValueError: the file is damaged or no table of metrics; names the line.
+        ValueError: the file is damaged or is not a table of metrics; the message names the line if it is known.
     """
     text = path.read_bytes() if path.exists() else b""
     whole = text[: text.rfind(b"\n") + 1]  # a crash may have cut the last line, or a run is writing it
-    ways = "restore it, or move it away to begin a new one"
+    remedy = "restore it, or move it away to begin a new one"
     try:
         lines = list(csv.reader(io.StringIO(whole.decode("utf-8"))))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is damaged ({error}); {ways}") from error
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
     columns, *rest = lines or [["step"]]
     if not columns or columns[0] != "step":
-        raise ValueError(f"{path} is not a table of metrics: its first column is not 'step'; {ways}")
+        raise ValueError(f"{path} is not a table of metrics: its first column is not 'step'; {remedy}")
     rows: Rows = {}
     for number, line in enumerate(rest, start=2):
         if not line:
@@ -49,7 +49,7 @@ def _read(path: Path) -> tuple[list[str], Rows]:
             pairs = zip(columns[1:], values, strict=True)
             rows[int(step)] = {name: float(value) if value else None for name, value in pairs}
         except ValueError as error:
-            raise ValueError(f"{path} is damaged in line {number} ({error}); {ways}") from error
+            raise ValueError(f"{path} is damaged in line {number} ({error}); {remedy}") from error
     return columns, rows
 
 

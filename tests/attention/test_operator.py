@@ -141,7 +141,7 @@ P = torch.randn(8, 4, 16)
 DROPPED = AttentionSpec(dropout=0.5)
 BAD_CALLS = [
     ((P, P, P), {}, ValueError, "must be .batch, seqlen, heads, head_dim.; packed tensors need packing"),
-    ((X, X, X), {"packing": pack(8)}, ValueError, "must be .total, heads, head_dim. where packing is given"),
+    ((X, X, X), {"packing": pack(8)}, ValueError, "must be .total, heads, head_dim. with packing"),
     ((X, X.half(), X), {}, TypeError, "k is torch.float16"),
     ((X, X[:, :, :3], X[:, :, :3]), {}, ValueError, "q has 4 heads and k 3"),
     ((X[:, :, :0], X, X), {}, ValueError, "q has 0 heads and k 4: q's must be a multiple of k's, and neither 0"),

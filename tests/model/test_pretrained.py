@@ -254,7 +254,7 @@ def test_extending_the_context_keeps_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_at_most_twice_that_of_transformers(tmp_path, dtype):
+def test_error_is_at_most_twice_the_error_in_transformers(tmp_path, dtype):
     """FlashAttention's rule: error against fp64 ≤ 2 × the error of PyTorch in the same precision; gradients 3 ×."""
     theirs = llama(num_hidden_layers=4)
     theirs.save_pretrained(tmp_path)

@@ -101,7 +101,7 @@ def _register(kernel: Any, n_tensors: int) -> str:
             return name
     python = getattr(kernel, "fn", kernel)
     name = base = f"{getattr(python, '__module__', '')}.{getattr(python, '__qualname__', 'function')}"
-    while name in builders():  # another function has the name, as closures do
+    while name in builders():  # another function, such as a closure, has the name
         name = f"{base}.{len(builders())}"
     register_builder(name, FunctionBuilder(kernel, n_tensors))
     return name

@@ -112,7 +112,7 @@ def report(sweep: Sweep, results: dict[Trial, Result]) -> None:
             f"{DISTURBED:.0%} of their median. To run a trial again, remove its folder in {folder}"
         )
     for difference in loss_differences(rows):
-        print(f"losses{f' at {difference.words}' if difference.words else ''}: {difference.finding}")
+        print(f"losses{f' at {difference.settings}' if difference.settings else ''}: {difference.finding}")
     if others := finished_elsewhere(sweep):
         print(
             f"left out: {others} finished {'trial' if others == 1 else 'trials'} in {folder} that the "

@@ -54,7 +54,7 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # Detached: saved tensors carry their autograd history, which their use as gradients must not have.
+        # Detach, because the gradients are written over these tensors and must have no autograd history.
         gate, up, weight = (x.detach() for x in ctx.saved_tensors)
         rows = dout.reshape(-1, dout.shape[-1])
         product = dout @ weight  # its gradient; the kernel below replaces it by the product

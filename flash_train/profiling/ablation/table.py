@@ -14,13 +14,16 @@ from flash_train.records.markdown import escape, markdown_table
 
 BASELINE = "standard"  # the attention that ratios refer to
 COMPARED = ("memory", "attention")  # trials that differ only in these compute the same
-FEW = 3  # with fewer logged steps, a time comes from a single step, which is too little to call a trial the best
+MIN_STEPS = 3  # with fewer logged steps, a time comes from a single step: too few to mark a trial as the best
 TIMES = """Times are in milliseconds per optimizer step: the median of a trial's steps 2 to N, or its only step. Each
 column has its own median, so the parts need not add up. Attention's time is part of forward and backward. The rest of
 a step, between forward, backward, optimizer and data wait, is logging and callbacks. The loss is the last step's.
 """
 MARK = "†"  # marks a time whose steps were disturbed
-DISTURBANCE = f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the trial, no time of it is best."
+DISTURBANCE = (
+    f"{MARK}: the spread is more than {DISTURBED:.0%}: something disturbed the trial. "
+    "None of its times is marked as the best."
+)
 SPREAD = f"""Spread: the distance between the quartiles of a trial's steps 2 to N, over their median; with several seeds
 the range of their medians, if it is larger.
 {DISTURBANCE}
@@ -31,20 +34,23 @@ the range of their medians, if it is larger.
 class Difference:
     """The difference between the losses of a group of comparable trials.
 
-    `largest` is the largest (max - min) / |max| of all steps. `words` distinguish the group from others. `masks`: its
-    backends drew different dropout masks. `lost` names the trials whose loss is not finite; `largest` is then NaN.
+    Attributes:
+        settings: the settings that distinguish the group from others.
+        largest: the largest (max - min) / |max| of all steps; NaN if a loss is not finite.
+        masks_differ: whether its backends drew different dropout masks.
+        not_finite: names of the trials whose loss is not finite.
     """
 
-    words: str
+    settings: str
     largest: float
-    masks: bool = False
-    lost: tuple[str, ...] = ()
+    masks_differ: bool = False
+    not_finite: tuple[str, ...] = ()
 
     @property
     def finding(self) -> str:
-        if self.lost:
-            return f"a loss that is not finite: {', '.join(self.lost)}"
-        why = ", because dropout masks differ between backends" if self.masks else ""
+        if self.not_finite:
+            return f"a loss that is not finite: {', '.join(self.not_finite)}"
+        why = ", because dropout masks differ between backends" if self.masks_differ else ""
         return f"largest relative difference {self.largest:.1e}{why}"
 
 
@@ -86,7 +92,7 @@ COLUMNS = (
 
 #: the number of runs in a trial; shown only if trials with several seeds are merged
 RUNS = Column("runs", "runs", lambda number: f"{number:.0f}", None)
-ENDS = ("status", "reason", "ran")  # the columns that say how a trial ended, and with which attention
+OUTCOME_COLUMNS = ("status", "reason", "ran")  # the columns that say how a trial ended, and with which attention
 
 
 def to_csv(rows: Sequence[Row]) -> str:
@@ -116,7 +122,7 @@ def from_csv(text: str, losses: str = "") -> list[Row]:
     names = [column.name for column in COLUMNS]
     rows = []
     for line in csv.DictReader(io.StringIO(text)):
-        axes = {name: _parsed(value) for name, value in line.items() if name not in (*ENDS, *names)}
+        axes = {name: _parsed(value) for name, value in line.items() if name not in (*OUTCOME_COLUMNS, *names)}
         measured = {name: float(line[name]) for name in names if line.get(name)}
         curve = curves.get(tuple(axes.values()), {})
         rows.append(Row(axes, line["status"], line["reason"] or None, measured, curve, line.get("ran") or None))
@@ -131,7 +137,7 @@ def _parsed(text: str) -> Any:
 
 
 def header(rows: Sequence[Row]) -> list[str]:
-    return [*(rows[0].axes if rows else ()), *ENDS, *(column.name for column in COLUMNS)]
+    return [*(rows[0].axes if rows else ()), *OUTCOME_COLUMNS, *(column.name for column in COLUMNS)]
 
 
 def values(row: Row) -> list[Any]:
@@ -182,7 +188,7 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
     if lines:
         marks = f"**Bold**: the best of the trials that differ only in {' and '.join(COMPARED)}"
         if all(_has_few_steps(row) for row in ran):
-            marks = f"Nothing is marked as the best: that takes {FEW} steps"
+            marks = f"Nothing is marked as the best: that takes {MIN_STEPS} steps"
         marks += f"; ×: ratio to {BASELINE} attention.\n\n" if compared else ".\n\n"
         spread = f"\n{SPREAD}" if any(row.measured.get("step_spread") is not None for row in ran) else ""
         text += f"{TIMES}{spread}\n{marks}{markdown_table([*axes, *labels], lines, left=len(axes))}"
@@ -192,7 +198,7 @@ def describe_all(rows: Sequence[Row], common: Sequence[str] = ()) -> str:
         text += "\nWithout figures:\n\n" + markdown_table([*axes, "status", "reason"], lines, left=len(axes) + 2)
     if differences := loss_differences(ended):
         text += f"\nTraining losses of trials that differ only in {' and '.join(COMPARED)}:\n\n"
-        text += "".join(f"- {each.words}{': ' if each.words else ''}{each.finding}\n" for each in differences)
+        text += "".join(f"- {each.settings}{': ' if each.settings else ''}{each.finding}\n" for each in differences)
     return text
 
 
@@ -204,7 +210,7 @@ def validation_tokens(rows: Iterable[Row]) -> int | None:
 
 
 def _has_few_steps(row: Row) -> bool:
-    return len(row.losses) < FEW
+    return len(row.losses) < MIN_STEPS
 
 
 def by_length(rows: Sequence[Row]) -> str:
@@ -281,11 +287,11 @@ def loss_differences(rows: Sequence[Row]) -> list[Difference]:
         if len(curves) < 2:
             continue
         steps = set.intersection(*(set(curve) for curve in curves))
-        lost = tuple(_name(row, group) for row in ran if not all(map(math.isfinite, row.losses.values())))
-        at_each = [[curve[step] for curve in curves] for step in steps] if not lost else []
-        spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=math.nan if lost else 0.0)
+        invalid = tuple(_name(row, group) for row in ran if not all(map(math.isfinite, row.losses.values())))
+        at_each = [[curve[step] for curve in curves] for step in steps] if not invalid else []
+        spread = max(((max(x) - min(x)) / (abs(max(x)) or 1.0) for x in at_each), default=math.nan if invalid else 0.0)
         several = len({row.ran or row.axes.get("attention") for row in ran}) > 1
-        found.append(Difference(describe(group, rows), spread, several and bool(ran[0].axes.get("dropout")), lost))
+        found.append(Difference(describe(group, rows), spread, several and bool(ran[0].axes.get("dropout")), invalid))
     return found
 
 

@@ -159,7 +159,9 @@ def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor,
 def measure(
     names: Sequence[str], case: Case, timer: Timer, device: torch.device | str = "cuda"
 ) -> list[dict[str, Any]]:
-    """A record per implementation and direction. If a call fails or its result is wrong, it has a reason and no rate.
+    """Time the implementations; return a record per implementation and direction.
+
+    If a call fails or its result is wrong, its record has a reason and no rate.
 
     All are built and checked first. Then each is timed in `ROUNDS` rounds on the same inputs, and its rate uses the
     median time. A card's clock depends on the work just before, so a fixed order would favour some implementations:
@@ -190,8 +192,8 @@ def measure(
             error, call, None if case.density == 1 else build(name, replace(case, density=1.0), device)
         )
 
-    def take_turn(name: str) -> None:
-        timed[name].take_turn(tensors, timer)
+    def time_round(name: str) -> None:
+        timed[name].time_round(tensors, timer)
 
     for name in names:
         attempt(name, prepare)
@@ -199,7 +201,7 @@ def measure(
     for _ in range(ROUNDS):
         for name in draw.sample(list(timed), len(timed)):
             if name not in failed:
-                attempt(name, take_turn)
+                attempt(name, time_round)
     records = []
     for name in names:
         base = {"case": case.name, "implementation": name, "dropout": case.dropout, "density": case.density}
@@ -220,7 +222,7 @@ class _TimedImplementation:
     times: list[tuple[float, float]] = field(default_factory=list)
     dense_times: list[tuple[float, float]] = field(default_factory=list)
 
-    def take_turn(self, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> None:
+    def time_round(self, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> None:
         self.times.append(_time(self.call, tensors, timer))
         if self.dense is not None:
             self.dense_times.append(_time(self.dense, tensors, timer))

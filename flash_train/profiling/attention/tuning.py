@@ -154,7 +154,7 @@ def try_tile(
     """Return the milliseconds of a kernel on the large problem, after a check on the small one.
 
     Raises:
-        Unfit: it does not compile, needs more than the chip has, or is wrong.
+        Unfit: it does not compile, needs more resources than the chip has, or computes wrong results.
     """
     from triton.errors import TritonError
 

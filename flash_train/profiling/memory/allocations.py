@@ -89,8 +89,8 @@ class Scopes:
         """
         handles: list[Any] = []
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._entering(name)))
-            handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+            handles.append(module.register_forward_pre_hook(self._enter_hook(name)))
+            handles.append(module.register_forward_hook(self._leave_hook(name), always_call=True))
         try:
             yield
         finally:
@@ -98,7 +98,7 @@ class Scopes:
                 handle.remove()
             self._stack.clear()
 
-    def _entering(self, name: str) -> Callable[..., None]:
+    def _enter_hook(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if not self._stack:
                 self._stack.append(self._now)
@@ -107,7 +107,7 @@ class Scopes:
 
         return hook
 
-    def _leaving(self, name: str) -> Callable[..., None]:
+    def _leave_hook(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: Any, output: Any) -> None:
             self._stack.pop()
             self._log(self._stack[-1])
@@ -154,7 +154,7 @@ class Recording:
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
-        with self.scopes.watching(model), self._cuda() if self.device.type == "cuda" else self._cpu():
+        with self.scopes.watching(model), self._record_cuda() if self.device.type == "cuda" else self._record_cpu():
             yield
 
     def allocations(self) -> list[Allocation]:
@@ -171,7 +171,7 @@ class Recording:
         return sorted([*ended, *open_.values()], key=lambda allocation: allocation.start)
 
     @contextmanager
-    def _cpu(self) -> Iterator[None]:
+    def _record_cpu(self) -> Iterator[None]:
         from torch.profiler import ProfilerActivity, profile
 
         marks: dict[str, int] = {}
@@ -193,7 +193,7 @@ class Recording:
         self.scopes.use_profiler_times(marks)
 
     @contextmanager
-    def _cuda(self) -> Iterator[None]:
+    def _record_cuda(self) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=10_000_000)
         try:
             yield

@@ -24,7 +24,7 @@ class AttentionWalk(ModuleWalk):
             for name in ("out", "lse"):
                 self.ledger.rename(f"{layer}.{name}", f"{layer}.kept {name}")
         kept = ("out", "lse") if self.keeps_results else ()
-        names = ["q", "k", "v", "out", "lse", *self._pair_names, *(["joined"] if self.joins else [])]
+        names = ["q", "k", "v", "out", "lse", *self._pair_names, *(["joined"] if self.joins_documents else [])]
         if self.model.qk_norm:
             names += ["raw q", "raw k", "rstd q", "rstd k"]
         self.ledger.release(*(f"{layer}.{name}" for name in names if name not in kept))
@@ -73,7 +73,7 @@ class AttentionWalk(ModuleWalk):
         if f"{layer}.out" not in self.ledger.held:  # otherwise `restore` has renamed the kept one
             hold(f"{layer}.out", "attention", e * self.heads)
             hold(f"{layer}.lse", "attention", 4 * self.step.tokens * m.n_heads)
-        if self.joins:
+        if self.joins_documents:
             hold(f"{layer}.joined", "attention", e * self.heads)
 
     # -- backward
@@ -131,7 +131,7 @@ class AttentionWalk(ModuleWalk):
         return self.step.fused and self.activation_bytes == 2 and not m.attention_dropout and m.head_dim % 8 == 0
 
     @property
-    def joins(self) -> bool:
+    def joins_documents(self) -> bool:
         """Whether the documents' outputs are computed one at a time, kept, and concatenated."""
         return not self.packed_kernel and self.step.attention != "chunked"
 

@@ -41,7 +41,7 @@ def search(fits: Callable[[int], bool], guess: int, limit: int, trials: int = 4,
     Args:
         fits: tries a length.
         guess: the first length to try.
-        limit: no longer row is tried.
+        limit: tokens; longer rows are not tried.
     """
     limit = max(UNIT, limit // UNIT * UNIT)
     found = Longest(0, None, ())
@@ -78,7 +78,7 @@ class Row:
         predicted: the longest row that was predicted to fit, at most `limit`; None without a prediction.
         peak_gib: the peak of the longest row that fitted, if measured.
         exact: whether a row longer by the search's tolerance did not fit.
-        limit: tokens; no longer row was tried.
+        limit: tokens; longer rows were not tried.
         status: ok, oom (nothing fitted), failed or unavailable.
         reason: why it is not ok.
     """
@@ -123,7 +123,7 @@ def table(rows: Sequence[Row]) -> str:
     header = ("attention", "memory", "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
     text = markdown_table(header, lines, left=2)
     if any(row.at_limit for row in rows):
-        text += "\n(the limit): no longer row was tried; find_max.limit=… allows it.\n"
+        text += "\n(the limit): longer rows were not tried; find_max.limit=… allows them.\n"
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.reason:

@@ -22,9 +22,9 @@ KINDS = (
     "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
 )  # fmt: skip
 OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel updates
-# An embedding's gradient on CUDA: with more tokens than the first number, PyTorch sorts them, then adds up in fp32 as
-# many rows of the same token at once as the second says.
-EMBEDDING_SORTS, EMBEDDING_ADDS = 3072, 10
+# An embedding's gradient on CUDA: with more tokens than the first number, PyTorch sorts them and adds up rows of the
+# same token in fp32; the second number is how many rows it adds at once.
+EMBEDDING_SORT_TOKENS, EMBEDDING_ROWS_PER_SUM = 3072, 10
 PHASES = ("forward", "loss", "backward", "step")
 
 
@@ -175,9 +175,9 @@ class _StepWalk(ModuleWalk):
             ledger.hold("gradient of the hidden states", "logits and loss", e * self.stream)
             self.chunk_of_logits("backward")
             self.weight_gradient("head", self.head)
-            ledger.hold_briefly("its pieces joined", "logits and loss", e * self.stream)
+            ledger.hold_briefly("gradient of the hidden states, joined", "logits and loss", e * self.stream)
         if self.adds_head_to_embedding:
-            ledger.hold("gradient that waits for the embedding's", "gradients", self.weight_bytes * self.head)
+            ledger.hold("head's share of the embedding's gradient", "gradients", self.weight_bytes * self.head)
         if not self.step.fused:
             ledger.release("final")
         self.norms.backward("final", ["gradient of the hidden states"], f"x{self.model.n_layers}")
@@ -198,7 +198,7 @@ class _StepWalk(ModuleWalk):
 
         self.residual.backward(layer, 1)
         ledger.hold(f"{layer}.d mixed", "attention", e * self.heads)
-        self.linears.backward(layer, "out", *(["joined"] if self.attention.joins else []))
+        self.linears.backward(layer, "out", *(["joined"] if self.attention.joins_documents else []))
         self.attention.backward(layer)
         for name in ("v", "k", "q"):
             ledger.hold(f"{layer}.d norm1 by {name}", "norms", e * self.stream)
@@ -220,8 +220,8 @@ class _StepWalk(ModuleWalk):
             ledger.release("dx")
         ledger.release("tables")
         ends = [last]
-        if self.step.fused and self.step.tokens > EMBEDDING_SORTS:
-            rows = self.step.tokens // EMBEDDING_ADDS + min(self.step.tokens, m.vocab_size)
+        if self.step.fused and self.step.tokens > EMBEDDING_SORT_TOKENS:
+            rows = self.step.tokens // EMBEDDING_ROWS_PER_SUM + min(self.step.tokens, m.vocab_size)
             ledger.hold("sums for the embedding", "gradients", 4 * rows * m.width)
             ends.append("sums for the embedding")
         if m.tied_embeddings:
@@ -229,7 +229,7 @@ class _StepWalk(ModuleWalk):
         else:
             self.weight_gradient("embedding", self.head, ready=True)
         if self.adds_head_to_embedding:
-            ends.append("gradient that waits for the embedding's")
+            ends.append("head's share of the embedding's gradient")
         ledger.release(*ends)
 
     @property

@@ -48,7 +48,7 @@ def own_sizes(records: Iterable[Record]) -> dict[str, dict[int, int]]:
 
 
 def summary_table(records: Sequence[Record]) -> str:
-    """Return a row per attention and memory mode: the number of steps, the longest row, and the worst prediction."""
+    """Return a table by attention and memory mode: the number of steps, the longest row, and the worst prediction."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in compared(records):
         groups.setdefault((record["attention"], record["memory"]), []).append(record)
@@ -70,7 +70,7 @@ def _sort_key(group: tuple[tuple[str, str], list[Record]]) -> tuple[bool, str, i
 
 
 def cases_table(records: Sequence[Record]) -> str:
-    """Return a row per step; a step that did not run has the reason."""
+    """Return a table with a row per step; if a step did not run, its row has the reason."""
     rows = []
     errors = {record["case"]: record for record in compared(records)}
     for record in records:
@@ -89,7 +89,7 @@ def cases_table(records: Sequence[Record]) -> str:
 
 
 def growth_table(records: Sequence[Record]) -> str:
-    """Return a column per backend, a row per length, and fitted exponents."""
+    """Return a table with a column per backend, a row per length, and fitted exponents."""
     sizes, asked = own_sizes(records), [record for record in records if record["kind"] == "attention"]
     names = list(dict.fromkeys(record["attention"] for record in asked))
     failed = {(record["attention"], record["seq_len"]): record["status"] for record in asked}
@@ -107,7 +107,7 @@ def growth_table(records: Sequence[Record]) -> str:
 
 
 def traffic_table(records: Sequence[Record]) -> str:
-    """Return a row per call: the bytes by its algorithm, and the bytes by the card's counters."""
+    """Return a table with a row per call: the bytes by its algorithm, and the bytes by the card's counters."""
     rows = []
     for record in records:
         if record["kind"] != "traffic":

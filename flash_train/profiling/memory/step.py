@@ -23,8 +23,9 @@ class Step:
     """The settings that decide the memory of a training step.
 
     Args:
-        model: its shape, including attention and residual dropout.
-        seq_len, batch_size: of a micro-batch; `accumulate` of them make an optimizer step.
+        model: the model's shape, including attention and residual dropout.
+        seq_len, batch_size: shape of a micro-batch.
+        accumulate: micro-batches per optimizer step.
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
         attention: the backend that runs, one of `BACKENDS`.

@@ -61,7 +61,7 @@ def test_table_and_plot_of_the_longest_rows(tmp_path):
         "| triton | none | failed | – | 640 | 0 |",
     ]
     assert text.splitlines()[-5:] == [
-        "(the limit): no longer row was tried; find_max.limit=… allows it.",
+        "(the limit): longer rows were not tried; find_max.limit=… allows them.",
         "",
         "- attention=standard, memory=none: nothing fitted: out of memory at 64",
         "- attention=hopper, memory=none, selective: unavailable: no GPU",
