@@ -15,9 +15,6 @@ def training_backends() -> tuple[str, ...]:
     return tuple(name for name in backend_names() if name not in ("auto", "reference"))
 
 
-BACKENDS = training_backends()
-
-
 @dataclass(frozen=True)
 class Step:
     """The settings that decide the memory of a training step.
@@ -28,7 +25,7 @@ class Step:
         accumulate: micro-batches per optimizer step.
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
-        attention: the backend that runs, one of `BACKENDS`.
+        attention: the backend that runs, one of `training_backends()`.
         fused: use the kernels for CUDA; otherwise PyTorch's own operations, as on a CPU.
         family: the kernel family whose backward runs on the device, if this project's kernels run.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).

@@ -11,7 +11,7 @@ from flash_train.model import ModelConfig
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.profiling.memory.longest import UNIT
 from flash_train.profiling.memory.prediction import predict
-from flash_train.profiling.memory.step import BACKENDS, Step
+from flash_train.profiling.memory.step import Step, training_backends
 
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
 
@@ -22,7 +22,11 @@ def split(*arguments):
 
 def test_choices_equal_the_library():
     """The options repeat them, because mistakes are reported before the library is imported."""
-    assert tuple(MEMORY_MODES) == options.MEMORY and set(options.ATTENTIONS) == set(BACKENDS) and options.UNIT == UNIT
+    assert (
+        tuple(MEMORY_MODES) == options.MEMORY
+        and set(options.ATTENTIONS) == set(training_backends())
+        and options.UNIT == UNIT
+    )
 
 
 def test_find_max_options_are_parsed():
