@@ -175,7 +175,7 @@ class FusedAdamW(torch.optim.AdamW):
                 blocks.addresses, len(weights), blocks.device_sizes, blocks.tensor, blocks.start, scale,
                 lr * group["weight_decay"], lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** -0.5,
                 group["eps"], DTYPE=DTYPES[dtype], ALIGNED=blocks.aligned,
-                BLOCK=BLOCK, num_warps=8,
+                BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
             )  # fmt: skip
 
 

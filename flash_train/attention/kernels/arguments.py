@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_train.attention.index_tensors import readable
 from flash_train.attention.kernels.call import UNUSED, Call
+from flash_train.attention.kernels.compiler_options import FEW_REGISTERS, FUSED
 from flash_train.attention.kernels.device import mask as device_mask
 from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.kernels.device.philox import Dropout
@@ -38,6 +39,11 @@ class Launch:
     first: tuple[Launch, ...] = ()
     made: tuple[Tensor, ...] = ()
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The constants and the compiler's options."""
+        return FUSED | self.constants
+
     def run(self) -> None:
         for launch in self.first:
             launch.start()
@@ -52,7 +58,7 @@ class Launch:
         """
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
-        return self.kernel[self.grid](*self.arguments, **self.constants)
+        return self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def contiguous_columns(x: Tensor) -> Tensor:
@@ -122,8 +128,8 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
     """Return dropout for a kernel whose steps have ``walked`` keys (or queries, if it loops over queries).
 
     A tile draws whole Philox calls if it is aligned with them, except if steps have 16 keys and the mask has terms.
-    In that case Triton 3.6 and 3.7 look through the draws for the width of the loaded elements. If a term loaded bytes,
-    they mistake weights for packed halves of them, and weights enter the product over 16 keys twice or not at all.
+    In that case Triton looks through the draws for the width of the loaded elements. If a term loaded bytes,
+    it mistakes weights for packed halves of them, and weights enter the product over 16 keys twice or not at all.
     """
     if call.rng is None:
         return Dropout(None, None, None, None, None, None, None)
@@ -145,6 +151,7 @@ def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: to
         "PRECISION": "ieee" if device.type == "cpu" else "bf16x6",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        **FEW_REGISTERS,
     }
 
 

@@ -74,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 cross_entropy_kernel[(len(logits),)](
                     logits, labels[chunk], losses[chunk], len(weight), IGNORED=IGNORE_INDEX,
                     BLOCK=min(BLOCK, triton.next_power_of_2(len(weight))), WITH_GRADIENT=for_hidden or for_weight,
-                    num_warps=8,
+                    num_warps=8, enable_fp_fusion=True,
                 )  # fmt: skip
                 if d_hidden is not None:
                     torch.mm(logits, matrix, out=d_hidden[chunk])

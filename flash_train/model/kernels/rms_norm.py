@@ -92,7 +92,17 @@ class _AddRMSNorm(torch.autograd.Function):
         if rows:
             with torch.cuda.device_of(x):
                 norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-                    x, update, weight, None if update is None else stream, out, rstd, rows, width, eps, **tile
+                    x,
+                    update,
+                    weight,
+                    None if update is None else stream,
+                    out,
+                    rstd,
+                    rows,
+                    width,
+                    eps,
+                    enable_fp_fusion=True,
+                    **tile,
                 )
         ctx.save_for_backward(stream, rstd, weight)
         ctx.added = update is not None
@@ -115,7 +125,7 @@ class _AddRMSNorm(torch.autograd.Function):
             with torch.cuda.device_of(stream):
                 norm_backward_kernel[(programs,)](
                     *given, *[None] * (USES - len(given)), dstream, stream, rstd, weight, dx, dweight, rows, width,
-                    **tile,
+                    enable_fp_fusion=True, **tile,
                 )  # fmt: skip
         return dx, dx if ctx.added else None, dweight.sum(0).to(weight.dtype), None, None
 

@@ -66,7 +66,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple
         with torch.cuda.device_of(q):
             rotary_kernel[(tokens,)](
                 q, k, cos, sin, q_heads, k_heads, half, triton.next_power_of_2(q_heads),
-                triton.next_power_of_2(k_heads), triton.next_power_of_2(half), back,
+                triton.next_power_of_2(k_heads), triton.next_power_of_2(half), back, enable_fp_fusion=True,
             )  # fmt: skip
         torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
     return q.view(q.shape), k.view(k.shape)

@@ -68,7 +68,7 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
     count = tensors[0].numel()
     if count:
         with torch.cuda.device_of(tensors[0]):
-            kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, BLOCK=BLOCK, num_warps=8)
+            kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:

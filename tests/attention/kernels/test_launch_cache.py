@@ -332,5 +332,5 @@ def test_tracing_launches_nothing():
     torch._dynamo.reset()
     torch.compile(call, backend="eager", dynamic=True)(x)
     ((grid, (doubled, columns), constants),) = kernel.launched
-    assert (grid, columns, constants) == ((4,), 5, {"N": 3})
+    assert (grid, columns, constants) == ((4,), 5, {"enable_fp_fusion": True, "N": 3})
     assert type(doubled) is torch.Tensor and torch.equal(doubled, 2 * x)

@@ -27,6 +27,7 @@ from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import arguments
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper import tiles as hopper_tiles
+from flash_train.attention.kernels.hopper.gluon_compat import ARRIVAL_SYNCS, ASM_TAKES_BARRIERS
 from flash_train.attention.kernels.portable import launch, launch_decode
 from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, decode_tile, tiles_for, variant_of
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
@@ -44,7 +45,8 @@ SHARED_LIMIT = {
     (12, 0): 99 * 1024,
 }
 TENSOR_MEMORY_LIMIT = 512  # columns, on chips with tensor memory
-MEETINGS = 3  # barriers of all warps of a partition per loop step, in kernels for Hopper
+#: barriers of all warps of a partition per loop step, in kernels for Hopper; Triton 3.8 adds one before each arrival
+MEETINGS = 6 if ARRIVAL_SYNCS and not ASM_TAKES_BARRIERS else 3
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LENGTH = 256  # rows of the tensors; the code depends only on whether 16 divides it
 HEADS = 4
@@ -212,7 +214,7 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> list[Compiled
         all_launches = launches(variant, variant.tiles() if tile is None else Tiles(tile, tile, tile))
     done = []
     for name, own, found in _with_first(all_launches):
-        constants = found.constants | {key: value for key, value in _on_gpu().items() if key in found.constants}
+        constants = found.options | {key: value for key, value in _on_gpu().items() if key in found.constants}
         try:
             kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
         except (TritonError, RuntimeError) as failure:
@@ -275,10 +277,11 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
         return (192, 200) if variant.dropout or variant.extras else (144, 128)
     if variant.head_dim % 16:
         return 1536, 1536
+    extras = 96 if variant.extras else 0
     stack, spills = (768, 768) if variant.dtype == torch.float32 and variant.head_dim > 128 else (160, 160)
     if variant.mask == "terms" and variant.dropout:  # there is also a loop over clear blocks, without terms
         return stack + 144, spills + 112
-    return stack, spills
+    return stack + extras, spills + extras // 2
 
 
 def all_variants() -> list[Variant]:

@@ -14,7 +14,7 @@ from flash_train.attention import backends
 from flash_train.attention.kernels import arguments, families
 from flash_train.attention.kernels.hopper import dropout, packed16
 from flash_train.attention.kernels.hopper import launch as hopper
-from flash_train.attention.kernels.hopper.backward import hopper_backward, tma_reduce_add
+from flash_train.attention.kernels.hopper.backward import hopper_backward
 from flash_train.attention.kernels.hopper.dq_sum import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
 from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.hopper.pipeline import ONCE
@@ -41,7 +41,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         constants = {name: value for name, value in launch.constants.items() if name not in COMPILER_OPTIONS}
         gluon.launch(
             launch.kernel, launch.grid, *launch.arguments, seed=seed, assembly=ASSEMBLY,
-            replaced={tma_reduce_add: gluon.tma_reduce_add}, in_order=launch.kernel is hopper_backward, **constants,
+            in_order=launch.kernel is hopper_backward, **constants,
         )  # fmt: skip
 
     make_backward_buffers = hopper.make_backward_buffers

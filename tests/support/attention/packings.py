@@ -44,7 +44,7 @@ def main() -> None:
     forms: dict[str, set[str]] = {}
     for documents in DOCUMENTS:
         for found in launches(documents):
-            constants = found.constants | ({"PRECISION": "bf16x6"} if "PRECISION" in found.constants else {})
+            constants = found.options | ({"PRECISION": "bf16x6"} if "PRECISION" in found.constants else {})
             kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
             forms.setdefault(found.kernel.__name__, set()).add(kernel.hash)
     for name, found in forms.items():

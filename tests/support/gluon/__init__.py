@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from tests.support.gluon.barriers import BarrierError
-from tests.support.gluon.hopper import tma_reduce_add
 from tests.support.gluon.language import launch
 from tests.support.gluon.memory import MissingFence, Race
 from tests.support.gluon.pointers import OutOfBounds
@@ -26,5 +25,4 @@ __all__ = [
     "Race",
     "Value",
     "launch",
-    "tma_reduce_add",
 ]

@@ -88,7 +88,7 @@ def _block(descriptor, view, what):
         raise EmulationError(f"{what} of a block {descriptor.block_shape} of {descriptor.name} and {view}")
 
 
-def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, multicast=False):
+def async_load(tensor_desc, coord, barrier, result, pred=True, multicast=False):
     task = current()
     task.program.point()
     if not predicated(pred):
@@ -123,13 +123,12 @@ def _copy_out(descriptor, coord, view, add):
     task.program.point()
 
 
-def async_copy_shared_to_global(tensor_desc, coord, src):
+def async_store(tensor_desc, coord, src):
     _copy_out(tensor_desc, coord, src, add=False)
 
 
-def tma_reduce_add(desc, coord, src):
-    """Emulates a kernel's own builtin around ``create_async_tma_reduce(ADD)``; pass it in ``replaced``."""
-    _copy_out(desc, coord, src, add=True)
+def async_atomic_add(tensor_desc, coord, src):
+    _copy_out(tensor_desc, coord, src, add=True)
 
 
 def store_wait(pendings):

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from flash_train.attention.kernels.hopper import gluon_compat
 from tests.support.gluon import barriers, memory, operations, pointers, reductions
 from tests.support.gluon import hopper as emulated_hopper
 from tests.support.gluon.schedule import Program, current
@@ -60,9 +61,15 @@ _LANGUAGE = {
 }
 _BARRIERS = {name: getattr(barriers, name) for name in ("init", "invalidate", "expect", "arrive", "wait")}
 _BARRIERS["allocate_mbarrier"] = memory.allocate_mbarrier
-_TMA = {
-    name: getattr(emulated_hopper, name)
-    for name in ("async_copy_global_to_shared", "async_copy_shared_to_global", "store_wait", "make_tensor_descriptor")
+_TMA = {"make_tensor_descriptor": emulated_hopper.make_tensor_descriptor}
+_COMPAT = {
+    "arrive_no_sync": lambda barrier, pred=True: barriers.expect(barrier, 0, pred),
+    "reinterpret": memory.SharedView.reinterpret,
+    "sync_warps": operations.barrier,
+    "tma_add": emulated_hopper.async_atomic_add,
+    "tma_load": emulated_hopper.async_load,
+    "tma_store": emulated_hopper.async_store,
+    "tma_store_wait": emulated_hopper.store_wait,
 }
 _HOPPER = {
     name: getattr(emulated_hopper, name)
@@ -79,6 +86,7 @@ _EMULATED = {
         (hopper.mbarrier, _BARRIERS),
         (hopper.tma, _TMA),
         (hopper, _HOPPER),
+        (gluon_compat, _COMPAT),
     )
     for name, function in functions.items()
     if hasattr(module, name)
@@ -122,15 +130,12 @@ class _Function:
 
 
 class Launch:
-    def __init__(self, grid, assembly, replaced):
+    def __init__(self, grid, assembly):
         self.grid, self.assembly = grid, assembly
-        self.replaced = {id(original): function for original, function in replaced.items()}
         self.functions = {}
 
     def emulate(self, x):
         """The emulator's counterpart of an object that a kernel uses."""
-        if id(x) in self.replaced:
-            return self.replaced[id(x)]
         if id(x) in _EMULATED:
             return _EMULATED[id(x)]
         if isinstance(x, JITFunction):
@@ -187,23 +192,22 @@ def _names(code):
 
 def _missing(name):
     def call(*_, **__):
-        raise NotImplementedError(f"the emulator has no {name}; launch(..., replaced={{...}}) can supply it")
+        raise NotImplementedError(f"the emulator has no {name}")
 
     return call
 
 
-def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, replaced=None, in_order=False, **constants):
+def launch(kernel, grid, *args, seed=0, num_warps=4, assembly=None, in_order=False, **constants):
     """Run all programs of ``kernel[grid](*args, **constants)``, one after another.
 
     Args:
         seed: determines the order of programs, partitions and copies; run a kernel with several seeds.
         assembly: maps the text of inline assembly to a function of numpy arrays.
-        replaced: maps a jitted function or a builtin to a Python function of emulated values.
         in_order: run programs in order, for a kernel whose programs wait for programs of lower numbers.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid += (1,) * (3 - len(grid))
-    run = Launch(grid, assembly or {}, replaced or {})
+    run = Launch(grid, assembly or {})
     function = run.emulate(kernel)
     constants["num_warps"] = num_warps
     for option in _OPTIONS - set(function.signature.parameters):

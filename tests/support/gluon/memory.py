@@ -229,13 +229,13 @@ class SharedView:
         array.shape = tuple(as_int(n) for n in shape)  # raises if numpy would have to copy
         return self._view(array)
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         if not self._array.flags.c_contiguous:
-            raise EmulationError(f"_reinterpret of {self}, which is not contiguous")
+            raise EmulationError(f"reinterpret of {self}, which is not contiguous")
         kind = memory_dtype(dtype)
         size = int(np.prod(shape)) * kind.itemsize
         if size > self.nbytes:
-            raise EmulationError(f"_reinterpret of {self}, {self.nbytes} bytes, as {size} bytes")
+            raise EmulationError(f"reinterpret of {self}, {self.nbytes} bytes, as {size} bytes")
         raw = self._memory.bytes[self.address : self.address + size]
         return self._view(raw.view(kind).reshape(shape), dtype=dtype, layout=layout)
 

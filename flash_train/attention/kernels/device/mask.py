@@ -5,6 +5,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+#: The bits of a column that depend on the thread in the layout of a matrix product. The other bits depend on the
+#: register: ``columns & ~THREAD_COLUMNS`` are constants, and ``columns & THREAD_COLUMNS`` is one value for a thread.
+THREAD_COLUMNS = tl.constexpr(6)
+
 
 class MaskRule(NamedTuple):
     """A lowered mask: a band, terms inside it, and lists of tiles.
@@ -110,15 +114,35 @@ def block_start(visits, mask, block, COLS: tl.constexpr):
 
 
 @triton.jit
-def visible(mask, seq, head, offs_m, offs_n):
-    """Whether each query sees each key: bool, broadcast from positions [M, 1] and [1, N], or transposed."""
+def visible(mask, seq, head, offs_m, offs_n, start_m=None, start_n=None):
+    """Whether each query sees each key: bool, broadcast from positions [M, 1] and [1, N], or transposed.
+
+    Positions along the columns may be given in two parts, with ``start_m`` or ``start_n`` to be added. The first part
+    is compared by itself. If it is constant (``THREAD_COLUMNS``), the comparison needs no addition and no register.
+    """
     shift = seq.len_k - seq.len_q
     last = seq.len_k - 1
-    if mask.right is not None:  # one bound for each query, and so one comparison for each pair
-        last = tl.minimum(offs_m + (shift + mask.right), last)
-    seen = offs_n <= last
-    if mask.left is not None:
-        seen = seen & (offs_n >= offs_m + (shift - mask.left))
+    if start_m is not None:  # bounds for each key
+        if mask.right is None:
+            seen = offs_n <= last
+        else:
+            seen = offs_m >= tl.where(offs_n <= last, offs_n - (shift + mask.right) - start_m, 1 << 30)
+        if mask.left is not None:
+            seen = seen & (offs_m <= offs_n - (shift - mask.left) - start_m)
+        offs_m += start_m
+    else:  # bounds for each query
+        if mask.right is not None:
+            last = tl.minimum(offs_m + (shift + mask.right), last)
+        if start_n is not None:
+            last -= start_n
+        seen = offs_n <= last
+        if mask.left is not None:
+            low = offs_m + (shift - mask.left)
+            if start_n is not None:
+                low -= start_n
+            seen = seen & (offs_n >= low)
+        if start_n is not None:
+            offs_n += start_n
     if len(mask.terms) > 0:
         inside_m = tl.minimum(offs_m, seq.len_q - 1)  # terms may load at these positions, so they must exist
         inside_n = tl.minimum(offs_n, seq.len_k - 1)

@@ -28,7 +28,8 @@ def load_slope(score, seq, head):
     slope = 0.0
     if score.slopes is not None:
         at = seq.index.to(tl.int64) * score.slope_stride + head
-        slope = tl.load(score.slopes + at, mask=seq.len_k > 0, other=0.0).to(tl.float32)
+        inside = at * 0 + seq.len_k > 0  # has the shape of `at`: Triton 3.9's interpreter broadcasts no mask
+        slope = tl.load(score.slopes + at, mask=inside, other=0.0).to(tl.float32)
     return slope
 
 

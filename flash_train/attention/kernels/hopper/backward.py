@@ -10,19 +10,16 @@ and a writer.
 from typing import Any, NamedTuple
 
 import triton
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from flash_train.attention.kernels.device.mask import query_visits, visible
+from flash_train.attention.kernels.device.mask import THREAD_COLUMNS, query_visits, visible
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.dq_sum import (
     WRITTEN_BUT_TWO,
@@ -39,6 +36,13 @@ from flash_train.attention.kernels.hopper.dropout import (
     draw_keep_flags,
     make_generator,
 )
+from flash_train.attention.kernels.hopper.gluon_compat import (
+    sync_and_arrive,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from flash_train.attention.kernels.hopper.packed16 import pack, unpack
 from flash_train.attention.kernels.hopper.pipeline import (
     Pipeline,
@@ -54,7 +58,6 @@ from flash_train.attention.kernels.hopper.pipeline import (
     producer_acquire,
     schedule_fence,
     stage_of,
-    sync_and_arrive,
     tile_of,
     warp_scheduler_arrive,
     warp_scheduler_sync,
@@ -117,16 +120,6 @@ class Exchange(NamedTuple):
 def dq_columns(block_m, head_dim):
     """Columns of a consumer's half of dQ, which has 64 rows: with 128 queries all, with 64 queries one half."""
     return head_dim if block_m == 128 else head_dim // 2
-
-
-@builtin
-def tma_reduce_add(desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to a tensor, without an order between tiles.
-
-    The counterpart of ``async_copy_shared_to_global``; Gluon has the instruction, but no function for it.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.jit(do_not_specialize=["n_entries", "seqlen_q", "seqlen_k", "heads_at_once", "n_sms"])
@@ -231,8 +224,8 @@ def load_tiles(
         coords = tma_coords(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
         mbarrier.arrive(loaded, count=1)
         mbarrier.expect(loaded, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
-        tma.async_copy_global_to_shared(descs.k, coords, loaded, operands.k_tile.index(0))
-        tma.async_copy_global_to_shared(descs.v, coords, loaded, operands.v_tile.index(0))
+        tma_load(descs.k, coords, loaded, operands.k_tile.index(0))
+        tma_load(descs.v, coords, loaded, operands.v_tile.index(0))
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         reverse = is_reversed(gl.program_id(0), scheduler)
         first = first_padded_row(seq, scheduler)
@@ -245,13 +238,13 @@ def load_tiles(
             producer_acquire(operands.q, i)
             q_full = operands.q.full.index(stage)
             mbarrier.expect(q_full, descs.q.block_type.nbytes + 4 * BLOCK_M)
-            tma.async_copy_global_to_shared(descs.q, coords, q_full, operands.q.tiles.index(stage))
-            tma.async_copy_global_to_shared(descs.lse2, row, q_full, operands.lse_tiles.index(stage))
+            tma_load(descs.q, coords, q_full, operands.q.tiles.index(stage))
+            tma_load(descs.lse2, row, q_full, operands.lse_tiles.index(stage))
             producer_acquire(operands.do, i)
             do_full = operands.do.full.index(stage)
             mbarrier.expect(do_full, descs.dout.block_type.nbytes + 4 * BLOCK_M)
-            tma.async_copy_global_to_shared(descs.dout, coords, do_full, operands.do.tiles.index(stage))
-            tma.async_copy_global_to_shared(descs.delta, row, do_full, operands.delta_tiles.index(stage))
+            tma_load(descs.dout, coords, do_full, operands.do.tiles.index(stage))
+            tma_load(descs.delta, row, do_full, operands.delta_tiles.index(stage))
     return steps
 
 
@@ -278,18 +271,18 @@ def _writer(
                 piece = row // 64 * (HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM))
                 for w in gl.static_range(2):
                     mbarrier.wait(exchange.dq_full.index(w), i & 1)
-                    tma_reduce_add(accum.desc, [(piece + w) * accum.desc.block_shape[0], 0], exchange.dq_tiles.index(w))
-                tma.store_wait(1)
+                    tma_add(accum.desc, [(piece + w) * accum.desc.block_shape[0], 0], exchange.dq_tiles.index(w))
+                tma_store_wait(1)
                 mbarrier.arrive(exchange.dq_empty.index(0), count=1)
-                tma.store_wait(0)
+                tma_store_wait(0)
                 mbarrier.arrive(exchange.dq_empty.index(1), count=1)
         coords = tma_coords(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
         mbarrier.wait(operands.kv.index(KV_STORED), 0)
-        tma.async_copy_shared_to_global(dk, coords, operands.k_tile.index(0))
-        tma.async_copy_shared_to_global(dv, coords, operands.v_tile.index(0))
+        tma_store(dk, coords, operands.k_tile.index(0))
+        tma_store(dv, coords, operands.v_tile.index(0))
     if WITH_DQ:
         count_written(accum.counters_ptr + flat_head, WRITTEN_BUT_TWO)
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -349,13 +342,19 @@ def _consumer(
                 consumer_wait(do_pipe, i)
                 dp_next = warpgroup_mma(v_own, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse_row = operands.lse_tiles.index(stage_of(q_pipe, i)).load(COLS)
-                offs_m = start_m + gl.arange(0, BLOCK_M, COLS)[None, :]
+                columns = gl.arange(0, BLOCK_M, COLS)[None, :]
+                offs_m = columns & ~THREAD_COLUMNS
+                first_m = start_m + (columns & THREAD_COLUMNS)
                 offs_n = own_n + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
-                distance = gl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
+                distance = gl.abs(offs_m - (offs_n - (seq.len_k - seq.len_q) - first_m))
                 s = logits(qk, score, load_slope(score, seq, head), distance, False)
                 p = gl.exp2(s * score.factor - lse_row[None, :])
                 if step_needs_mask(visits, i, reverse, GROUP) | partial:
-                    p = gl.where(visible(mask, seq, head, once(offs_m), offs_n), p, 0.0)
+                    if len(mask.terms) > 0:  # once: no address of a term is computed before this branch
+                        seen = visible(mask, seq, head, once(first_m + offs_m), offs_n)
+                    else:
+                        seen = visible(mask, seq, head, offs_m, once(offs_n), start_m=first_m)
+                    p = gl.where(seen, p, 0.0)
                 p_kept = pack(p, dtype)
                 if DROPOUT:
                     p_kept = apply_dropout_packed(p_kept, keep_even, keep_odd, BLOCK_M, True)

@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -18,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import count_edges, key_visits, visible
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.dropout import apply_dropout, draw_keep_flags, make_generator
+from flash_train.attention.kernels.hopper.gluon_compat import tma_load, tma_store, tma_store_wait
 from flash_train.attention.kernels.hopper.pipeline import (
     consumer_release,
     consumer_wait,
@@ -108,8 +108,8 @@ def _loader(q, k, v, dout, smem, scheduler, mask, GROUP: gl.constexpr, BLOCK_N: 
         mbarrier.expect(full, 2 * (q.block_type.nbytes + dout.block_type.nbytes))
         for w in gl.static_range(2):
             coords = tma_coords(seq, head, start_m + 64 * w, seq.q_row, seq.len_q, PACKED)
-            tma.async_copy_global_to_shared(q, coords, full, smem.q_tiles.index(w))
-            tma.async_copy_global_to_shared(dout, coords, full, smem.do_tiles.index(w))
+            tma_load(q, coords, full, smem.q_tiles.index(w))
+            tma_load(dout, coords, full, smem.do_tiles.index(w))
         visits = key_visits(mask, seq, head.to(gl.int64), start_m, lanes(), BLOCK_M, BLOCK_N)
         for i in range(0, visits.stop - visits.first):
             start_n = key_block_start(visits, mask, seq, i, BLOCK_N)
@@ -197,8 +197,8 @@ def _consumer(
         smem.q_tiles.index(W).reshape([64, HEAD_DIM]).store((acc * grad_scale).to(dtype))
         fence_async_shared()
         coords = tma_coords(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
-        tma.async_copy_shared_to_global(dq, coords, smem.q_tiles.index(W))
+        tma_store(dq, coords, smem.q_tiles.index(W))
         if dslope is not None:
             slope_ptrs = dslope.ptr + seq.batch * dslope.stride_batch + head64 * dslope.stride_head + seq.q_row + rows
             gl.store(slope_ptrs, slope_part / keep_rate, mask=rows < seq.len_q)
-        tma.store_wait(0)
+        tma_store_wait(0)

@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -21,6 +20,7 @@ from flash_train.attention.kernels.device.mask import query_visits, visible
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.backward import KV_LOADED, Descriptors, Operands, load_tiles
 from flash_train.attention.kernels.hopper.dropout import apply_dropout, draw_keep_flags, make_generator
+from flash_train.attention.kernels.hopper.gluon_compat import tma_store, tma_store_wait
 from flash_train.attention.kernels.hopper.pipeline import (
     consumer_release,
     consumer_wait,
@@ -234,5 +234,5 @@ def _store(desc, tile, x, seq, kv_head, start_n, PACKED: gl.constexpr, HEAD_DIM:
     tile.index(0).reshape([BLOCK_N, HEAD_DIM]).store(x.to(tile.dtype))
     fence_async_shared()
     coords = tma_coords(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
-    tma.async_copy_shared_to_global(desc, coords, tile.index(0))
-    tma.store_wait(0)
+    tma_store(desc, coords, tile.index(0))
+    tma_store_wait(0)

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from flash_train.attention.kernels.hopper.gluon_compat import reinterpret, sync_warps, tma_store, tma_store_wait
 from flash_train.attention.kernels.hopper.pipeline import (
     Pipeline,
     consumer_release,
@@ -30,7 +31,6 @@ from flash_train.attention.kernels.hopper.pipeline import (
     producer_acquire,
     producer_load,
     stage_of,
-    sync_warps,
 )
 from flash_train.attention.kernels.hopper.scheduler import (
     count_heads,
@@ -83,7 +83,7 @@ def clear_later_rows(
             for p in range(0, GROUP * 2 * PIECES):
                 piece = (kv_head * GROUP + p // (2 * PIECES)) * accum.padded_rows // 64 + first * 2
                 row = (piece * PIECES + p % (2 * PIECES)) * accum.desc.block_shape[0]
-                tma.async_copy_shared_to_global(accum.desc, [row, 0], zeros)
+                tma_store(accum.desc, [row, 0], zeros)
         count_written(cleared + flat_head, WRITTEN)
     exists, _, _ = shifted_work_tile(gl.program_id(0), scheduler, 0, BLOCK)
     before, _, _ = shifted_work_tile(gl.program_id(0), scheduler, -AHEAD, BLOCK)
@@ -157,13 +157,14 @@ def convert_dq_accumulator(
         slots_k, slots_q = _slots(scheduler, BLOCK)
         own = _as_pieces(q_pipe if W == 0 else do_pipe, accum.desc)
         q_step, do_step = _first_steps(steps)
-        tile_out = staging._reinterpret(dq.dtype, dq.block_shape, dq.layout)
+        TILES: gl.constexpr = staging.shape[0] * staging.shape[1] // (64 * dq.block_shape[-1])
+        tile_out = reinterpret(staging, dq.dtype, [TILES] + dq.block_shape, dq.layout).index(0)
         flat = tile_out.reshape([64, dq.block_shape[-1]])
         for s in range(slot, slots_q, slots_k):
             seq, kv_head, tile, tiles = find_tile(s, flat_head, scheduler, PAD, True)
             if tile < tiles:
                 for g in range(0, GROUP):
-                    tma.store_wait(0)
+                    tma_store_wait(0)
                     sync_warps()
                     for p in gl.static_range(PIECES):
                         step = q_step if W == 0 else do_step
@@ -178,8 +179,8 @@ def convert_dq_accumulator(
                         half.store((parts.reshape([64, COLUMNS]) * scale).to(dq.dtype))
                     fence_async_shared()
                     coords = tma_coords(seq, kv_head * GROUP + g, tile * PAD + 64 * W, seq.q_row, seq.len_q, PACKED)
-                    tma.async_copy_shared_to_global(dq, coords, tile_out)
-        tma.store_wait(0)
+                    tma_store(dq, coords, tile_out)
+        tma_store_wait(0)
 
 
 @gluon.jit
@@ -207,5 +208,5 @@ def _as_pieces(pipe, desc):
     """The same memory and barriers as a pipeline of pieces."""
     STAGES: gl.constexpr = pipe.empty.shape[0]
     return Pipeline(
-        pipe.tiles._reinterpret(gl.float32, [STAGES] + desc.block_shape, desc.layout), pipe.full, pipe.empty
+        reinterpret(pipe.tiles, gl.float32, [STAGES] + desc.block_shape, desc.layout), pipe.full, pipe.empty
     )

@@ -14,15 +14,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from flash_train.attention.kernels.device.mask import count_edges, key_visits, visible
+from flash_train.attention.kernels.device.mask import THREAD_COLUMNS, count_edges, key_visits, visible
 from flash_train.attention.kernels.device.score import load_slope, logits
 from flash_train.attention.kernels.device.softmax import add_sink, advance_max, finish_rows
 from flash_train.attention.kernels.hopper.dropout import apply_dropout_packed, draw_keep_flags, make_generator
+from flash_train.attention.kernels.hopper.gluon_compat import sync_warps, tma_load, tma_store, tma_store_wait
 from flash_train.attention.kernels.hopper.online_softmax import (
     any_overflow,
     exceeds_limit,
@@ -48,7 +48,6 @@ from flash_train.attention.kernels.hopper.pipeline import (
     schedule_fence,
     stage_of,
     store_scalar,
-    sync_warps,
     tile_of,
     warp_scheduler_arrive,
     warp_scheduler_sync,
@@ -195,7 +194,7 @@ def _producer(
             q_full = smem.q.full.index(stage)
             mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
             for w in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
+                tma_load(
                     q, tma_coords(seq, head, start_m + 64 * w, seq.q_row, seq.len_q, PACKED), q_full,
                     smem.q.tiles.index(stage * CONSUMERS + w),
                 )  # fmt: skip
@@ -250,7 +249,7 @@ def _consumer(
         s_next = _start_logits(q_tile, smem.k, step, BLOCK_N, S)
         warp_scheduler_arrive(smem.scheduler_barriers, step, W, CONSUMERS, PINGPONG)
         if Q_STAGES > 1:  # by now TMA has read the output of the tile before from its stage of q
-            tma.store_wait(0)
+            tma_store_wait(0)
             consumer_release(smem.q, gl.maximum(done - 1, 0), done > 0)
         keep_even, keep_odd = _draw_block(dropout, generator, 0, tile, head64, mask, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=[s_next])
@@ -288,16 +287,16 @@ def _consumer(
         acc = rescale(acc, 1.0 / norm)
         q_tile.store(acc.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, tma_coords(seq, head, start_m, seq.q_row, seq.len_q, PACKED), q_buffer)
+        tma_store(out, tma_coords(seq, head, start_m, seq.q_row, seq.len_q, PACKED), q_buffer)
         lse_ptrs = lse.ptr + seq.batch * lse.stride_batch + head64 * lse.stride_head + seq.q_row + offs_m
         gl.store(lse_ptrs, lse_tile, mask=offs_m < seq.len_q)
         if Q_STAGES == 1:
-            tma.store_wait(0)
+            tma_store_wait(0)
             consumer_release(smem.q, done)
         done += 1
         consumer_wait(smem.q, done)
         tile_id = load_scalar(smem.tile_ids, stage_of(smem.q, done))
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -389,9 +388,11 @@ def _masked_logits(s, j, tile, head, mask, score, slope, BLOCK_N: gl.constexpr, 
     """The logits of block j, from products s; -inf for hidden keys."""
     seq = tile.seq
     visits = tile.visits
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
+    offs_n = columns & ~THREAD_COLUMNS
     start_n = key_block_start(visits, mask, seq, j, BLOCK_N)
-    offs_n = start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))[None, :]
-    distance = gl.abs(tile.offs_m[:, None] + (seq.len_k - seq.len_q) - offs_n)
+    distance = gl.abs(tile.offs_m[:, None] + (seq.len_k - seq.len_q) - (start_n + columns))
+    start_n += columns & THREAD_COLUMNS
     s = logits(s, score, slope, distance, False)
     nothing = visits.stop <= visits.first
     if (j < count_edges(visits)) | nothing:
@@ -399,7 +400,7 @@ def _masked_logits(s, j, tile, head, mask, score, slope, BLOCK_N: gl.constexpr, 
         if len(mask.terms) > 0 and nothing:  # the block has no positions that a term could be evaluated at
             s = gl.full([64, BLOCK_N], float("-inf"), gl.float32, S)
         else:  # with no visible block, this block begins past the last key, and all of it is hidden
-            s = gl.where(visible(mask, seq, head, offs_m, offs_n), s, float("-inf"))
+            s = gl.where(visible(mask, seq, head, offs_m, offs_n, start_n=start_n), s, float("-inf"))
     return s
 
 

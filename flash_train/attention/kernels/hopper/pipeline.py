@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flash_train.attention.kernels.hopper.gluon_compat import arrive_no_sync, sync_and_arrive, sync_warps, tma_load
 
 ONCE = gl.constexpr("mov.b32 $0, $1;")
-#: Waits for all warps of the partition. Triton 3.7 renamed it.
-sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 class Pipeline(NamedTuple):
@@ -76,7 +76,7 @@ def producer_load(pipe, i, desc, coords):
     producer_acquire(pipe, i)
     full = pipe.full.index(stage_of(pipe, i))
     mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, coords, full, pipe.tiles.index(stage_of(pipe, i)))
+    tma_load(desc, coords, full, pipe.tiles.index(stage_of(pipe, i)))
 
 
 @gluon.jit
@@ -88,31 +88,13 @@ def consumer_wait(pipe, i, pred=True):
 @gluon.jit
 def consumer_release(pipe, i, pred=True):
     """This partition has read the stage of step i."""
-    sync_warps()
-    consumer_release_no_sync(pipe, i, pred)
+    sync_and_arrive(pipe.empty.index(stage_of(pipe, i)), pred)
 
 
 @gluon.jit
 def consumer_release_no_sync(pipe, i, pred=True):
     """``consumer_release`` directly after another synchronisation of the partition's warps."""
     arrive_no_sync(pipe.empty.index(stage_of(pipe, i)), pred)
-
-
-@gluon.jit
-def sync_and_arrive(barrier, pred=True):
-    """Arrive at a barrier when all warps of this partition have reached this point."""
-    sync_warps()
-    arrive_no_sync(barrier, pred)
-
-
-@gluon.jit
-def arrive_no_sync(barrier, pred=True):
-    """Arrive at a barrier with one thread, without a synchronisation of the partition's warps.
-
-    The arrival is written as an expectation of 0 bytes. Around ``mbarrier.arrive`` the compiler synchronises all
-    warps: once before it, and once more before the next access to shared memory.
-    """
-    mbarrier.expect(barrier, 0, pred)
 
 
 @gluon.jit

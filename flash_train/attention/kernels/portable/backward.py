@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import (
+    THREAD_COLUMNS,
     block_start,
     count_edges,
     edge_block,
@@ -167,7 +168,9 @@ def _dkdv_step(
     """
     left = seq.len_q - start_m
     row = seq.q_row + start_m
-    offs_m = start_m + tl.arange(0, BLOCK_M)[None, :]
+    columns = tl.arange(0, BLOCK_M)[None, :]
+    offs_m = columns & ~THREAD_COLUMNS
+    first_m = start_m + (columns & THREAD_COLUMNS)
     offs_n = start_n + tl.arange(0, BLOCK_N)[:, None]
     inside = tl.arange(0, BLOCK_M) < left
     q_tile = load_tile(
@@ -180,11 +183,11 @@ def _dkdv_step(
         lse2_row = tl.load(lse2_ptrs)
     slope = load_slope(score, seq, head)
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-    distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
+    distance = tl.abs(offs_m - (offs_n - (seq.len_k - seq.len_q) - first_m))
     s = logits(qk, score, slope, distance, q_tile.dtype == tl.float32)
     p = tl.exp2(s * score.factor - lse2_row[None, :])
     if MASKED and (mask.left is not None or mask.right is not None or len(mask.terms) > 0):
-        p = tl.where(visible(mask, seq, head, offs_m, offs_n), p, 0.0)
+        p = tl.where(visible(mask, seq, head, offs_m, offs_n, start_m=first_m), p, 0.0)
     dout_tile = load_tile(
         row_pointers(dout, seq.batch, head, row, BLOCK_M, BLOCK_DV), left, MASKED, BLOCK_M, BLOCK_DV, HEAD_DIM_V
     )

@@ -10,17 +10,16 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flash_train.attention.kernels.hopper.gluon_compat import reinterpret, tma_add, tma_load, tma_store, tma_store_wait
 from tests.support.gluon import (
     BarrierError,
     Deadlock,
@@ -29,7 +28,6 @@ from tests.support.gluon import (
     OutOfBounds,
     Race,
     launch,
-    tma_reduce_add,
 )
 
 SEEDS = range(3)
@@ -66,8 +64,8 @@ def load_tiles(a_desc, b_desc, a_bufs, b_bufs, full, empty, row, col, steps, STA
             mbarrier.expect(full.index(s), nbytes // 2)
         else:
             mbarrier.expect(full.index(s), nbytes)
-        tma.async_copy_global_to_shared(a_desc, [row, i * 64], full.index(s), a_bufs.index(s))
-        tma.async_copy_global_to_shared(b_desc, [col, i * 64], full.index(s), b_bufs.index(s))
+        tma_load(a_desc, [row, i * 64], full.index(s), a_bufs.index(s))
+        tma_load(b_desc, [col, i * 64], full.index(s), b_bufs.index(s))
 
 
 @gluon.jit
@@ -93,11 +91,11 @@ def multiply(c_desc, a_bufs, b_bufs, out, full, empty, row, col, steps, STAGES: 
     out.store(acc.to(gl.bfloat16))
     if FAULT != "no fence":
         fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [row, col], out)
+    tma_store(c_desc, [row, col], out)
     if FAULT == "overwritten":
         out.store(gl.zeros([64, 64], gl.bfloat16, layout))
     if FAULT != "no wait for the store":
-        tma.store_wait(0)
+        tma_store_wait(0)
 
 
 @gluon.jit
@@ -217,7 +215,7 @@ def peek(x_desc, out, WAIT: gl.constexpr, FRESH: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [0, 0], bar, buffer.index(0))
+    tma_load(x_desc, [0, 0], bar, buffer.index(0))
     if WAIT == "before":
         mbarrier.wait(bar, 0)
     x = buffer.index(FRESH).load(layout)
@@ -251,7 +249,7 @@ def views(out, TOO_MUCH: gl.constexpr):
     part = a.slice(32, 32, 0).slice(16, 16, 1)
     part.store(part.load(TILE) * 0 - 1)
     flipped = a.permute((1, 0)).load(TILE)
-    bits = a._reinterpret(gl.uint32, [2048], gl.SwizzledSharedLayout(1, 1, 1, [0])).load(ROWS)
+    bits = reinterpret(a, gl.uint32, [2048], gl.SwizzledSharedLayout(1, 1, 1, [0])).load(ROWS)
     gl.store(out + gl.arange(0, 32, ROWS)[:, None] * 64 + gl.arange(0, 64, ROWS)[None, :], flipped)
     gl.store(out + 2048 + gl.arange(0, 2048, ROWS), bits.to(gl.int32, bitcast=True))
     a._keep_alive()
@@ -270,29 +268,24 @@ def test_views_share_memory():
 # descriptors
 
 
-@builtin
-def reduce_add(desc, coord, src, _semantic=None):
-    raise AssertionError("the emulator replaces it")
-
-
 @gluon.jit
 def move(x_desc, y_desc, at, to, SHAPE: gl.constexpr, ADD: gl.constexpr):
     buffer = gl.allocate_shared_memory(x_desc.dtype, SHAPE, x_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, at, bar, buffer)
+    tma_load(x_desc, at, bar, buffer)
     mbarrier.wait(bar, 0)
     if ADD:
-        reduce_add(y_desc, to, buffer)
+        tma_add(y_desc, to, buffer)
     else:
-        tma.async_copy_shared_to_global(y_desc, to, buffer)
-    tma.store_wait(0)
+        tma_store(y_desc, to, buffer)
+    tma_store_wait(0)
 
 
 def moved(x_desc, y_desc, at, to, add=False, grid=1):
     shape = [n for n in x_desc.block_shape if n > 1]
-    launch(move, grid, x_desc, y_desc, at, to, shape, add, replaced={reduce_add: tma_reduce_add})
+    launch(move, grid, x_desc, y_desc, at, to, shape, add)
 
 
 def test_descriptor_bounds():
