@@ -1,6 +1,7 @@
 # Every target says what it does: `make help`.
 .DEFAULT_GOAL := help
-.PHONY: help install test test-property test-compile gpu lint format types imports check readme ci
+QUICK = tests/test_checks.py
+.PHONY: help install quick test test-all test-property test-compile gpu lint format types imports check readme ci
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -9,8 +10,14 @@ install:  ## install the package in editable mode with everything for developmen
 	pip install -e '.[dev]'
 	pre-commit install
 
-test:  ## run all tests that this machine can run; says which are skipped, and why
+quick:  ## run the tests of the rules and the small parts, in less than a minute
+	pytest -m "not slow" $(QUICK)
+
+test:  ## run the tests that take minutes, not more; says which are skipped, and why
 	pytest
+
+test-all:  ## run all tests that this machine can run, also the slow ones
+	pytest --all
 
 test-property:  ## hold the kernels to the reference on 2,000 random calls, in the interpreter
 	python -m tests.support.attention.fuzz --draws 2000

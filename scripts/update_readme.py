@@ -5,7 +5,7 @@ With --check it changes nothing and exits with 1 if a table or picture is not up
 A table stands between <!-- results:NAME --> and <!-- /results:NAME --> in any page. NAME and NAME.PART come from
 docs/results/NAME.json, which holds {"records": [...]}. collect_runs writes the records of `training`, `recall`,
 `ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`, `memory`, `training_peer` and
-`start`. Some records also have a picture, docs/results/NAME.png. Without a record its tables are empty, and its
+`start`; the compile tier writes `compile_tier`. Some records also have a picture, docs/results/NAME.png. Without a record its tables are empty, and its
 picture is removed.
 """
 
@@ -283,6 +283,25 @@ def most_steps(records: Records) -> int:
     return max(record["steps"] for record in records)
 
 
+def compile_tier_table(records: Records) -> str:
+    """A row per chip and kind of kernels, and a column per version of Triton."""
+    cells = {(record["kind"], record["triton"]): record for record in records}
+    versions = sorted({record["triton"] for record in records})
+    rows = []
+    for kind in sorted({record["kind"] for record in records}, key=lambda kind: (len(kind.split()[0]), kind)):
+        chip, family = kind.split()
+        found = [cells.get((kind, version)) for version in versions]
+        rows.append((f"{chip}, {family}", *(compile_tier_cell(record) for record in found)))
+    return table(("chip, kernels", *versions), rows)
+
+
+def compile_tier_cell(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "–"
+    good = record["kernels"] - record["failures"]
+    return f"{good} of {record['kernels']} · {record['stack']} B · {record['shared'] / 1024:.0f} KiB"
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_table,
     "training_peer": training_peer_table,
@@ -300,6 +319,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "find_max.details": find_max_details,
     "ablation": ablation_summary,
     "ablation.details": ablation_details,
+    "compile_tier": compile_tier_table,
 }
 
 

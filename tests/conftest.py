@@ -1,4 +1,4 @@
-"""For all tests: few threads, files in temporary folders only, GPU tests skipped with a reason."""
+"""For all tests: which run and in how many processes, few threads, files in temporary folders only."""
 
 import os
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported; ten
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,51 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK", "GROUP_RANK")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+left_out = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked slow: fuzz, compilation, whole runs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spread the whole suite over the cores. Named tests, and tests on a GPU, run one after the other."""
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.markexpr
+    if hasattr(config.option, "numprocesses") and config.option.numprocesses is None and not named:
+        if not torch.cuda.is_available() and not config.option.usepdb and not config.option.collectonly:
+            config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "worksteal"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.all and not any("::" in argument for argument in config.args):
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        config.stash[left_out] = len(slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(left_out, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process of pytest-xdist leaves out the same tests."""
+    node.config.stash[left_out] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.stash.get(left_out, 0):
+        terminalreporter.write_line(f"left out {config.stash[left_out]} slow tests; `pytest --all` runs them, too")
 
 
 @pytest.fixture(autouse=True)

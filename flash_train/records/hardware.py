@@ -105,11 +105,12 @@ def _card(name: str) -> str:
 def versions() -> dict[str, str | None]:
     """Return the versions of the software, and this package's commit if it runs from a checkout; None if absent."""
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("flash-train", "torch", "triton", "lightning", "liger-kernel"):
+    for package in ("flash-train", "triton", "lightning", "liger-kernel"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
+    found["torch"] = str(torch.__version__)  # with its build, which the package's version may lack
     found["cuda"] = torch.version.cuda
     found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found["commit"] = _commit(Path(__file__))

@@ -65,7 +65,10 @@ def _sdpa(name: str, case: Case) -> Attention:
 
 
 def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
-    """Return PyTorch's call for packed sequences; its kernel is FlashAttention-2's."""
+    """Return PyTorch's call for packed sequences.
+
+    Up to torch 2.13 its kernel is FlashAttention-2's. From 2.14 on it may be cuDNN's.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     packing, longest = case.packing(device), max(case.lengths)

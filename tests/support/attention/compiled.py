@@ -8,6 +8,7 @@ driver names the target, so that Triton stops after compilation. A process canno
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, d
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
+from flash_train.files import write_json
 from tests.support.attention.machine_code import Resources, resources_of
 
 #: largest shared memory per program, bytes
@@ -86,12 +89,15 @@ class Variant:
     extras: bool = False
     kernels: str = "triton"
 
+    @property
+    def chip(self) -> str:
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
     def __str__(self) -> str:
-        chip = f"sm_{self.capability[0]}{self.capability[1]}"
         flags = [name for name in ("dropout", "packed", "extras") if getattr(self, name)]
         group = [f"group{self.group}"] if self.group > 1 else []
         own = ["hopper"] if self.kernels == "hopper" else []
-        return " ".join((chip, *own, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
+        return " ".join((self.chip, *own, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
 
     @property
     def row(self) -> str:
@@ -332,6 +338,26 @@ def sampled_variants() -> list[Variant]:
     ]
 
 
+def count(records: dict[str, dict[str, Any]], found: Compiled) -> None:
+    """Add a kernel to the record of its chip and kind."""
+    kind = f"{found.variant.chip} {found.variant.kernels}"
+    new = {"triton": triton.__version__, "kind": kind, "kernels": 0, "failures": 0, "stack": 0, "spills": 0, "shared": 0}
+    record = records.setdefault(kind, new)
+    record["kernels"] += 1
+    record["failures"] += bool(found.problems)
+    if found.resources is not None:
+        for name in ("stack", "spills", "shared"):
+            record[name] = max(record[name], getattr(found.resources, name))
+
+
+def write_records(path: Path, new: list[dict[str, Any]]) -> None:
+    """Write the records; those of the same version and kind replace earlier ones."""
+    old = json.loads(path.read_text(encoding="utf-8"))["records"] if path.is_file() else []
+    records = {(record["triton"], record["kind"]): record for record in (*old, *new)}
+    rows = [records[key] for key in sorted(records)]
+    write_json(path, {"records": rows})
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every row of the table for every chip; slow on few cores")
@@ -340,22 +366,27 @@ def main(argv: list[str] | None = None) -> int:
         "--tile", nargs=4, type=int, metavar=("M", "N", "WARPS", "STAGES"), help="instead of the table's tile"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--record", type=Path, help="JSON file for the counts by Triton's version and chip")
     parser.add_argument("--verbose", action="store_true", help="also print kernels without problems")
     options = parser.parse_args(argv)
     tile = None if options.tile is None else Tile(*options.tile)
     variants = [v for v in (all_variants() if options.all else sampled_variants()) if options.only in str(v)]
     kernels = failures = 0
+    records: dict[str, dict[str, Any]] = {}
     # Triton keeps compiled kernels in memory: restart processes from time to time
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=20) as pool:
         for compiled in pool.imap_unordered(partial(compile_variant, tile=tile), variants):
             for found in compiled:
                 kernels += 1
                 failures += bool(found.problems)
+                count(records, found)
                 if found.problems:
                     print(f"FAILED {found}: {'; '.join(found.problems)}", flush=True)
                 elif options.verbose:
                     print(f"{found}: {found.resources}", flush=True)
     print(f"compiled {kernels} kernels, {failures} failures")
+    if options.record is not None:
+        write_records(options.record, list(records.values()))
     return int(failures > 0 or kernels == 0)
 
 
