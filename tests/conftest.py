@@ -33,14 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Spread the whole suite over the cores. Named tests, and tests on a GPU, run one after the other."""
-    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.markexpr
-    if hasattr(config.option, "numprocesses") and config.option.numprocesses is None and not named:
-        if not torch.cuda.is_available() and not config.option.usepdb and not config.option.collectonly:
-            config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "worksteal"
+    options = config.option
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.markexpr
+    if getattr(options, "numprocesses", 0) is not None or options.usepdb or options.collectonly:
+        return
+    if whole and not torch.cuda.is_available():
+        options.numprocesses, options.dist = "logical", "worksteal"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.option.all and not any("::" in argument for argument in config.args):
+    chosen = config.option.all or config.option.markexpr or any("::" in argument for argument in config.args)
+    if not chosen:
         slow = [item for item in items if "slow" in item.keywords]
         items[:] = [item for item in items if "slow" not in item.keywords]
         config.hook.pytest_deselected(items=slow)

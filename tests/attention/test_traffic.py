@@ -62,6 +62,7 @@ def test_standard_traffic_of_a_small_call_by_hand():
     assert found.backward == 7 * 6 * 2 + 4 * 2 * 2 + 4 * 3 * 2
 
 
+@pytest.mark.slow
 def test_block_sparse_traffic_is_proportional_to_density():
     dense = flash_traffic(16384, 1, 1, 128, 2, Full())
     pattern = random(128, 128, 16, torch.Generator().manual_seed(0))

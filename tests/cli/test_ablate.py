@@ -294,6 +294,7 @@ def rows_of(run_dir: Path) -> dict[str, dict[str, str]]:
         return {row["attention"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_stopped_sweep_continues(tiny, tmp_path):
     tiny = [text for text in tiny if not text.startswith("seq_len")]
     arguments = [*tiny, "sweep.attention=[sdpa,standard,flash]", "sweep.seq_len=[32]"]
@@ -341,6 +342,7 @@ def test_stopped_sweep_continues(tiny, tmp_path):
     assert not list(run_dir.rglob("*.ckpt")) and not list(run_dir.rglob("wandb"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
 def test_out_of_memory_is_recorded(tiny, corpus, tmp_path):
     (corpus / "long.txt").write_text("the quick brown fox " * (LONG // 16), encoding="utf-8")

@@ -30,6 +30,7 @@ def trained(tiny, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_round_trip(trained, tmp_path, capsys):
     run_dir = trained()
     export_command.main([str(run_dir), str(tmp_path / "llama")])

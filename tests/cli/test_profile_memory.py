@@ -63,6 +63,7 @@ def test_snapshot_is_written_atomically(monkeypatch, tiny, tmp_path):
     assert pickle.loads((tmp_path / "run" / "snapshot.pickle").read_bytes()) == {"segments": []}
 
 
+@pytest.mark.slow
 def test_a_training_run_records_steps_on_demand(tiny, tmp_path):
     arguments = [*tiny, "callbacks.memory_snapshot.every=2", "accumulate=2", "attention=standard"]
     subprocess.run([sys.executable, "-c", "from flash_train.cli.train import main; main()", *arguments], check=True)

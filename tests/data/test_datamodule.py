@@ -285,6 +285,7 @@ def test_impossible_ranks_are_refused(make_data, ranks, message):
         make_data(**ranks)
 
 
+@pytest.mark.slow
 def test_two_ranks_under_fabric_have_the_rows_of_one(make_data, tmp_path):
     alone = make_data(random_texts(200, 150), batch_size=4)
     command = [sys.executable, str(Path(__file__).with_name("fabric_run.py")), str(tmp_path)]

@@ -92,6 +92,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+@pytest.mark.slow
 def test_a_small_transformer_learns_it_and_guesses_without_the_pairs():
     torch.manual_seed(0)
     corpus, seq_len, width = RecallCorpus(n_pairs=8, n_keys=16, n_values=16), 64, 64

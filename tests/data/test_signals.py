@@ -94,6 +94,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["error", "kill"])
 def test_no_worker_outlives_the_main_process(end):
     """The interpreter would wait forever for a worker that ignores every SIGTERM, which keeps the output open."""
@@ -116,6 +117,7 @@ class Pids(Dataset):
         return 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_main_process_ends_workers_however_they_are_started(method):
     """Workers of a fork server, Python's default from 3.14 on, are its children, not the main process's."""

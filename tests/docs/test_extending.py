@@ -109,6 +109,7 @@ def test_there_is_a_test_for_each_recipe():
         assert block.language == "bash" or block.file, block.code
 
 
+@pytest.mark.slow
 def test_a_mask_term(recipe):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     found = re.fullmatch(r"largest difference (\S+), pairs (\d+)\n", recipe("A mask term").follow())
@@ -116,6 +117,7 @@ def test_a_mask_term(recipe):
     assert int(found[2]) == sum(k < 4 or q - k < 40 for q in range(256) for k in range(q + 1))
 
 
+@pytest.mark.slow
 def test_a_corpus(recipe):
     mbox = recipe("A corpus")
     box = mailbox.mbox(mbox.folder / "mails.mbox")
@@ -133,6 +135,7 @@ def test_a_corpus(recipe):
     )
 
 
+@pytest.mark.slow
 def test_a_callback(recipe):
     stop = recipe("A callback")
     last = stop.follow().splitlines()[-1]
@@ -142,6 +145,7 @@ def test_a_callback(recipe):
     assert losses[-1] < 5.5 <= min(losses[:-1])
 
 
+@pytest.mark.slow
 def test_a_model_size(recipe):
     size = recipe("A model size")
     size.follow()
@@ -149,6 +153,7 @@ def test_a_model_size(recipe):
     assert (summary["model"], summary["steps"]) == ("7m", 1) and summary["parameters"] > 2e6
 
 
+@pytest.mark.slow
 def test_a_kernel_family(recipe):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     family = recipe("A kernel family")
@@ -168,6 +173,7 @@ def test_a_command(recipe):
     assert said == "flash-train: file=nowhere.txt: must be a file\n"
 
 
+@pytest.mark.slow
 def test_a_memory_mode(recipe):
     mode = recipe("A memory mode")
     mode.follow()
@@ -175,6 +181,7 @@ def test_a_memory_mode(recipe):
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
+@pytest.mark.slow
 def test_a_metric(recipe):
     norm = recipe("A metric")
     norm.follow()
@@ -198,6 +205,7 @@ def test_a_tile_table(recipe):
         assert [int(number) for number in re.findall(r"=(\d+)", line)] == old[shared]
 
 
+@pytest.mark.slow
 def test_a_logger(recipe):
     logger = recipe("A logger")
     logger.follow()

@@ -154,6 +154,7 @@ def test_lightnings_own_handler_saves_with_throughput_in_any_hook(where, tmp_pat
     assert resumed.global_step == 6 and "hpc_ckpt_" in str(resumed.ckpt_path)
 
 
+@pytest.mark.slow
 def test_a_queued_run_resumes_bit_for_bit(tmp_path):
     """One process gets SLURM's signal at any moment, another resumes the run; a third run never stops."""
     environment = {**os.environ, **fake_scontrol(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -72,6 +72,7 @@ def test_rows_past_the_checkpoint_are_dropped(unbroken, tmp_path):
     assert newest_checkpoint(tmp_path / "checkpoints").name == "step-000005.ckpt"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_resumes(tmp_path):
     """One process trains until SIGTERM, another resumes its run; a third run is never interrupted."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}

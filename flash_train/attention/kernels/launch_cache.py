@@ -17,8 +17,7 @@ from triton.compiler import CompiledKernel
 
 from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
-
-MAX_PLANS = 4096  #: cached calls; the cache is emptied when it is full, as happens if lengths change with every call
+from flash_train.attention.kernels.launch_options import present_options
 
 Build = Callable[..., Iterable[Launch]]
 
@@ -72,6 +71,11 @@ class CallPlan(NamedTuple):
 _plans: dict[tuple[Any, ...], CallPlan | None] = {}  # None: the call cannot be cached
 
 
+def clear_plans() -> None:
+    """Forget all prepared calls."""
+    _plans.clear()
+
+
 def launch_all(
     build: Build, inputs: Sequence[Tensor | None], made: Sequence[Tensor | None], call: Call, *options: Any
 ) -> None:
@@ -100,7 +104,7 @@ def launch_all(
     n_tensors = len(inputs) + len(made)
     call = Call.of(distinct[n_tensors:], call.settings)
     launched = [(launch, launch.start()) for launch in _in_launch_order(build(*distinct[:n_tensors], call, *options))]
-    if len(_plans) >= MAX_PLANS:
+    if len(_plans) >= present_options().cached_plans:
         _plans.clear()
     _plans[key] = _make_call_plan(launched, distinct)
 
@@ -125,13 +129,17 @@ def _key(
     call: Call,
     options: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """Return everything that determines the launches, or None if they are not cached: the device is not CUDA."""
-    device = inputs[0].device
-    if device.type != "cuda":
+    """Return everything that determines the launches.
+
+    None if they are not cached: the device is not CUDA, or the ``LaunchOptions`` allow no cached plans.
+    """
+    device, planning = inputs[0].device, present_options()
+    if device.type != "cuda" or not planning.cached_plans:
         return None
     return (
         build,
         options,
+        planning.of_plans,
         device,
         knobs.runtime.debug,  # this and the next knob change the compiled code
         knobs.compilation.instrumentation_mode,

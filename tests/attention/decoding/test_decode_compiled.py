@@ -174,6 +174,7 @@ if not INTERPRETING:
         compare_loops("cpu", backend, paged, counter)
         assert counter.frame_count == 1
 
+    @pytest.mark.slow
     def test_inductor_copies_no_cache_in_a_decoding_loop():
         """Neither cache is cloned for the operator that writes into it."""
         from torch._inductor.utils import run_and_get_code
@@ -201,6 +202,7 @@ if not INTERPRETING:
             found, _ = cached_attention(*given)
         assert torch.equal(found, cached_attention(*given)[0])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("backend", ["auto", *DENSE])
     @pytest.mark.parametrize("dynamic", [None, True])
     def test_several_head_dimensions_with_dense_backends(backend, dynamic):

@@ -55,6 +55,7 @@ def test_sdpa_names_unsupported_features(name):
         run(replace(case, uses="plain"), "sdpa", "cpu")
 
 
+@pytest.mark.slow
 def test_chunked_fulfils_the_contract_for_small_chunks(monkeypatch):
     """The chunks are small, so that each case has many."""
     whole = functional.DENSE["chunked"]

@@ -18,6 +18,7 @@ def compare(a, b, cache):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_equal_trees_and_a_changed_constant(tmp_path):
     changed = tmp_path / "changed"
     for name in ("flash_train", "tests/support"):

@@ -33,6 +33,7 @@ def compile_tier(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
+@pytest.mark.slow
 def test_some_kernels_of_each_kind_compile():
     done = compile_tier()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,6 +42,7 @@ def test_some_kernels_of_each_kind_compile():
     assert int(last.split()[1]) >= 3 * len(sampled_variants())
 
 
+@pytest.mark.slow
 def test_tile_that_spills_is_detected():
     """The tile is far too large for the registers of four warps."""
     variant = str(Variant((9, 0), torch.bfloat16, 128, "causal", True))
@@ -106,6 +108,7 @@ def tiles_in(row):
     return {name: row[name] for name in ("forward", "dkdv", "dq", "dv") if name in row}
 
 
+@pytest.mark.slow
 def test_packings_share_a_kernel():
     """The number of documents per row changes from batch to batch, and this must not compile kernels during a run."""
     command = [sys.executable, "-m", "tests.support.attention.packings"]

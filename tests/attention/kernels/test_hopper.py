@@ -12,6 +12,7 @@ from flash_train.attention.kernels.hopper import launch, tiles
 from flash_train.attention.kernels.hopper.descriptors import describable
 from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.launch_cache import TensorSignature
+from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.tile_lists import list_tiles
 from flash_train.attention.masks import Document, Full, Tree, Window
 from tests.support.attention.cases import BY_NAME, CASES
@@ -62,13 +63,14 @@ def test_contract_in_fp16(name):
     check(replace(BY_NAME[name], dtype=torch.float16), seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WIDE, ids=str)
-def test_calls_with_several_tiles(case, monkeypatch):
+def test_calls_with_several_tiles(case):
     """Also in groups of consecutive heads: of one key head, and finally of two."""
     case = replace(case, dtype=torch.bfloat16)
     check(case)
-    monkeypatch.setattr(launch.grid, "_heads_per_group", lambda *_: 1)
-    check(case, seed=1, programs=5)
+    with launch_options(heads_per_group=1):
+        check(case, seed=1, programs=5)
 
 
 @pytest.fixture
@@ -118,8 +120,8 @@ def test_dq_accumulators_are_converted(case, monkeypatch):
     """The backward finishes dQ of the first heads; the kernel after it finishes dQ of the last two heads."""
     launched, finish = [], launch.finish_launch
     monkeypatch.setattr(launch, "finish_launch", lambda *args: launched.append(finish(*args)) or launched[-1])
-    monkeypatch.setattr(launch.grid, "_heads_per_group", lambda *_: 1)
-    check(replace(case, dtype=torch.bfloat16))
+    with launch_options(heads_per_group=1):
+        check(replace(case, dtype=torch.bfloat16))
     slots, heads = launched[0].arguments[-2:]
     assert launched[0].grid[0] == slots * heads * 2 // 6
 
@@ -146,10 +148,10 @@ def test_other_tiles(tile, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
-def test_long_calls(case, monkeypatch):
+def test_long_calls(case):
     """With the tiles that narrow heads use for long sequences of keys."""
-    monkeypatch.setattr(tiles, "LONG_WALK", 0)
-    check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
+    with launch_options(long_walk=0):
+        check(replace(case, dtype=case.dtype if case is LISTED else torch.bfloat16))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

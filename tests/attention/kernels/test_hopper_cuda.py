@@ -11,9 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flash_train.attention import AttentionSpec, Causal, RngState, attention
-from flash_train.attention.kernels import launch_cache
 from flash_train.attention.kernels.families import HOPPER
-from flash_train.attention.kernels.hopper import launch
+from flash_train.attention.kernels.launch_options import launch_options
 from tests.support.attention import fuzz
 from tests.support.attention.cases import CASES, on_card
 from tests.support.attention.contract import run
@@ -68,11 +67,10 @@ def test_some_random_draws(group):
     [*MANY_HEADS, Case("more-tasks", ((700, 700),) * 12, heads=12, kv_heads=6, head_dim=128, dropout=0.1)],
     ids=lambda case: case.name,
 )
-def test_dq_accumulators_are_converted(case, monkeypatch):
+def test_dq_accumulators_are_converted(case):
     """In groups of one head."""
-    monkeypatch.setattr(launch.grid, "_heads_per_group", lambda *_: 1)
-    monkeypatch.setattr(launch_cache, "_plans", {})
-    errors = run(replace(case, dtype=torch.bfloat16), "hopper", "cuda")
+    with launch_options(heads_per_group=1):
+        errors = run(replace(case, dtype=torch.bfloat16), "hopper", "cuda")
     assert all(e.ok for e in errors), errors
 
 

@@ -35,6 +35,7 @@ def results():
     return {row["case"]: row["result"] for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [str(case) for case in INTERPRETED])
 def test_contract(results, name):
     result = results[name]
@@ -48,11 +49,12 @@ def test_names_are_unique():
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_in_the_interpreter(module):
     """Tests with ``@on_devices``, on the CPU."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "not gpu", f"tests/attention/{module}"],
+        [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--all", "-m", "not gpu", f"tests/attention/{module}"],
         cwd=ROOT, capture_output=True, text=True, timeout=900, env=os.environ | {"TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,9 +13,11 @@ from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Bounds, Call
 from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile, Tiles
 from flash_train.attention.masks import BlockSparse, Document, MaskFunction, Tree
+from tests.support.attention.on_cuda import OnCuda
 from tests.support.attention.rules import budget, budget_twin, parity, parity_twin
 
 TILES = Tiles(*3 * [Tile(64, 64, 4, 2)])
@@ -107,8 +109,16 @@ def same(a, b):
 
 @pytest.fixture
 def absent_gpu(monkeypatch):
-    monkeypatch.setattr(hopper.grid, "processors", lambda device: 132)
     monkeypatch.setattr(launch_cache, "CompiledKernel", str)
+    with launch_options(processors=132):
+        yield
+
+
+@pytest.fixture
+def empty_cache():
+    launch_cache.clear_plans()
+    yield
+    launch_cache.clear_plans()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -155,20 +165,6 @@ def test_numbers_of_a_call_have_one_type():
     assert type(call.scale) is type(call.softcap) is float
 
 
-class OnCuda:
-    """A tensor that claims to be on a GPU."""
-
-    def __init__(self, shape=(2, 80, 4, 64), stride=(20480, 256, 64, 1), dtype=torch.bfloat16, address=4096):
-        self.device, self.shape, self.dtype, self.address = torch.device("cuda", 0), shape, dtype, address
-        self.strides = stride
-
-    def stride(self):
-        return self.strides
-
-    def data_ptr(self):
-        return self.address
-
-
 def test_keys_differ_for_different_launches():
     call = Operands().call
     a, b, c = OnCuda(), OnCuda(), OnCuda()
@@ -192,10 +188,7 @@ def test_keys_differ_for_different_launches():
     assert key(torch.empty(1), b, c) is None
 
 
-def test_the_cache_has_a_limit(monkeypatch):
-    monkeypatch.setattr(launch_cache, "_plans", {})
-    monkeypatch.setattr(launch_cache, "MAX_PLANS", 3)
-    monkeypatch.setattr(launch_cache, "_make_call_plan", lambda made, given: launch_cache.CallPlan((), ()))
+def test_the_cache_has_a_limit(empty_cache):
     made = []
 
     def build(q, call):
@@ -203,15 +196,14 @@ def test_the_cache_has_a_limit(monkeypatch):
         return ()
 
     call = Operands().call
-    for rows in (1, 2, 3, 3, 4, 4, 1):
-        launch_cache.launch_all(build, (OnCuda(shape=(1, rows, 4, 64)),), (), call)
-        assert len(launch_cache._plans) <= 3
+    with launch_options(cached_plans=3):
+        for rows in (1, 2, 3, 3, 4, 4, 1):
+            launch_cache.launch_all(build, (OnCuda(shape=(1, rows, 4, 64)),), (), call)
     assert made == [1, 2, 3, 4, 1]
 
 
-def test_same_tensor_for_two_arguments_is_cached_like_two_tensors(monkeypatch, absent_gpu):
+def test_same_tensor_for_two_arguments_is_cached_like_two_tensors(monkeypatch, absent_gpu, empty_cache):
     """The next call with this key may have two different tensors."""
-    monkeypatch.setattr(launch_cache, "_plans", {})
     monkeypatch.setattr(launch_cache, "_key", lambda *_: "a key")
     ran = []
 

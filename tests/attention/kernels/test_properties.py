@@ -51,6 +51,7 @@ def command(*arguments, **variables):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     """Hypothesis draws the cases, so that it can shrink a failure."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -62,6 +63,7 @@ def test_kernels_in_the_interpreter():
     assert int(done.stdout.split()[0]) >= 50, done.stdout
 
 
+@pytest.mark.slow
 def test_seeded_draws_in_the_interpreter():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     status, said = command("--draws", 60, "--seed", 1, "--workers", 2)
@@ -187,6 +189,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_failures_name_their_draws(tmp_path):
     """A wrong answer, an error, and a worker that dies are all reported, and the other draws still run."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")

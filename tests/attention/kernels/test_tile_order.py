@@ -13,8 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flash_train.attention.kernels.device.mask import MaskRule, query_visits
-from flash_train.attention.kernels.hopper import launch, tiles
+from flash_train.attention.kernels.hopper import grid, tiles
 from flash_train.attention.kernels.hopper.scheduler import TileScheduler, find_work_tile, is_reversed, lanes, query_tile
+from flash_train.attention.kernels.launch_options import launch_options
 from tests.support.gluon import launch as emulate
 
 PROCESSORS = 132
@@ -55,16 +56,19 @@ def waiting(costs):
     [(8, 2048, 16, 16, 128), (4, 4096, 16, 16, 128), (2, 8192, 16, 16, 128), (1, 16384, 16, 16, 128),
      (1, 16384, 32, 8, 128), (4, 4096, 32, 8, 128), (1, 16384, 8, 8, 256), (1, 16384, 32, 32, 64)],
 )  # fmt: skip
-def test_all_processors_finish_at_the_same_time(entries, tokens, heads, kv_heads, head_dim, monkeypatch):
+def test_all_processors_finish_at_the_same_time(entries, tokens, heads, kv_heads, head_dim):
     """Causal: a tile of queries costs one step per block of keys before it, a tile of keys two per block after it."""
-    monkeypatch.setattr(launch.grid, "processors", lambda device: PROCESSORS)
     q = torch.empty(entries, tokens, heads, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(entries, tokens, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
     block = 64 * (tiles.LONG if head_dim == 64 else tiles.FORWARD[head_dim]).consumers
-    taken, _ = order(entries, tokens, heads, launch.grid.heads_at_once(q, k, UNPACKED, block), True, block)
+    with launch_options(processors=PROCESSORS):
+        at_once = grid.heads_at_once(q, k, UNPACKED, block)
+    taken, _ = order(entries, tokens, heads, at_once, True, block)
     assert waiting([1.5 + tile for tile in taken]) < 0.02
     block = tiles.BACKWARD[head_dim].block_n
-    taken, n = order(entries, tokens, kv_heads, launch.grid.kv_heads_at_once(q, k, UNPACKED, block), False, block)
+    with launch_options(processors=PROCESSORS):
+        at_once = grid.kv_heads_at_once(q, k, UNPACKED, block)
+    taken, n = order(entries, tokens, kv_heads, at_once, False, block)
     assert waiting([3.7 + 2 * heads // kv_heads * (n - tile) for tile in taken]) < 0.02
 
 

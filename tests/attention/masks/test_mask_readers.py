@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 DRAWS = 300
 
 
+@pytest.mark.slow
 def test_kernels_visit_the_tiles_and_pairs_of_random_masks():
     """Random terms and compositions, for loops over keys and over queries; in a process with the interpreter."""
     done = subprocess.run(

@@ -85,6 +85,7 @@ def test_exports_with_the_kernels(device, cross):
 
 if not INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
     @pytest.mark.parametrize("dynamic", [None, True])
     def test_several_head_dimensions_with_dense_backends(backend, dynamic):

@@ -16,6 +16,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(bench_start, "CASES", (StartCase("tiny", TINY), StartCase("other", TINY)))
 
 
+@pytest.mark.slow
 def test_each_start_is_measured_in_a_new_process(tiny, tmp_path, capsys):
     out = tmp_path / "start.json"
     assert main(["--out", str(out), "--only", "tiny", "--rounds", "1", "--commit", "c0ffee"]) == 0

@@ -63,6 +63,7 @@ def test_glob_without_matches_ends_in_one_line(flash_train, tiny, corpus, patter
     assert f"data.path={pattern}: no such file or folder, and no glob that matches any" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_streamed_run_is_resumed_exactly(in_process, hub, tmp_path):
     hub = [*hub, "max_steps=40", "batch_size=30", "model.residual_dropout=0.1"]
     out = in_process(*hub, f"run_dir={tmp_path / 'whole'}")

@@ -220,12 +220,14 @@ def test_the_advice_works(flash_train, model, tmp_path, arguments, advice):
     assert works(flash_train, *[text for text in arguments if text.partition("=")[0] not in keys], *followed)
 
 
+@pytest.mark.slow
 def test_another_learning_rate_than_in_the_checkpoint(flash_train, tmp_path):
     works(flash_train, "stop_after=1", "optimizer.lr=0.01")
     line = refusal(flash_train, "resume=last", "optimizer.lr=0.1")
     assert works(flash_train, "resume=last", f"optimizer.lr={allowed(line)}")
 
 
+@pytest.mark.slow
 def test_a_folder_in_place_of_a_checkpoint(flash_train, tmp_path):
     works(flash_train, "stop_after=1")
     line = refusal(flash_train, f"resume={tmp_path / 'run'}", f"run_dir={tmp_path / 'run'}")

@@ -103,6 +103,7 @@ def fault(line: Line) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_mutated_lines(nothing_begins, tiny, tmp_path, monkeypatch, seed):
     monkeypatch.setattr(sys, "argv", sys.argv)

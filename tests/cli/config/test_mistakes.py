@@ -220,6 +220,7 @@ def test_a_loss_that_is_not_finite_names_the_step(flash_train, tiny):
     assert len(lines) == 1 and "step" in lines[0] and "optimizer.lr" in lines[0], lines
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_reported_once(tiny, tmp_path):
     """Both ranks find it; only the first reports it."""
     overrides = ["optimizer.lr=1e30", "optimizer.gradient_clip=0", "trainer.progress_bar=false"]

@@ -118,6 +118,7 @@ def test_a_run_without_config_yaml_takes_the_defaults_and_says_so(tmp_path):
         ("config.yaml", "seq_len: [", "config.yaml: is damaged"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_resumes_without_options_and_refuses_damaged_files(in_this_process, tiny, tmp_path, file, content, says):
     flash_train = in_this_process(command.main)
     assert flash_train(*tiny, "stop_after=1", "seed=5")[0] == 0

@@ -100,6 +100,7 @@ def config_of(folder, name="config.json"):
     return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [4, 5], ids="config-of-transformers-{}".format)
 def test_a_round_trip_changes_only_the_names_of_the_weight_files(source, trained, tmp_path, capsys, version):
     if version == 4:

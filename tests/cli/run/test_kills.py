@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and process groups of Unix")
 def test_runs_that_are_killed_and_resumed_lose_nothing():
     """In a separate process, as the runs are forked from one that has imported everything."""

@@ -19,6 +19,7 @@ def own_lines(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("flash-train: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="hardware=cuda is there on a GPU")
 @pytest.mark.parametrize("accelerators", ["cuda,cpu", "cpu,cuda"])
 def test_a_run_that_cannot_run_here_is_reported_and_the_others_run(flash_train, tiny, tmp_path, accelerators):
@@ -30,6 +31,7 @@ def test_a_run_that_cannot_run_here_is_reported_and_the_others_run(flash_train, 
     assert not (tmp_path / "run" / str(number)).exists()
 
 
+@pytest.mark.slow
 def test_exit_status_is_3_if_no_run_can_run(flash_train, tiny):
     """Each run has its line, even where the reason is known before any run begins."""
     code, lines = flash_train("-m", *tiny, "precision=fp16-mixed", "seed=0,1")
@@ -38,6 +40,7 @@ def test_exit_status_is_3_if_no_run_can_run(flash_train, tiny):
     assert lines[2] == "flash-train: no run ended ok (2 unavailable); the message of each says why"
 
 
+@pytest.mark.slow
 def test_each_run_has_its_own_wandb_run_even_if_a_variable_names_one(flash_train, tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "named")
     assert flash_train("-m", *tiny, "seed=0,1", "max_steps=1", "logger=wandb", "logger.mode=offline")[0] == 0
@@ -45,6 +48,7 @@ def test_each_run_has_its_own_wandb_run_even_if_a_variable_names_one(flash_train
     assert len(ids) == 2 and "named" not in ids
 
 
+@pytest.mark.slow
 def test_exhausted_memory_ends_only_its_run(flash_train, tiny, monkeypatch, tmp_path):
     step = CausalLMModule.training_step
 
@@ -62,6 +66,7 @@ def test_exhausted_memory_ends_only_its_run(flash_train, tiny, monkeypatch, tmp_
     assert len(list((tmp_path / "run" / "1" / "wandb").glob("offline-run-*"))) == 1  # not in run 0, which failed
 
 
+@pytest.mark.slow
 def test_another_mistake_ends_the_sweep(flash_train, tiny, tmp_path):
     folders = [tmp_path / name for name in ("a", "b", "c")]  # without a model in them
     for folder in folders:
@@ -72,6 +77,7 @@ def test_another_mistake_ends_the_sweep(flash_train, tiny, tmp_path):
     assert line.endswith("; runs not begun: 2 of 3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 1)])
 def test_a_signal_ends_the_sweep(flash_train, tiny, tmp_path, monkeypatch, number, times):
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
@@ -126,6 +132,7 @@ def test_runs_are_named_by_their_swept_keys():
     assert swept_values(line, ("seed=1", "seq_len=64", "model=nano")) == "seed=1, model=nano"
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_a_table_of_its_runs(flash_train, tiny, capsys, monkeypatch):
     printed = []
     monkeypatch.setattr(

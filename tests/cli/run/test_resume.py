@@ -24,6 +24,7 @@ def test_resume_is_exact_and_stays_in_its_directory(in_process, tiny, tmp_path):
     assert len(losses_of(tmp_path / "whole")) == 4
 
 
+@pytest.mark.slow
 def test_another_schedule_is_reported(in_process, tiny, tmp_path):
     in_process(*tiny, "max_steps=4", "stop_after=2")
     assert "schedule:" not in in_process(*tiny, "max_steps=4", "stop_after=1", "resume=last")
@@ -35,6 +36,7 @@ def test_another_schedule_is_reported(in_process, tiny, tmp_path):
     assert line.endswith(f"from {rates[3]:.3g} to {rates[4]:.3g}")
 
 
+@pytest.mark.slow
 def test_changed_settings_are_reported(in_process, tiny, tmp_path):
     in_process(*tiny, "max_steps=6", "stop_after=1")
     assert "resumed:" not in in_process(*tiny, "max_steps=6", "stop_after=1", "resume=last")
@@ -51,6 +53,7 @@ def change_checkpoint(path: Path, **entries) -> None:
     torch.save({**torch.load(path, weights_only=True), **entries}, path)
 
 
+@pytest.mark.slow
 def test_a_later_checkpoint_of_an_earlier_branch_is_reported_and_not_taken(in_process, tiny, tmp_path):
     in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
     change_checkpoint(tmp_path / "run" / "checkpoints" / "step-000001.ckpt", branch=1)
@@ -62,6 +65,7 @@ def test_a_later_checkpoint_of_an_earlier_branch_is_reported_and_not_taken(in_pr
     )
 
 
+@pytest.mark.slow
 def test_resume_last_ignores_the_times_of_files(in_process, tiny, tmp_path):
     """Copying a folder changes the times of its files and their order."""
     in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
@@ -73,6 +77,7 @@ def test_resume_last_ignores_the_times_of_files(in_process, tiny, tmp_path):
     assert before.items() <= losses_of(tmp_path / "run").items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"half of a file"])
 def test_a_damaged_checkpoint_is_passed_over(in_process, tiny, tmp_path, damage):
     in_process(*tiny, "max_steps=4", f"run_dir={tmp_path / 'whole'}")
@@ -84,6 +89,7 @@ def test_a_damaged_checkpoint_is_passed_over(in_process, tiny, tmp_path, damage)
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_is_taken_without_a_message(in_process, tiny, tmp_path):
     """Its name may be any, and other checkpoints in its folder don't matter."""
     in_process(*tiny, "max_steps=6", "stop_after=2", "trainer.checkpoint_every=1")
@@ -95,6 +101,7 @@ def test_a_named_checkpoint_is_taken_without_a_message(in_process, tiny, tmp_pat
         assert summary_of(tmp_path / name)["steps"] == 2
 
 
+@pytest.mark.slow
 def test_offline_parts_at_wandb_have_different_ids(in_process, tiny, tmp_path):
     in_process(*tiny, "logger=wandb", "stop_after=1")
     in_process(*tiny, "logger=wandb", "resume=last")

@@ -19,6 +19,7 @@ SUMMARY = {
 }
 
 
+@pytest.mark.slow
 def test_all_files_with_the_default_logger(tiny, tmp_path):
     overrides = [text for text in tiny if not text.startswith(("logger", "run_dir"))]
     out = run(*overrides, cwd=tmp_path)
@@ -43,6 +44,7 @@ def test_all_files_with_the_default_logger(tiny, tmp_path):
     assert f"on {tokens} tokens" in out.partition("run finished")[2]
 
 
+@pytest.mark.slow
 def test_every_seq_len_validates_on_the_same_tokens(in_process, tiny, tmp_path):
     tiny = [text for text in tiny if not text.startswith(("run_dir", "seq_len", "data.val_batches"))]
     tiny += ["data.val_fraction=0.5"]
@@ -54,6 +56,7 @@ def test_every_seq_len_validates_on_the_same_tokens(in_process, tiny, tmp_path):
     assert ", in 40 rows\n" in batches  # 20 batches of two rows; val_batches wins over val_tokens
 
 
+@pytest.mark.slow
 def test_the_sample_has_as_many_tokens_as_asked_for(in_process, tiny, tmp_path, monkeypatch):
     asked = []
 
@@ -69,12 +72,14 @@ def test_the_sample_has_as_many_tokens_as_asked_for(in_process, tiny, tmp_path, 
     assert asked == [(7, 1.0), (160, None)]
 
 
+@pytest.mark.slow
 def test_characters_that_the_terminal_lacks_fail_no_run(tiny, tmp_path):
     out = run(*tiny, cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert summary_of(tmp_path / "run")["status"] == "finished"
     assert out.isascii() and "run finished" in out
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_second_get_different_folders(tiny, tmp_path):
     tiny = [text for text in tiny if not text.startswith("run_dir")]
     taken = {tmp_path / "runs" / time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(time.time() + i)) for i in range(90)}
@@ -86,6 +91,7 @@ def test_runs_of_the_same_second_get_different_folders(tiny, tmp_path):
     assert all([path.name for path in folder.iterdir()] == ["of another run"] for folder in taken)
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_writes_to_is_refused(tiny, tmp_path):
     """The second run begins there, or resumes the run that is still going."""
     process = start(*tiny, "max_steps=1000000", "trainer.checkpoint_every=1", cwd=tmp_path)
@@ -105,6 +111,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(tiny, tmp_path):
     assert not (folder / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_freed_before_the_next(in_process, tiny, monkeypatch):
     """Trainer, module and optimizer refer to each other, so without the garbage collector every model would stay."""
     built, alive = [], []
@@ -126,6 +133,7 @@ def test_a_run_is_freed_before_the_next(in_process, tiny, monkeypatch):
     assert alive == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_several_runs(in_process, tiny, tmp_path):
     in_process("-m", *tiny, "seed=0,1", "logger=wandb")
     first, second = (tmp_path / "run" / name for name in ("0", "1"))

@@ -59,6 +59,7 @@ def test_interactive_jobs_are_not_checked(flash_train, tiny, slurm):
     assert flash_train(*tiny, "max_steps=1")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_requeued_job_resumes_by_the_same_command(flash_train, tiny, slurm, tmp_path, capsys):
     slurm()
     assert flash_train(*tiny, "max_steps=4", "stop_after=2")[0] == 0
@@ -95,6 +96,7 @@ def test_a_job_that_began_from_a_named_checkpoint_resumes_its_own_run(tmp_path):
     assert with_requeued_run(new, again) == new  # it has saved nothing so far
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [None, 1, 3])
 def test_resume_last_finds_the_checkpoint_of_slurms_signal(flash_train, tiny, tmp_path, own):
     """Lightning's handler saves `hpc_ckpt_2.ckpt` in the run's folder; here it has step 2."""
@@ -148,6 +150,7 @@ def test_no_readable_checkpoint_is_an_error(tmp_path):
         last_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_slurms_signal_is_taken_past_a_damaged_later_one(flash_train, tiny, tmp_path):
     """The advice of the error message, `resume=last`, works."""
     run = tmp_path / "run"

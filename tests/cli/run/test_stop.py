@@ -26,6 +26,7 @@ def test_sigterm_saves_and_exits_with_143(tiny, tmp_path):
     assert "resume=last" in out
 
 
+@pytest.mark.slow
 def test_stop_before_the_first_logged_row_draws_the_validation(in_process, tiny, tmp_path):
     out = in_process(*tiny, "max_steps=30", "stop_after=3", "log_every=10")
     summary = summary_of(tmp_path / "run")
@@ -36,6 +37,7 @@ def test_stop_before_the_first_logged_row_draws_the_validation(in_process, tiny,
     assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"loss.png", "throughput.png", "memory.png"}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_its_last_validation_is_completed(in_process, tiny, tmp_path, monkeypatch):
     """The record is the same as after an unbroken run."""
     in_process(*tiny, f"run_dir={tmp_path / 'whole'}")
@@ -58,6 +60,7 @@ def killed(*arguments, **named):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_in_the_last_validation_the_advice_works(tiny, tmp_path, in_process, monkeypatch, capsys):
     def press(module, batch, batch_idx):
         os.kill(os.getpid(), signal.SIGINT)

@@ -7,6 +7,7 @@ import pytest
 from tests.support.cli.runs import summary_of
 
 
+@pytest.mark.slow
 def test_validate_only_measures_and_does_not_change_the_run(in_process, tiny, tmp_path):
     run_dir, options = tmp_path / "run", [text for text in tiny if not text.startswith("run_dir")]
     in_process(*tiny, "logger=wandb")
@@ -22,6 +23,7 @@ def test_validate_only_measures_and_does_not_change_the_run(in_process, tiny, tm
     assert f"val/loss {found['val_loss']:.4f}" in out and "validation.json" in out
 
 
+@pytest.mark.slow
 def test_validate_only_runs_in_another_directory(in_process, tiny, tmp_path, recwarn):
     in_process(*tiny)
     in_process(*tiny, f"run_dir={tmp_path / 'check'}", "validate_only=true",

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from flash_train.attention import Packing, backends
 from flash_train.attention.kernels import families
-from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
@@ -115,10 +115,10 @@ def test_a_step_launches_the_kernels_of_the_warm_up(overrides, launches):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_step_launches_the_warmed_up_kernels_of_hopper(dropout, head_dim, seq_len, packing, launches, monkeypatch):
     monkeypatch.setattr(families, "device_unavailable", lambda *_: None)
-    monkeypatch.setattr(hopper.grid, "processors", lambda device: 132)
     options = (f"seq_len={seq_len}", f"data.packing={packing}", f"model.head_dim={head_dim}")
     config = compose_config((*TINY, "precision=bf16-true", f"attention.dropout={dropout}", *options))
-    warmed, others = kernels_of_warm_up_and_step(config, launches)
+    with launch_options(processors=132):
+        warmed, others = kernels_of_warm_up_and_step(config, launches)
     assert others <= LATER
     assert {"hopper_forward", "hopper_prepare", "rotary_kernel"} <= warmed
     assert ("hopper_backward" if head_dim < 256 else "hopper_backward_dq") in warmed

@@ -71,6 +71,7 @@ for variant in ("causal", "dropout-full", "terms"):
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_is_checked_against_the_reference():
     """In the interpreter: each kernel alone passes, and does not when the reference differs by a thousandth."""
     done = subprocess.run(

@@ -45,6 +45,7 @@ def label(step: Step) -> str:
     return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS, ids=label)
 def test_measured_peak_agrees_with_the_prediction(step, empty_kernels):
     found, expected = measured(step), predict(step)

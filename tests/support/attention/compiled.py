@@ -30,6 +30,7 @@ from flash_train.attention.kernels import arguments
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper import tiles as hopper_tiles
 from flash_train.attention.kernels.hopper.gluon_compat import ARRIVAL_SYNCS, ASM_TAKES_BARRIERS
+from flash_train.attention.kernels.launch_options import present_options
 from flash_train.attention.kernels.portable import launch, launch_decode
 from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, decode_tile, tiles_for, variant_of
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
@@ -97,7 +98,9 @@ class Variant:
         flags = [name for name in ("dropout", "packed", "extras") if getattr(self, name)]
         group = [f"group{self.group}"] if self.group > 1 else []
         own = ["hopper"] if self.kernels == "hopper" else []
-        return " ".join((self.chip, *own, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group))))
+        return " ".join(
+            (self.chip, *own, f"{DTYPES[self.dtype]} d{self.head_dim}", "-".join((self.mask, *flags, *group)))
+        )
 
     @property
     def row(self) -> str:
@@ -180,7 +183,7 @@ def hopper_launches(variant: Variant) -> Iterator[tuple[str, Tile | None, launch
     q, k, lse = variant.tensors()
     call, counter = variant.call(q, k), torch.zeros(1, dtype=torch.int32)
     yield "forward", None, hopper.forward_launch(q, k, k, q, lse, counter, call)
-    long = hopper_tiles.forward_tile(block_d(variant.head_dim), 2 * hopper_tiles.LONG_WALK, call)
+    long = hopper_tiles.forward_tile(block_d(variant.head_dim), 2 * present_options().long_walk, call)
     if long != hopper_tiles.forward_tile(block_d(variant.head_dim), LENGTH, call):
         yield "forward-long", None, hopper.forward_launch(q, k, k, q, lse, counter, call, long)
     sums = hopper.make_backward_buffers(q, call)
@@ -341,7 +344,15 @@ def sampled_variants() -> list[Variant]:
 def count(records: dict[str, dict[str, Any]], found: Compiled) -> None:
     """Add a kernel to the record of its chip and kind."""
     kind = f"{found.variant.chip} {found.variant.kernels}"
-    new = {"triton": triton.__version__, "kind": kind, "kernels": 0, "failures": 0, "stack": 0, "spills": 0, "shared": 0}
+    new = {
+        "triton": triton.__version__,
+        "kind": kind,
+        "kernels": 0,
+        "failures": 0,
+        "stack": 0,
+        "spills": 0,
+        "shared": 0,
+    }
     record = records.setdefault(kind, new)
     record["kernels"] += 1
     record["failures"] += bool(found.problems)

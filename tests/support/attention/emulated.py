@@ -18,6 +18,7 @@ from flash_train.attention.kernels.hopper.backward import hopper_backward
 from flash_train.attention.kernels.hopper.dq_sum import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
 from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.hopper.pipeline import ONCE
+from flash_train.attention.kernels.launch_options import launch_options
 from tests.support import gluon
 
 COMPILER_OPTIONS = ("num_stages", "maxnreg")
@@ -59,7 +60,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         patch.object(arguments.Launch, "start", start),
         patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
         patch.object(families, "device_unavailable", lambda *_: None),
-        patch.object(hopper.grid, "processors", lambda device: programs),
+        launch_options(processors=programs),
         patch.object(hopper, "_work_tile_counter", lambda q: counter),
         patch.object(hopper, "make_backward_buffers", poisoned),
     ):

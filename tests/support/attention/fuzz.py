@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 BACKENDS = ("triton", "hopper", "standard", "chunked")
 TIMEOUT_S = 600  #: for one draw, including compilation
@@ -60,13 +59,10 @@ def judge(subject: Subject, number: int) -> str:
     case = draw(subject, number)
     with contextlib.ExitStack() as stack:
         if subject.backend == "hopper":  # run small calls also with the tiles and the head groups of long calls
-            from flash_train.attention.kernels import launch_cache
-            from flash_train.attention.kernels.hopper import launch, tiles
+            from flash_train.attention.kernels.launch_options import LaunchOptions, launch_options
 
-            launch_cache._plans.clear()  # cached launches have the tiles and groups of the previous draw
-            long = 0 if number // PER_VARIANT[subject.device] % 2 else tiles.LONG_WALK
-            stack.enter_context(mock.patch.object(tiles, "LONG_WALK", long))
-            stack.enter_context(mock.patch.object(launch.grid, "_heads_per_group", lambda *_: 1 + number % 3))
+            long = 0 if number // PER_VARIANT[subject.device] % 2 else LaunchOptions.long_walk
+            stack.enter_context(launch_options(long_walk=long, heads_per_group=1 + number % 3))
         if subject.backend == "hopper" and subject.device == "cpu":
             from tests.support.attention.emulated import hopper_on_cpu
 

@@ -12,6 +12,7 @@ from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile
 from tests.support.attention.compiled import _driver
@@ -40,13 +41,13 @@ def launches(documents: int) -> Iterator[Launch]:
 
 def main() -> None:
     _driver().capability = (9, 0)
-    hopper.grid.processors = lambda device: 132
     forms: dict[str, set[str]] = {}
-    for documents in DOCUMENTS:
-        for found in launches(documents):
-            constants = found.options | ({"PRECISION": "bf16x6"} if "PRECISION" in found.constants else {})
-            kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
-            forms.setdefault(found.kernel.__name__, set()).add(kernel.hash)
+    with launch_options(processors=132):
+        for documents in DOCUMENTS:
+            for found in launches(documents):
+                constants = found.options | ({"PRECISION": "bf16x6"} if "PRECISION" in found.constants else {})
+                kernel = found.kernel.warmup(*found.arguments, grid=(1,), **constants)
+                forms.setdefault(found.kernel.__name__, set()).add(kernel.hash)
     for name, found in forms.items():
         print(name, len(found))
 

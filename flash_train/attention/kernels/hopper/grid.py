@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper.tiles import backward_tile
+from flash_train.attention.kernels.launch_options import present_options
+from flash_train.attention.kernels.portable import tiles
 from flash_train.attention.kernels.portable.launch import slots_of
-from flash_train.attention.kernels.portable.tiles import block_d, cdiv, processors
+from flash_train.attention.kernels.portable.tiles import block_d, cdiv
 
 CACHE_BYTES = 24 << 20  #: for the rows of one group of heads: half of the second-level cache
 
@@ -44,10 +47,17 @@ def kv_heads_at_once(q: Tensor, k: Tensor, call: Call, block: int) -> int:
 def _heads_per_group(k: Tensor, cu_seqlens: Tensor | None, work_tiles: int, size: int) -> int:
     """Return how many key heads, of ``work_tiles`` and ``size`` bytes each, give every processor one work tile.
 
-    The cache limits the number.
+    The cache limits the number. ``LaunchOptions.heads_per_group`` replaces it.
     """
     heads = k.shape[-2] * (k.shape[0] if cu_seqlens is None else 1)
-    return max(1, min(heads, round(processors(k.device) / work_tiles), CACHE_BYTES // size))
+    chosen = present_options().heads_per_group
+    fitting = min(round(processors(k.device) / work_tiles), CACHE_BYTES // size) if chosen is None else chosen
+    return max(1, min(heads, fitting))
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of processors that grids are planned for."""
+    return present_options().processors or tiles.processors(device)
 
 
 def _work_tiles_per_head(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flash_train.attention.kernels.call import UNUSED, Call
+from flash_train.attention.kernels.launch_options import present_options
 from flash_train.attention.kernels.portable.tiles import Tile
 
 
@@ -40,10 +41,8 @@ class DQTile:
 
 #: by the columns of a tile
 FORWARD = {64: ForwardTile(2, 128, 2, 4, 4), 128: ForwardTile(2, 128, 2, 2, 3), 256: ForwardTile(2, 64, 1, 2, 3)}
-LONG = ForwardTile(
-    3, 128, 2, 3, 3
-)  #: for 64 columns and long loops over keys, in which two consumers don't keep the processor busy
-LONG_WALK = 2048  #: keys
+#: for 64 columns and loops over ``LaunchOptions.long_walk`` keys or more: two consumers don't keep the processor busy
+LONG = ForwardTile(3, 128, 2, 3, 3)
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
 NARROW = BACKWARD[128]  #: also for 64 columns if dropout, a softcap or terms need registers
 WIDEST_DQ_ACCUMULATOR = 128  #: columns; wider heads have a separate kernel for dQ instead of an accumulator in memory
@@ -62,7 +61,7 @@ def forward_tile(columns: int, keys: int, call: Call) -> ForwardTile:
     )  # if there are as many queries, half of the keys are hidden
     if call.bounds.left != UNUSED:
         walk = min(walk, call.bounds.left)
-    return LONG if columns == 64 and walk >= LONG_WALK and plain else tile
+    return LONG if columns == 64 and walk >= present_options().long_walk and plain else tile
 
 
 def backward_tile(columns: int, call: Call) -> Tile:
