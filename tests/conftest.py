@@ -33,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Spread the whole suite over the cores. Named tests, and tests on a GPU, run one after the other."""
+    if hasattr(config, "workerinput"):  # this is one of the processes
+        return
     options = config.option
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.markexpr
     if getattr(options, "numprocesses", 0) is not None or options.usepdb or options.collectonly:

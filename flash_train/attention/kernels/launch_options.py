@@ -16,7 +16,7 @@ from flash_train.checks import check, check_name, integer_at_least
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """How launches are planned. All but ``cached_plans`` are for Hopper's kernels.
+    """How launches are planned. All but ``cached_plans`` apply to kernels that plan their grids by the processors.
 
     Attributes:
         processors: number of processors that grids are planned for; None: the device's own.

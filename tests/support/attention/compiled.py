@@ -362,7 +362,7 @@ def count(records: dict[str, dict[str, Any]], found: Compiled) -> None:
 
 
 def write_records(path: Path, new: list[dict[str, Any]]) -> None:
-    """Write the records; those of the same version and kind replace earlier ones."""
+    """Write the records. A record replaces an earlier one of the same version and kind."""
     old = json.loads(path.read_text(encoding="utf-8"))["records"] if path.is_file() else []
     records = {(record["triton"], record["kind"]): record for record in (*old, *new)}
     rows = [records[key] for key in sorted(records)]
