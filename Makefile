@@ -1,6 +1,6 @@
 # Every target says what it does: `make help`.
 .DEFAULT_GOAL := help
-QUICK = tests/test_checks.py
+QUICK = tests/test_*.py tests/attention/masks tests/attention/dense/test_sdpa.py tests/records tests/data/test_packing.py tests/model/test_config.py
 .PHONY: help install quick test test-all test-property test-compile gpu lint format types imports check readme ci
 
 help:  ## list the targets
@@ -11,7 +11,7 @@ install:  ## install the package in editable mode with everything for developmen
 	pre-commit install
 
 quick:  ## run the tests of the rules and the small parts, in less than a minute
-	pytest -m "not slow" $(QUICK)
+	pytest -n logical -m "not slow" $(QUICK)
 
 test:  ## run the tests that take minutes, not more; says which are skipped, and why
 	pytest

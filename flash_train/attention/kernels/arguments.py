@@ -138,8 +138,9 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
     return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1)
 
 
-def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: torch.device) -> dict[str, Any]:
-    """Return the compile-time arguments of a kernel."""
+def constants(q: Tensor, head_dim_v: int, group: int, tile: Tile) -> dict[str, Any]:
+    """Return the compile-time arguments and the compiler's options of a portable kernel."""
+    head_dim = q.shape[-1]
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -148,10 +149,10 @@ def constants(head_dim: int, head_dim_v: int, group: int, tile: Tile, device: to
         "BLOCK_DV": block_d(head_dim_v),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if device.type == "cpu" else "bf16x6",
+        "PRECISION": "ieee" if q.device.type == "cpu" else "bf16x6",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        **FEW_REGISTERS,
+        **(FEW_REGISTERS if q.dtype.itemsize == 2 and head_dim % 16 == 0 else {}),
     }
 
 

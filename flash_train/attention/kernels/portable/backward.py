@@ -187,7 +187,11 @@ def _dkdv_step(
     s = logits(qk, score, slope, distance, q_tile.dtype == tl.float32)
     p = tl.exp2(s * score.factor - lse2_row[None, :])
     if MASKED and (mask.left is not None or mask.right is not None or len(mask.terms) > 0):
-        p = tl.where(visible(mask, seq, head, offs_m, offs_n, start_m=first_m), p, 0.0)
+        if len(mask.terms) > 0:
+            seen = visible(mask, seq, head, start_m + columns, offs_n)
+        else:
+            seen = visible(mask, seq, head, offs_m, offs_n, start_m=first_m)
+        p = tl.where(seen, p, 0.0)
     dout_tile = load_tile(
         row_pointers(dout, seq.batch, head, row, BLOCK_M, BLOCK_DV), left, MASKED, BLOCK_M, BLOCK_DV, HEAD_DIM_V
     )

@@ -243,4 +243,4 @@ def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
-    return constants(q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2], tile, q.device)
+    return constants(q, v.shape[-1], q.shape[-2] // k.shape[-2], tile)

@@ -78,7 +78,7 @@ def decode_launch(
         strided(q), k, v, part, part_lse, readable(seqlens), mask_rule(call), score_arguments(call),
         dropout_arguments(call), len_q, part.shape[0],
     )  # fmt: skip
-    fixed = constants(head_dim, head_dim_v, group, tile, q.device)
+    fixed = constants(q, head_dim_v, group, tile)
     return Launch(attention_decode, grid, arguments, fixed)
 
 
