@@ -16,6 +16,7 @@ from flash_train.attention.kernels.device.mask import (
     visible,
 )
 from flash_train.attention.kernels.device.philox import apply_dropout, draw_tile, draw_tile_transposed, load_key
+from flash_train.attention.kernels.device.product import dot_transposed
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import LOG2_E, capped_slope, load_slope, logits
 from flash_train.attention.kernels.device.tile import load_tile, row_pointers, stat_pointers, store_tile
@@ -182,7 +183,7 @@ def _dkdv_step(
     else:
         lse2_row = tl.load(lse2_ptrs)
     slope = load_slope(score, seq, head)
-    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+    qk = dot_transposed(k_tile, q_tile, PRECISION)  # [BLOCK_N, BLOCK_M]
     distance = tl.abs(offs_m - (offs_n - (seq.len_k - seq.len_q) - first_m))
     s = logits(qk, score, slope, distance, q_tile.dtype == tl.float32)
     p = tl.exp2(s * score.factor - lse2_row[None, :])
@@ -197,7 +198,7 @@ def _dkdv_step(
     )
     if dk.ptr is not None:
         delta_ptrs = stat_pointers(delta, seq.batch, head, row, BLOCK_M)
-        dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
+        dp = dot_transposed(v_tile, dout_tile, PRECISION)
         if MASKED:
             delta_row = tl.load(delta_ptrs, mask=inside, other=0.0)
         else:
@@ -295,7 +296,7 @@ def _dq_step(
     offs_m = start_m + tl.arange(0, BLOCK_M)[:, None]
     offs_n = start_n + tl.arange(0, BLOCK_N)[None, :]
     k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    qk = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_M, BLOCK_N]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
     s = logits(qk, score, slope, distance, k_tile.dtype == tl.float32)
     p = tl.exp2(s * score.factor - lse2_col[:, None])
@@ -303,7 +304,7 @@ def _dq_step(
         # keys past the end are zeros: without the mask their exponential could overflow, and Inf * 0 is NaN
         p = tl.where(visible(mask, seq, head, offs_m, offs_n), p, 0.0)
     v_tile = load_tile(v_ptrs + start_n64 * v.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_DV, HEAD_DIM_V)
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+    dp = dot_transposed(dout_tile, v_tile, PRECISION)
     if dropout.state is not None:
         random = draw_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
         dp = apply_dropout(dp, random, dropout, PRECISION)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import key_visits, visible
 from flash_train.attention.kernels.device.philox import apply_dropout, draw_elements, load_key
+from flash_train.attention.kernels.device.product import dot_transposed
 from flash_train.attention.kernels.device.score import LOG2_E, load_slope, logits
 from flash_train.attention.kernels.device.softmax import finish_rows, softmax_step
 from flash_train.attention.packing import Entry
@@ -81,7 +82,7 @@ def attention_decode(
     for block in range(begin, end):
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k_tile = _load_keys(k, index, kv_head, leftpad, offs_n, seq.len_k, BLOCK_D, HEAD_DIM)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_M, BLOCK_N]
         distance = tl.abs(query + (seq.len_k - len_q) - offs_n[None, :])
         s = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
         s = tl.where(visible(mask, seq, head, query, offs_n[None, :]), s, float("-inf"))

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import block_start, count_edges, edge_block, key_visits, visible
 from flash_train.attention.kernels.device.philox import apply_dropout, draw_tile, load_key
+from flash_train.attention.kernels.device.product import dot_transposed
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import load_slope, logits
 from flash_train.attention.kernels.device.softmax import add_sink, finish_rows, softmax_step
@@ -96,7 +97,7 @@ def _step(
     if dropout.state is not None:
         random = draw_tile(dropout, key0, key1, seq.index, head, start_m, start_n, BLOCK_M, BLOCK_N)
     k_tile = load_tile(k_ptrs + start_n64 * k.stride_row, seq.len_k - start_n, MASKED, BLOCK_N, BLOCK_D, HEAD_DIM)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    s = dot_transposed(q_tile, k_tile, PRECISION)  # [BLOCK_M, BLOCK_N]
     distance = tl.abs(offs_m + (seq.len_k - seq.len_q) - offs_n)
     s = logits(s, score, slope, distance, k_tile.dtype == tl.float32)
     if MASKED:
