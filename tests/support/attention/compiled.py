@@ -290,8 +290,10 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
         return 1536, 1536
     extras = 96 if variant.extras else 0
     stack, spills = 160, 160
-    if variant.head_dim > 128:
-        stack, spills = (768, 768) if variant.dtype == torch.float32 else (224, 176) if variant.dropout else (160, 160)
+    if variant.head_dim > 128 and variant.dtype == torch.float32:
+        stack, spills = 768, 768
+    elif variant.head_dim > 128 and variant.dropout:
+        stack, spills = 224, 176
     if variant.capability == (10, 0):  # accumulators move between tensor memory and registers in every step
         stack, spills = stack + 112, spills + 144
     if variant.mask == "terms" and variant.dropout:  # there is also a loop over clear blocks, without terms

@@ -8,9 +8,9 @@ import triton.language as tl
 def dot_transposed(a, b, PRECISION: tl.constexpr):
     """a bᵀ for tiles [M, K] and [N, K], in fp32.
 
-    Products of fp32 are the sum of six products of bf16 (``bf16x6``). This function splits both tiles by itself, and
-    adds in the order of Triton: Triton 3.8 would split bᵀ twice, once in registers and once in shared memory, which
-    needs more registers than there are.
+    With ``bf16x6``, a product of fp32 is the sum of six products of bf16, which this function adds in Triton's order.
+    It does not leave the split to the compiler: Triton 3.8 splits bᵀ twice, once in registers and once in shared
+    memory, and then needs more registers than there are.
     """
     if PRECISION == "bf16x6" and b.dtype == tl.float32:
         a_high, a_middle, a_low = _split(a)
@@ -21,7 +21,7 @@ def dot_transposed(a, b, PRECISION: tl.constexpr):
         product = tl.dot(a_high, tl.trans(b_low), product)
         product = tl.dot(a_middle, b_high, product)
         product = tl.dot(a_high, b_middle, product)
-        product = tl.where(product == product, product, 0.0)  # the rests of an infinite number are NaN
+        product = tl.where(product == product, product, 0.0)  # the remainder of an infinite number is NaN
         product = tl.dot(a_high, b_high, product)
     else:
         product = tl.dot(a, tl.trans(b), input_precision=PRECISION)

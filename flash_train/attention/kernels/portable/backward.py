@@ -188,7 +188,7 @@ def _dkdv_step(
     s = logits(qk, score, slope, distance, q_tile.dtype == tl.float32)
     p = tl.exp2(s * score.factor - lse2_row[None, :])
     if MASKED and (mask.left is not None or mask.right is not None or len(mask.terms) > 0):
-        if len(mask.terms) > 0:
+        if len(mask.terms) > 0:  # with terms, a separate first_m costs registers and saves nothing
             seen = visible(mask, seq, head, start_m + columns, offs_n)
         else:
             seen = visible(mask, seq, head, offs_m, offs_n, start_m=first_m)
