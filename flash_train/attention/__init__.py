@@ -6,7 +6,7 @@ torch, triton and ``flash_train.checks`` (one file of the standard library), so 
 
 from flash_train.attention.backends import BACKENDS, flash_unavailable, resolve_backend
 from flash_train.attention.decoding.kvcache import cached_attention
-from flash_train.attention.dropout import RngState, keep_mask
+from flash_train.attention.dropout import EntryOrigins, RngState, keep_mask
 from flash_train.attention.flash_attn.api import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -30,6 +30,7 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "Document",
+    "EntryOrigins",
     "Full",
     "Mask",
     "MaskFunction",

@@ -124,7 +124,7 @@ def _gradients(
         refuse_vmap()
     call = Call.of(tensors, ctx.settings)
     # If autograd records the gradient itself, use the operator: it raises on a second gradient.
-    if use_operator or _is_observed(dout) or torch.is_grad_enabled() or transforming():
+    if use_operator or is_observed(dout) or torch.is_grad_enabled() or transforming():
         gradients = attention_backward(dout, dlse, q, k, v, out, lse, *call.arguments, ctx.kernels, needs_slopes)
     else:
         gradients = _run_backward(dout, dlse, q, k, v, out, lse, call, ctx.kernels, needs_slopes)
@@ -172,7 +172,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> tuple[T
     return _Attention.apply(q, k, v, call.alibi_slopes, call.sinks, call, kernels)
 
 
-def _is_observed(x: Tensor) -> bool:
+def is_observed(x: Tensor) -> bool:
     """Whether a dispatch mode or a tensor subclass is active and must observe the operator.
 
     Other eager calls bypass ``torch.library``, which takes as long as a launch.
@@ -190,7 +190,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Any, sinks: Any, call: Call, kernels: str
     ) -> tuple[Tensor, Tensor]:
-        if _is_observed(q):
+        if is_observed(q):
             output = attention_forward(q, k, v, *call.arguments, kernels)
         else:
             output = _run_forward(q, k, v, call, kernels)

@@ -25,16 +25,41 @@ An element is kept if its byte is below ``k``, which has probability ``k / 256``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flash_train.attention.checks import integer
+from flash_train.attention.index_tensors import check_range
+from flash_train.attention.tracing import unreadable
 
 PHILOX_ROUNDS = 7
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  #: added to the key after each round
 _MASK32 = 0xFFFFFFFF
 STREAM_DOMAIN = (0x666C6173, 0x68747261)
+
+
+class EntryOrigins(NamedTuple):
+    """The place of each batch row or packed entry of a call in a larger dropout mask.
+
+    Attributes:
+        first: int32 (entries, 3), contiguous, on the device of q: entry, query and key of the larger attention.
+        aligned: whether every query and key is a multiple of 16; the kernels are then faster. They do not check it.
+    """
+
+    first: torch.Tensor
+    aligned: bool = False
+
+    def validate(self, entries: int, device: torch.device) -> None:
+        """Raise ValueError if the tensor does not fit a call with this number of entries; on a CPU also for values."""
+        first = self.first
+        if first.dtype != torch.int32 or tuple(first.shape) != (entries, 3) or first.device != device:
+            found = f"{first.dtype} of shape {tuple(first.shape)} on {first.device}"
+            raise ValueError(f"EntryOrigins.first is {found}: must be torch.int32 of shape ({entries}, 3) on {device}")
+        check_range("EntryOrigins.first", first, 2**31)
+        if self.aligned and device.type == "cpu" and not unreadable(first) and bool((first[:, 1:] % 16).any()):
+            raise ValueError("EntryOrigins(aligned=True): every query and key must be a multiple of 16")
 
 
 @dataclass(frozen=True)
@@ -46,8 +71,11 @@ class RngState:
         entry, head, query, key: coordinates of the call's first entry, head, query and key. A shard of a larger
             attention sets them to draw its part of the larger mask. The kernels are faster if query and key are
             multiples of 16.
+        entries: coordinates of each entry, if the call's entries are pieces of a larger attention's sequences. The
+            three coordinates ``entry``, ``query`` and ``key`` are then 0. Not for ``flash_attn_with_kvcache``.
 
     Raises:
+        TypeError: ``entries`` that are not ``EntryOrigins``.
         ValueError: a value that is not an integer, or a coordinate outside [0, 2**31).
     """
 
@@ -57,6 +85,7 @@ class RngState:
     head: int = 0
     query: int = 0
     key: int = 0
+    entries: EntryOrigins | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "offset"):
@@ -77,6 +106,13 @@ class RngState:
                 raise ValueError(f"RngState({name}={value!r}): must be an integer in [0, 2**31)")
             if number is not value:
                 object.__setattr__(self, name, number)
+        if self.entries is not None:
+            if not isinstance(self.entries, EntryOrigins):
+                raise TypeError(f"RngState(entries={self.entries!r}): must be EntryOrigins, or None")
+            if self.entry or self.query or self.key:
+                raise ValueError(
+                    f"RngState(entry={self.entry}, query={self.query}, key={self.key}) with entries: must be 0"
+                )
 
     @property
     def origin(self) -> tuple[int, int, int, int]:
@@ -92,6 +128,17 @@ class RngState:
             return torch.full((1,), _signed64(value), dtype=torch.int64, device=device)
 
         return torch.cat([word(self.seed), word(self.offset)])
+
+
+def entry_origin(
+    origin: tuple[int, int, int, int], entries: EntryOrigins | None, index: int
+) -> tuple[int, int, int, int]:
+    """Return (entry, head, query, key) of the first element of a call's entry; reads the tensor of ``entries``."""
+    first_entry, head, query, key = origin
+    if entries is None:
+        return first_entry + index, head, query, key
+    entry, query, key = entries.first[index].tolist()
+    return entry, head, query, key
 
 
 def draw_state(device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from flash_train.attention.autograd import attend
 from flash_train.attention.backends import resolve_backend
 from flash_train.attention.dense.operator import DENSE, attend_by_operator, needs_operator
 from flash_train.attention.dense.sdpa import sdpa_attention
-from flash_train.attention.dropout import RngState, draw_state
+from flash_train.attention.dropout import EntryOrigins, RngState, draw_state
 from flash_train.attention.jagged import unpack
 from flash_train.attention.kernels.call import Call, call_of
 from flash_train.attention.kernels.families import is_own
@@ -107,26 +107,29 @@ def attention(
             sinks=sinks, backend=backend, return_lse=return_lse,
         )  # fmt: skip
         return (jagged.out(results[0]), jagged.lse(results[1])) if return_lse else jagged.out(results)
-    (q, k, v), (name, _) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
+    (q, k, v), (name, _) = prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name == "sdpa":
         return _connect_gradients(sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes), q, k, v)
 
-    state, origin = None, (0, 0, 0, 0)
+    state, origin, parts = None, (0, 0, 0, 0), None
     if spec.dropout > 0 and rng is not None:
-        state, origin = rng.as_tensor(q.device), rng.origin
+        state, origin, parts = rng.as_tensor(q.device), rng.origin, rng.entries
     if name in DENSE:
         use_operator = needs_operator(name, q, packing)
         if spec.dropout > 0 and state is None and (name == "reference" or use_operator):
             state = draw_state(q.device)
         if use_operator:
-            out, lse = attend_by_operator(name, q, k, v, spec, packing, state, origin, alibi_slopes, sinks)
+            out, lse = attend_by_operator(name, q, k, v, spec, packing, state, origin, alibi_slopes, sinks, parts)
         else:
-            out, lse = DENSE[name](q, k, v, spec, packing, state, origin=origin, alibi_slopes=alibi_slopes, sinks=sinks)
+            out, lse = DENSE[name](
+                q, k, v, spec, packing, state, origin=origin, entries=parts, alibi_slopes=alibi_slopes, sinks=sinks
+            )
         out, lse = _connect_gradients(out, q, k, v), lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
-        out, lse = attend(q, k, v, operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks), name)
+        call = operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks, parts)
+        out, lse = attend(q, k, v, call, name)
     return (out, lse) if return_lse else out
 
 
@@ -157,18 +160,19 @@ def explain(
     """
     if q.is_nested or k.is_nested or v.is_nested:
         q, k, v, packing, *_ = unpack(q, k, v, packing)
-    (q, k, v), (name, why) = _prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
+    (q, k, v), (name, why) = prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if not is_own(name):
         return f"{name}: {why}"
     from flash_train.attention.kernels.select import explain_choice
 
     origin = (0, 0, 0, 0) if rng is None else rng.origin
     state = torch.empty(2, dtype=torch.int64, device=q.device) if spec.dropout > 0 else None
-    call = operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks)
+    parts = None if rng is None or spec.dropout == 0 else rng.entries
+    call = operands_of(q, k, spec, packing, state, origin, alibi_slopes, sinks, parts)
     return f"{name}: {explain_choice(name, q, k, v, call)}"
 
 
-def _prepare(
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -209,11 +213,12 @@ def operands_of(
     origin: tuple[int, int, int, int],
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    entries: EntryOrigins | None = None,
 ) -> Call:
     """Build the kernel call that computes ``spec``."""
     cu_seqlens = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
     return call_of(
-        spec, q.shape[-1], q.shape[-3], k.shape[-3], cu_seqlens, state, origin, alibi_slopes, sinks,
+        spec, q.shape[-1], q.shape[-3], k.shape[-3], cu_seqlens, state, origin, alibi_slopes, sinks, entries,
         packed=packing is not None,
     )  # fmt: skip
 
@@ -276,6 +281,8 @@ def validate_settings(
         raise TypeError(f"spec is {spec!r}: must be an AttentionSpec, such as AttentionSpec({inside})")
     if rng is not None and not isinstance(rng, RngState):
         raise TypeError(f"rng is {rng!r}: must be an RngState, such as RngState(5), or None")
+    if rng is not None and rng.entries is not None:
+        rng.entries.validate(entries, q.device)
     n_heads = q.shape[-2]
     spec.mask.validate(entries, q.shape[-3], len_k, n_heads, q.device, q.dim() == 3)
     for name, x, allowed in (

@@ -125,7 +125,7 @@ def test_flop_counter_mode(packed):
         shape = (64,) if packed else (2, 32)
         q, k, v = (torch.empty(*shape, HEADS, d) for d in (8, 8, 5))
         boundaries = torch.empty(2, dtype=torch.int32) if packed else None
-        rest = (boundaries, boundaries, None, None, None, None, [], "", bounds, [0, 0, 0, 0], 1.0, 0.0, 256, "flash")
+        rest = (boundaries, boundaries, *[None] * 5, [], "", bounds, [0, 0, 0, 0], 1, 1.0, 0.0, 256, "flash")
         with FlopCounterMode(display=False) as forward:
             out, lse = autograd.attention_forward(q, k, v, *rest)
         with FlopCounterMode(display=False) as backward:
@@ -138,12 +138,8 @@ def test_flop_counter_mode(packed):
 
 def test_formulas_read_boundaries():
     q, k, v = (torch.empty(30, HEADS, d) for d in (8, 8, 5))
-    rest = (cu(10, 20), cu(10, 20), None, None, None, None, [], "", [-1, 0, -1, -1, -1])
+    call = (cu(10, 20), cu(10, 20), *[None] * 5, [], "", [-1, 0, -1, -1, -1], [0] * 4, 1, 1.0, 0.0, 256, "flash")
     pairs = HEADS * (10 * 11 // 2 + 20 * 21 // 2)
-    assert flops._forward_flops(q, k, v, *rest, [0] * 4, 1.0, 0.0, 256, "flash", out_val=None) == attention_flops(
-        pairs, 1, 8, 5
-    )
-    backward = flops._backward_flops(
-        v, None, q, k, v, v, None, *rest, [0] * 4, 1.0, 0.0, 256, "flash", False, out_val=None
-    )
+    assert flops._forward_flops(q, k, v, *call, out_val=None) == attention_flops(pairs, 1, 8, 5)
+    backward = flops._backward_flops(v, None, q, k, v, v, None, *call, False, out_val=None)
     assert backward == attention_backward_flops(pairs, 1, 8, 5)

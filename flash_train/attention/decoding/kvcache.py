@@ -88,6 +88,8 @@ def cached_attention(
     require_values(q)
     rows = CacheRows.of_call(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     validate_settings(q, capacity_of(k_cache, rows.block_table), q.shape[0], spec, rng, alibi_slopes, sinks)
+    if rng is not None and rng.entries is not None:
+        raise ValueError("RngState(entries=...): must be None for attention to a cache")
     _forbid_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
     if not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits={num_splits!r}: must be an integer >= 0; 0 lets the kernel choose")

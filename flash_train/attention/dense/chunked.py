@@ -25,6 +25,7 @@ from flash_train.attention.dense.sequences import (
     statistics_dtype,
     visible_pairs,
 )
+from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.packing import Entry, Packing
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.transforms import transforming
@@ -41,6 +42,7 @@ def chunked_attention(
     rng: Tensor | None = None,
     *,
     origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    entries: EntryOrigins | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_chunk: int = QUERY_CHUNK,
@@ -58,6 +60,7 @@ def chunked_attention(
         v: (batch, seqlen_k, kv_heads, v_head_dim), packed (total_k, kv_heads, v_head_dim).
         rng: int64 (2,), the dropout state of the exact mask; None draws a mask from PyTorch's generator.
         origin: (entry, head, query, key) of the call's first element in the whole dropout mask.
+        entries: the first element of each entry, if entries are pieces of longer sequences.
         alibi_slopes: (heads,) or (entries, heads).
         sinks: (heads,).
         query_chunk, key_chunk: positions per chunk.
@@ -77,7 +80,7 @@ def chunked_attention(
         if part.empty:
             out, lse = attend_no_pairs(part, sinks)
         else:
-            out, lse = _ChunkedPart(part, spec, rng, origin, key_chunk).attend(sinks, query_chunk)
+            out, lse = _ChunkedPart(part, spec, rng, origin, entries, key_chunk).attend(sinks, query_chunk)
         outs.append(out)
         lses.append(lse)
     return join_out(outs, q, v, packing), join_lse(lses, q, packing)
@@ -90,6 +93,7 @@ class _ChunkedPart(NamedTuple):
     spec: AttentionSpec
     rng: Tensor | None
     origin: tuple[int, int, int, int]
+    entries: EntryOrigins | None
     key_chunk: int
 
     @property
@@ -200,7 +204,7 @@ class _ChunkedPart(NamedTuple):
         weights = torch.exp(scores - shift[..., None])
         total = total * rescale + weights.sum(-1)
         if self.spec.dropout > 0:
-            keep = dropout_keep(self.part, self.spec, self.rng, self.origin, queries, keys)
+            keep = dropout_keep(self.part, self.spec, self.rng, self.origin, self.entries, queries, keys)
             weights = weights * keep * (256 / self.spec.keep_threshold)
         values = (weights.to(v.dtype).view(grouped) @ v.flatten(0, 1)).view(batch, n_heads, len_q, -1)
         return row_max, total, out * rescale[..., None] + values.to(dtype)

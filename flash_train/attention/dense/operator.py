@@ -17,6 +17,7 @@ from flash_train.attention.dense.chunked import chunked_attention
 from flash_train.attention.dense.reference import reference_attention
 from flash_train.attention.dense.sequences import statistics_dtype
 from flash_train.attention.dense.standard import standard_attention
+from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.kernels.call import schema_of
 from flash_train.attention.masks.parts import mask_from_parts, mask_to_parts
 from flash_train.attention.packing import Packing
@@ -51,12 +52,14 @@ def attend_by_operator(
     origin: tuple[int, int, int, int],
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    entries: EntryOrigins | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run ``DENSE[name]`` as an operator; dropout needs a state, so that the backward draws the same mask."""
     cu_q, cu_k = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
     parts = mask_to_parts(spec.mask)
     call = _Call(
-        alibi_slopes, sinks, cu_q, cu_k, state, parts.tensors, parts.names, parts.integers, list(origin),
+        None if entries is None else entries.first, alibi_slopes, sinks, cu_q, cu_k, state, parts.tensors, parts.names,
+        parts.integers, list(origin),
         float(spec.scale_for(q.shape[-1])), float(spec.softcap), float(spec.dropout), name,
     )  # fmt: skip
     return attention_dense(q, k, v, *call)
@@ -65,6 +68,7 @@ def attend_by_operator(
 class _Call(NamedTuple):
     """The operator's parameters after q, k and v; the mask in the form of ``masks.parts``."""
 
+    origins: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -93,8 +97,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tens
     if packing is not None:
         packing.validate(q.device, q.shape[0], k.shape[0])
     out, lse = DENSE[call.name](
-        q, k, v, spec, packing, call.rng, origin=tuple(call.origin), alibi_slopes=call.alibi_slopes, sinks=call.sinks
-    )
+        q, k, v, spec, packing, call.rng, origin=tuple(call.origin),
+        entries=None if call.origins is None else EntryOrigins(call.origins), alibi_slopes=call.alibi_slopes,
+        sinks=call.sinks,
+    )  # fmt: skip
     return out.contiguous(), lse.to(statistics_dtype(q)).contiguous()
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.dense.sequences import statistics_dtype
-from flash_train.attention.dropout import keep_mask
-from flash_train.attention.packing import Entry, Packing, entries
+from flash_train.attention.dropout import EntryOrigins, entry_origin, keep_mask
+from flash_train.attention.packing import Entry, Packing
+from flash_train.attention.packing import entries as entries_of
 from flash_train.attention.spec import AttentionSpec
 
 
@@ -23,6 +24,7 @@ def reference_attention(
     rng: Tensor | None = None,
     *,
     origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    entries: EntryOrigins | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,6 +39,7 @@ def reference_attention(
         v: (batch, seqlen_k, kv_heads, v_head_dim), packed (total_k, kv_heads, v_head_dim).
         rng: int64 (2,), the dropout state; required if ``spec.dropout > 0``.
         origin: (entry, head, query, key) of the call's first element in the whole dropout mask.
+        entries: the first element of each entry, if entries are pieces of longer sequences.
         alibi_slopes: (heads,) or (entries, heads).
         sinks: (heads,).
 
@@ -49,12 +52,12 @@ def reference_attention(
     dtype, stats = q.dtype, statistics_dtype(q)
     q, k, v = q.to(stats), k.to(stats), v.to(stats)
     outs, lses, end = [], [], 0
-    for entry in entries(q, k, packing):
+    for entry in entries_of(q, k, packing):
         rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
         tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
         with torch.autocast(q.device.type, enabled=False):  # autocast would make the products 16-bit
-            out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
+            out, lse = _sequence(*tensors, spec, entry, rng, entry_origin(origin, entries, entry.index), slopes, sinks)
         outs.append(out)
         lses.append(lse)
         end = rows.stop
@@ -130,10 +133,8 @@ def dropout_mask(
     rng: Tensor, entry: Entry, n_heads: int, spec: AttentionSpec, origin: tuple[int, int, int, int]
 ) -> Tensor:
     """Compute the dropout mask of one sequence, bool (heads, len_q, len_k), True if the weight is kept."""
-    first_entry, first_head, first_query, first_key = origin
+    number, first_head, first_query, first_key = origin
     queries = torch.arange(first_query, first_query + entry.len_q)
     keys = torch.arange(first_key, first_key + entry.len_k)
     heads = range(first_head, first_head + n_heads)
-    return torch.stack(
-        [keep_mask(rng, first_entry + entry.index, h, queries, keys, spec.keep_threshold) for h in heads]
-    )
+    return torch.stack([keep_mask(rng, number, h, queries, keys, spec.keep_threshold) for h in heads])

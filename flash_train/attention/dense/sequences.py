@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_train.attention.dropout import keep_mask
+from flash_train.attention.dropout import EntryOrigins, entry_origin, keep_mask
 from flash_train.attention.masks import Band, Full, Mask
 from flash_train.attention.packing import Entry, Packing, Span, entries
 from flash_train.attention.spec import AttentionSpec
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def split_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes: Tensor | None = None) -> list[Part]:
-    """Split a call into parts. Packed calls leave out entries without queries.
+    """Split a call into parts. Packed calls leave out entries without queries, but have at least one part.
 
     A packed call without ``packing.lengths`` reads ``cu_seqlens``, which synchronises with the device.
 
@@ -60,7 +60,8 @@ def split_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, slopes:
         rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
         row = slopes if slopes is None or slopes.shape[0] == 1 else slopes[entry.index][None]
         parts.append(Part(q[None, rows], k[None, columns], v[None, columns], row, [entry]))
-    return parts
+    # an output of nothing must depend on the inputs, too
+    return parts or [Part(q[None, :0], k[None, :0], v[None, :0], None, [])]
 
 
 def join_out(outs: list[Tensor], q: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
@@ -94,6 +95,8 @@ def attend_no_pairs(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Te
     out = ((q @ k.transpose(-1, -2)) @ v).transpose(1, 2)
     if sinks is None:
         return out, q.new_full(q.shape[:3], float("-inf"), dtype=statistics_dtype(q))
+    never = torch.zeros((), dtype=torch.bool, device=q.device)
+    out = torch.where(never, sinks.to(out.dtype)[:, None], out)
     return out, sinks.to(statistics_dtype(q))[:, None].expand(q.shape[:3])
 
 
@@ -169,6 +172,7 @@ def dropout_keep(
     spec: AttentionSpec,
     rng: Tensor | None,
     origin: tuple[int, int, int, int],
+    entries: EntryOrigins | None = None,
     queries: range | Span | None = None,
     keys: range | Span | None = None,
 ) -> Tensor:
@@ -183,17 +187,11 @@ def dropout_keep(
     if rng is None:
         shape = (len(part.entries), n_heads, queries.stop - queries.start, keys.stop - keys.start)
         return torch.empty(shape, dtype=torch.bool, device=part.q.device).bernoulli_(spec.keep_threshold / 256)
-    first_entry, first_head, first_query, first_key = origin
-    q = torch.arange(queries.start + first_query, queries.stop + first_query, device=rng.device)
-    k = torch.arange(keys.start + first_key, keys.stop + first_key, device=rng.device)
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    keep_mask(rng, first_entry + entry.index, first_head + head, q, k, spec.keep_threshold)
-                    for head in range(n_heads)
-                ]
-            )
-            for entry in part.entries
-        ]
-    )
+    masks = []
+    for entry in part.entries:
+        number, first_head, first_query, first_key = entry_origin(origin, entries, entry.index)
+        q = torch.arange(queries.start + first_query, queries.stop + first_query, device=rng.device)
+        k = torch.arange(keys.start + first_key, keys.stop + first_key, device=rng.device)
+        heads = range(first_head, first_head + n_heads)
+        masks.append(torch.stack([keep_mask(rng, number, head, q, k, spec.keep_threshold) for head in heads]))
+    return torch.stack(masks)

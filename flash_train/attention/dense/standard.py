@@ -25,6 +25,7 @@ from flash_train.attention.dense.sequences import (
     visible_pairs,
     zero_unseen,
 )
+from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
 from flash_train.attention.transforms import forbid_second_gradient, refuse_jvp, refuse_vmap, transforming
@@ -39,6 +40,7 @@ def standard_attention(
     rng: Tensor | None = None,
     *,
     origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    entries: EntryOrigins | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,6 +56,7 @@ def standard_attention(
         v: (batch, seqlen_k, kv_heads, v_head_dim), packed (total_k, kv_heads, v_head_dim).
         rng: int64 (2,), the dropout state of the exact mask; None draws a mask from PyTorch's generator.
         origin: (entry, head, query, key) of the call's first element in the whole dropout mask.
+        entries: the first element of each entry, if entries are pieces of longer sequences.
         alibi_slopes: (heads,) or (entries, heads).
         sinks: (heads,).
 
@@ -65,19 +68,24 @@ def standard_attention(
     """
     outs, lses = [], []
     for part in split_call(q, k, v, packing, alibi_slopes):
-        out, lse = attend_no_pairs(part, sinks) if part.empty else _attend(part, spec, rng, origin, sinks)
+        out, lse = attend_no_pairs(part, sinks) if part.empty else _attend(part, spec, rng, origin, entries, sinks)
         outs.append(out)
         lses.append(lse)
     return join_out(outs, q, v, packing), join_lse(lses, q, packing)
 
 
 def _attend(
-    part: Part, spec: AttentionSpec, rng: Tensor | None, origin: tuple[int, int, int, int], sinks: Tensor | None
+    part: Part,
+    spec: AttentionSpec,
+    rng: Tensor | None,
+    origin: tuple[int, int, int, int],
+    entries: EntryOrigins | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     visible = visible_pairs(spec.mask, part)
     mask, has_keys = open_empty_rows(visible)
     seen = seen_keys(spec.mask, part, visible)
-    keep = dropout_keep(part, spec, rng, origin) if spec.dropout > 0 else None
+    keep = dropout_keep(part, spec, rng, origin, entries) if spec.dropout > 0 else None
     distance = None if part.slopes is None else alibi_distance(part.entries[0], part.q.device)
     scale, rate = spec.scale_for(part.q.shape[-1]), spec.keep_threshold / 256
     function = _TransformedStandard if transforming() else _Standard

@@ -134,8 +134,8 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
     if call.rng is None:
         return Dropout(None, None, None, None, None, None, None)
     entry, head, query, key = call.origin
-    whole = query % 16 == key % 16 == 0 and not (call.has_terms and walked == 16)
-    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1)
+    whole = call.draws_aligned and not (call.has_terms and walked == 16)
+    return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1, call.origins)
 
 
 def constants(q: Tensor, head_dim_v: int, group: int, tile: Tile) -> dict[str, Any]:

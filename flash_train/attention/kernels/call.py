@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
+from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.index_tensors import readable
 from flash_train.attention.spec import AttentionSpec
 
@@ -40,12 +41,14 @@ class Call(NamedTuple):
 
     The tensors come first and end with the tensors of the mask's terms. The settings follow; they are plain values.
     ``terms`` names the element-wise terms of the mask, comma-separated, and ``term_tensors`` holds their tensors in
-    order. ``origin`` is ``RngState.origin``, ``keep_threshold`` is ``AttentionSpec.keep_threshold``.
+    order. ``origin`` is ``RngState.origin``; ``origins`` and ``aligned`` (0 or 1) are its ``EntryOrigins``.
+    ``keep_threshold`` is ``AttentionSpec.keep_threshold``.
     """
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     rng: Tensor | None
+    origins: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     block_map: Tensor | None
@@ -53,6 +56,7 @@ class Call(NamedTuple):
     terms: str
     bounds: Bounds
     origin: tuple[int, int, int, int]
+    aligned: int
     scale: float
     softcap: float
     keep_threshold: int
@@ -94,6 +98,11 @@ class Call(NamedTuple):
     @property
     def has_terms(self) -> bool:
         return bool(self.terms) or (self.block_map is not None and not self.has_lists)
+
+    @property
+    def draws_aligned(self) -> bool:
+        """Whether the first query and key of the dropout mask, and of each entry's part, are multiples of 16."""
+        return bool(self.aligned) if self.origins is not None else self.origin[2] % 16 == self.origin[3] % 16 == 0
 
     @property
     def keep_rate(self) -> float:
@@ -144,6 +153,7 @@ def call_of(
     origin: tuple[int, int, int, int],
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    entries: EntryOrigins | None = None,
     *,
     packed: bool,
 ) -> Call:
@@ -152,13 +162,15 @@ def call_of(
     Args:
         len_q, len_k: number of queries and keys; in packed calls, the rows of the whole tensors.
         state: dropout's seed and offset, int64 (2,); None without dropout.
+        entries: the entries' places in a larger dropout mask.
         packed: whether sequences may differ in length, because they are packed or in a cache.
     """
     lowered = spec.mask.lower()
     blocks = spec.mask.block_map(len_q, len_k, packed)
     states, sizes = (None, (UNUSED, UNUSED)) if blocks is None else (blocks.states, blocks[1:])
     return Call(
-        *cu_seqlens, state, alibi_slopes, sinks, states, lowered.tensors, lowered.terms,
-        Bounds(lowered.left, lowered.right, lowered.tail, *sizes), origin, float(spec.scale_for(head_dim)),
-        float(spec.softcap), spec.keep_threshold,
+        *cu_seqlens, state, None if entries is None else entries.first, alibi_slopes, sinks, states, lowered.tensors,
+        lowered.terms, Bounds(lowered.left, lowered.right, lowered.tail, *sizes), origin,
+        int(entries is not None and entries.aligned),
+        float(spec.scale_for(head_dim)), float(spec.softcap), spec.keep_threshold,
     )  # fmt: skip

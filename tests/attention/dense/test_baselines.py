@@ -219,6 +219,17 @@ def test_calls_without_sequences(name):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("boundaries", [(0, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_packed_calls_without_queries_give_gradients_of_zero(name, boundaries, rows):
+    q, k, v = (torch.randn(n, h, 8, requires_grad=True) for n, h in ((rows, 4), (5, 2), (5, 2)))
+    sinks = torch.randn(4, requires_grad=True)
+    cu = torch.tensor(boundaries, dtype=torch.int32)
+    out, _ = IMPLEMENTATIONS[name](q, k, v, AttentionSpec(Causal()), Packing(cu, cu), sinks=sinks)
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v, sinks)))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_sink_of_minus_infinity_has_no_effect(name):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (6, 4, 4))

@@ -13,14 +13,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 import torch
 
 from flash_train.attention.kernels.portable.tiles import load_table, tiles_for
-from tests.support.attention.compiled import (
-    SHARED_LIMIT,
-    Variant,
-    all_variants,
-    allowed_spills,
-    problems_of,
-    sampled_variants,
-)
+from tests.support.attention.compiled import allowed_spills, problems_of
+from tests.support.attention.kernel_calls import SHARED_LIMIT, Variant, all_variants, sampled_variants
 from tests.support.attention.machine_code import Resources, unsafe_divisions
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +40,7 @@ def test_some_kernels_of_each_kind_compile():
 def test_tile_that_spills_is_detected():
     """The tile is far too large for the registers of four warps."""
     variant = str(Variant((9, 0), torch.bfloat16, 128, "causal", True))
-    done = compile_tier("--only", variant, "--tile", "128", "128", "4", "2", "--verbose")
+    done = compile_tier("--only", f"^{variant}$", "--tile", "128", "128", "4", "2", "--verbose")
     *kernels, last = done.stdout.splitlines()
     assert done.returncode == 1 and last == "compiled 3 kernels, 3 failures"
     for name, line in zip(("forward", "dkdv", "dq"), kernels, strict=True):

@@ -29,6 +29,7 @@ REFUSED = {
     "strided-columns": "TMA takes multiples of 16 bytes",
     "narrower-values": "TMA takes multiples of 16 bytes",
     "dropout-unaligned-shard": "no multiple of 16",
+    "dropout-unaligned-pieces": "no multiple of 16",
     "all-terms": "no multiple of 16",
     **dict.fromkeys(("blocks", "blocks-gqa", "blocks-packed", "blocks-empty", "everything"), "not multiples of 128"),
 }
@@ -167,9 +168,9 @@ def test_rows_that_tma_cannot_reach_are_refused():
         return TensorSignature(shape, stride, torch.bfloat16, 0)
 
     dense, rows = form((1, 9, 2, 64), (1152, 128, 64, 1)), 2**30 + 1
-    assert launch._refusal(dense, dense, dense, None, None) is None
+    assert launch._refusal(dense, dense, dense, aligned=True, blocks=None) is None
     many = form((1, rows, 2, 64), (128 * rows, 128, 64, 1))
-    assert "has 1073741825 rows" in launch._refusal(dense, many, dense, None, None)
+    assert "has 1073741825 rows" in launch._refusal(dense, many, dense, aligned=True, blocks=None)
     for far in (form((1, 9, 2, 64), (2**40, 2**39, 64, 1)), form((9, 2, 64), (2**34, 64, 1))):
         assert not describable(far)
     assert describable(form((9, 2, 64), (2**34 - 8, 64, 1))) and describable(form((1, 9, 2, 64), (2**40, 2**38, 64, 1)))

@@ -155,7 +155,7 @@ def test_calls_that_are_not_cached(absent_gpu):
     for slopes, compiled in ((torch.rand(8)[::2], "compiled"), (torch.rand(4), None)):
         call = operands.call._replace(alibi_slopes=slopes)
         made = [(found, compiled) for found in launch._forward_launches(*given, call, TILES.forward)]
-        assert launch_cache._make_call_plan(made, (*given, None, None, None, slopes, None)) is None
+        assert launch_cache._make_call_plan(made, (*given, None, None, None, None, slopes, None)) is None
 
 
 def test_numbers_of_a_call_have_one_type():

@@ -63,6 +63,9 @@ CASES = (
     Case("dropout-full", _same(75), band=Full(), dropout=0.5),
     Case("dropout-shard", _same(64), dropout=0.3, origin=(3, 2, 48, 16)),
     Case("dropout-unaligned-shard", _same(64), dropout=0.3, origin=(1, 5, 37, 3)),
+    Case("dropout-pieces", ((20, 50), (0, 7), (33, 40), (16, 16)), dropout=0.3, pieces=16, packed=True, tail=(5, 9)),
+    Case("dropout-pieces-padded", _same(40, 40), dropout=0.3, origin=(0, 5, 0, 0), pieces=16),
+    Case("dropout-unaligned-pieces", ((20, 50), (33, 40)), dropout=0.3, pieces=1, packed=True),
     Case("dropout-most", _same(40), dropout=0.99),
     # results that the loss uses
     Case("plain-call", _same(40, 40), uses="plain"),

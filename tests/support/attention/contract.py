@@ -176,7 +176,8 @@ def _reference(
     }
     out, lse = function(
         leaves["q"], leaves["k"], leaves["v"], problem.spec, problem.packing, problem.rng.as_tensor(problem.device),
-        origin=problem.rng.origin, alibi_slopes=leaves.get("slopes"), sinks=leaves.get("sinks"),
+        origin=problem.rng.origin, entries=problem.rng.entries, alibi_slopes=leaves.get("slopes"),
+        sinks=leaves.get("sinks"),
     )  # fmt: skip
     return leaves, out, lse
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
 from flash_train.attention import AttentionSpec, Causal, Packing, RngState
+from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.masks import Band
 from tests.support.attention.recipes import Layout, Recipe, compose
 
@@ -25,6 +26,7 @@ class Case:
         name, seed: determine the random contents of all tensors.
         lengths, tail: as in ``Layout``.
         learns: whether slopes and sinks require a gradient.
+        pieces: if not 0, every entry has an origin of its own in the dropout mask, at multiples of this number.
         strided: memory layout of q, k and v: "" (contiguous), or one of ``STRIDED``.
         dout: memory layout of the output's gradient: ``dense``, ``row`` (one row for all, with stride 0), ``scalar``
             (one number for all), or one of ``STRIDED``.
@@ -47,6 +49,7 @@ class Case:
     softcap: float = 0.0
     dropout: float = 0.0
     origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+    pieces: int = field(default=0, repr=False)  # the random numbers of a case follow from its repr
     slopes: str = ""  # "", "heads", "entries"
     sinks: bool = False
     learns: bool = True
@@ -100,6 +103,10 @@ def build(case: Case, device: str, redraw: int = 0) -> Problem:
         compose(case.band, case.terms, case.layout, choices, device), case.scale, case.softcap, case.dropout
     )
     rng = RngState(int(torch.randint(2**62, (), generator=choices)), 7, *case.origin)
+    if case.pieces:
+        first = torch.randint(50, (len(case.lengths), 3), generator=choices, dtype=torch.int32)
+        first[:, 1:] *= case.pieces
+        rng = replace(rng, entries=EntryOrigins(first.to(device), case.pieces % 16 == 0))
     numbers = torch.Generator(device).manual_seed(seed + redraw)
 
     def normal(*shape: int) -> Tensor:

@@ -161,7 +161,8 @@ def for_hopper(case: Case) -> Case:
     entry, head, query, key = case.origin
     strided = "wide" if case.strided == "columns" else case.strided
     origin = (entry, head, query // 16 * 16, key // 16 * 16)
-    return replace(case, v_head_dim=v_head_dim, origin=origin, strided=strided)
+    pieces = -(-case.pieces // 16) * 16
+    return replace(case, v_head_dim=v_head_dim, origin=origin, pieces=pieces, strided=strided)
 
 
 @st.composite

@@ -142,8 +142,8 @@ class Question:
         lowered, blocks = self.mask.lower(), self.mask.block_map(*self.rows, self.packing is not None)
         states, sizes = (None, (-1, -1)) if blocks is None else (blocks.states, blocks[1:])
         return Call(
-            cu_q, cu_k, None, None, None, states, lowered.tensors, lowered.terms,
-            Bounds(lowered.left, lowered.right, lowered.tail, *sizes), (0, 0, 0, 0), 1.0, 0.0, 256,
+            cu_q, cu_k, None, None, None, None, states, lowered.tensors, lowered.terms,
+            Bounds(lowered.left, lowered.right, lowered.tail, *sizes), (0, 0, 0, 0), 0, 1.0, 0.0, 256,
         )  # fmt: skip
 
     def expected(self, which: int, head: int, tile: Tile, walks_keys: bool) -> Reading:

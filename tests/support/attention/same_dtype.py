@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_train.attention import AttentionSpec, Packing
+from flash_train.attention import AttentionSpec
 from flash_train.attention.dense.reference import dropout_mask, scores
-from flash_train.attention.packing import Entry, entries
+from flash_train.attention.dropout import EntryOrigins, entry_origin
+from flash_train.attention.packing import Entry, Packing
+from flash_train.attention.packing import entries as entries_of
 
 
 def same_dtype_attention(
@@ -22,17 +24,18 @@ def same_dtype_attention(
     rng: Tensor | None = None,
     *,
     origin: tuple[int, int, int, int] = (0, 0, 0, 0),
+    entries: EntryOrigins | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp like ``reference_attention``'s, both in the dtype of q."""
-    found = entries(q, k, packing)
+    found = entries_of(q, k, packing)
     outs, lses, end = [], [], 0
     for entry in found:
         rows, columns = slice(entry.q_row, entry.q_row + entry.len_q), slice(entry.k_row, entry.k_row + entry.len_k)
         tensors = (q[rows], k[columns], v[columns]) if packing else (q[entry.batch], k[entry.batch], v[entry.batch])
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[entry.index]
-        out, lse = _sequence(*tensors, spec, entry, rng, origin, slopes, sinks)
+        out, lse = _sequence(*tensors, spec, entry, rng, entry_origin(origin, entries, entry.index), slopes, sinks)
         outs.append(out)
         lses.append(lse)
         end = rows.stop

@@ -18,7 +18,8 @@ class Dropout(NamedTuple):
 
     ``state`` is int64 (2,), or None without dropout. ``threshold`` of 256 byte values keep an element. The other fields
     are the coordinates of the first element. ``by_element`` is None if a tile draws whole Philox calls, which serve 16
-    elements each.
+    elements each. ``origins``, int32 (entries, 3), has entry, query and key of each entry's first element; None if the
+    call is one part of the mask.
     """
 
     state: Any
@@ -28,6 +29,7 @@ class Dropout(NamedTuple):
     query: Any
     key: Any
     by_element: Any
+    origins: Any = None
 
 
 @triton.jit
@@ -37,6 +39,25 @@ def load_key(dropout):
     if dropout.state is not None:
         key0, key1 = stream_key(dropout.state)
     return key0, key1
+
+
+@triton.jit
+def first_element(dropout, seq):
+    """(entry, query, key) to be added to the coordinates within an entry of the call.
+
+    The kernels put them into a ``Dropout`` for the entry: in Triton 3.6 no function can return a tuple with None. The
+    tail of a packed call has no pairs and no origin.
+    """
+    entry, query, key = 0, 0, 0
+    if dropout.origins is not None:
+        first = dropout.origins + seq.index * 3
+        inside = seq.index * 0 + tl.minimum(seq.len_q, seq.len_k) > 0
+        entry = tl.load(first, mask=inside, other=0) - seq.index
+        query = tl.load(first + 1, mask=inside, other=0)
+        key = tl.load(first + 2, mask=inside, other=0)
+    elif dropout.state is not None:
+        entry, query, key = dropout.entry, dropout.query, dropout.key
+    return entry, query, key
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.attention.kernels.device.mask import THREAD_COLUMNS, query_visits, visible
+from flash_train.attention.kernels.device.philox import Dropout, first_element
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.dq_sum import (
     WRITTEN_BUT_TWO,
@@ -309,6 +310,10 @@ def _consumer(
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         reverse = is_reversed(gl.program_id(0), scheduler)
         steps = GROUP * (visits.stop - visits.first)
+        first_entry, first_query, first_key = first_element(dropout, seq)
+        entry_dropout = Dropout(
+            dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+        )  # fmt: skip
         generator = make_generator(dropout, BLOCK_M, False)
         own_n = start_n + 64 * W
         partial = start_n + BLOCK_N > seq.len_k  # keys past the end are zeros, and their weights must be 0
@@ -333,7 +338,7 @@ def _consumer(
                 do_tile = tile_of(do_pipe, i)
                 if DROPOUT:  # while the matrix unit works
                     keep_even, keep_odd = draw_keep_flags(
-                        dropout, generator, seq.index, head, start_m, own_n, BLOCK_M, True
+                        entry_dropout, generator, seq.index, head, start_m, own_n, BLOCK_M, True
                     )
                     schedule_fence(exchange.schedule_fences[0])
                 # Wait for all products in flight. With a partial wait across the loop's back edge, the assembler

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.attention.kernels.device.mask import count_edges, key_visits, visible
+from flash_train.attention.kernels.device.philox import Dropout, first_element
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.dropout import apply_dropout, draw_keep_flags, make_generator
 from flash_train.attention.kernels.hopper.gluon_compat import tma_load, tma_store, tma_store_wait
@@ -138,6 +139,10 @@ def _consumer(
         visits = key_visits(mask, seq, head64, start_m, lanes(), BLOCK_M, BLOCK_N)
         steps = visits.stop - visits.first
         slope = load_slope(score, seq, head64)
+        first_entry, first_query, first_key = first_element(dropout, seq)
+        entry_dropout = Dropout(
+            dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+        )  # fmt: skip
         generator = make_generator(dropout, BLOCK_N, False)
         start_m += 64 * W
         rows = start_m + gl.arange(0, 64, ROWS)
@@ -161,7 +166,7 @@ def _consumer(
                 start_n = key_block_start(visits, mask, seq, i, BLOCK_N)
                 if dropout.state is not None:  # while the matrix unit works
                     keep_even, keep_odd = draw_keep_flags(
-                        dropout, generator, seq.index, head64, start_m, start_n, BLOCK_N, False
+                        entry_dropout, generator, seq.index, head64, start_m, start_n, BLOCK_N, False
                     )
                     schedule_fence(smem.schedule_fences[0])
                 qk = warpgroup_mma_wait(0, deps=[s_next])  # [64, BLOCK_N]

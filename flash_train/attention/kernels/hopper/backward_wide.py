@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.attention.kernels.device.mask import query_visits, visible
+from flash_train.attention.kernels.device.philox import Dropout, first_element
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
 from flash_train.attention.kernels.hopper.backward import KV_LOADED, Descriptors, Operands, load_tiles
 from flash_train.attention.kernels.hopper.dropout import apply_dropout, draw_keep_flags, make_generator
@@ -116,6 +117,10 @@ def _dv_consumer(
         visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
         reverse = is_reversed(gl.program_id(0), scheduler)
         steps = GROUP * (visits.stop - visits.first)
+        first_entry, first_query, first_key = first_element(dropout, seq)
+        entry_dropout = Dropout(
+            dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+        )  # fmt: skip
         generator = make_generator(dropout, BLOCK_M, False)
         partial = start_n + BLOCK_N > seq.len_k  # keys past the end are zeros, and their weights must be 0
         acc = gl.zeros([64, HEAD_DIM], gl.float32, D)
@@ -131,7 +136,7 @@ def _dv_consumer(
                 head = head.to(gl.int64)
                 if dropout.state is not None:  # while the matrix unit works
                     keep_even, keep_odd = draw_keep_flags(
-                        dropout, generator, seq.index, head, start_m, start_n, BLOCK_M, True
+                        entry_dropout, generator, seq.index, head, start_m, start_n, BLOCK_M, True
                     )
                     schedule_fence(fence)
                 qk = warpgroup_mma_wait(0, deps=[s_next])  # S transposed [64, BLOCK_M]

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_train.attention.kernels.device.mask import THREAD_COLUMNS, count_edges, key_visits, visible
+from flash_train.attention.kernels.device.philox import Dropout, first_element
 from flash_train.attention.kernels.device.score import load_slope, logits
 from flash_train.attention.kernels.device.softmax import add_sink, advance_max, finish_rows
 from flash_train.attention.kernels.hopper.dropout import apply_dropout_packed, draw_keep_flags, make_generator
@@ -236,6 +237,10 @@ def _consumer(
         head64 = head.to(gl.int64)
         visits = key_visits(mask, seq, head64, start_m, lanes(), BLOCK_M, BLOCK_N)
         slope = load_slope(score, seq, head64)
+        first_entry, first_query, first_key = first_element(dropout, seq)
+        entry_dropout = Dropout(
+            dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+        )  # fmt: skip
         start_m += 64 * W
         offs_m = start_m + gl.arange(0, 64, S_ROWS)
         q_buffer = smem.q.tiles.index(stage_of(smem.q, done) * CONSUMERS + W)
@@ -251,7 +256,7 @@ def _consumer(
         if Q_STAGES > 1:  # by now TMA has read the output of the tile before from its stage of q
             tma_store_wait(0)
             consumer_release(smem.q, gl.maximum(done - 1, 0), done > 0)
-        keep_even, keep_odd = _draw_block(dropout, generator, 0, tile, head64, mask, BLOCK_N)
+        keep_even, keep_odd = _draw_block(entry_dropout, generator, 0, tile, head64, mask, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=[s_next])
         consumer_release(smem.k, step)
         s = _masked_logits(s, 0, tile, head64, mask, score, slope, BLOCK_N, S)
@@ -262,7 +267,7 @@ def _consumer(
         rows = RowState(m_i, acc, keep_even, keep_odd, pack(p, dtype), row_sums)
         for j in range(1, visits.stop - visits.first):
             rows = _step(
-                rows, j, step, smem, tile, mask, score, slope, dropout, generator, BLOCK_N, HEAD_DIM, CONSUMERS,
+                rows, j, step, smem, tile, mask, score, slope, entry_dropout, generator, BLOCK_N, HEAD_DIM, CONSUMERS,
                 PINGPONG, W,
             )  # fmt: skip
             step += 1

@@ -150,9 +150,9 @@ def _backward_launches(
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     """Say why these kernels cannot run the call's forward; None if they can."""
-    first = None if call.rng is None else call.origin[2:]
+    aligned = call.rng is None or call.draws_aligned
     blocks = call.bounds.block if call.has_lists else None
-    return _refusal(signature_of(q), signature_of(k), signature_of(v), first, blocks)
+    return _refusal(signature_of(q), signature_of(k), signature_of(v), aligned, blocks)
 
 
 @functools.lru_cache(maxsize=4096)  # the checks take as long as a launch, and calls repeat
@@ -160,7 +160,7 @@ def _refusal(
     q: TensorSignature,
     k: TensorSignature,
     v: TensorSignature,
-    first: tuple[int, int] | None,
+    aligned: bool,
     blocks: tuple[int, int] | None,
 ) -> str | None:
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
@@ -178,8 +178,8 @@ def _refusal(
     for name, columns in (("q", head_dim), ("v", head_dim_v)):
         if columns % 8:
             return f"{name}'s head_dim {columns} is not a multiple of 8"
-    if first is not None and (first[0] % 16 or first[1] % 16):
-        return f"the first query {first[0]} or key {first[1]} of the dropout mask is no multiple of 16"
+    if not aligned:
+        return "the first query or key of the dropout mask, or of an entry's part of it, is no multiple of 16"
     if blocks is not None and (blocks[0] % 128 or blocks[1] % 128):
         return f"the mask's blocks of {blocks[0]} x {blocks[1]} are not multiples of 128"
     return None

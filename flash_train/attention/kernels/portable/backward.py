@@ -15,7 +15,14 @@ from flash_train.attention.kernels.device.mask import (
     query_visits,
     visible,
 )
-from flash_train.attention.kernels.device.philox import apply_dropout, draw_tile, draw_tile_transposed, load_key
+from flash_train.attention.kernels.device.philox import (
+    Dropout,
+    apply_dropout,
+    draw_tile,
+    draw_tile_transposed,
+    first_element,
+    load_key,
+)
 from flash_train.attention.kernels.device.product import dot_transposed
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import LOG2_E, capped_slope, load_slope, logits
@@ -84,6 +91,10 @@ def attention_backward_dkdv(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # if unused: 0, without registers
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     key0, key1 = load_key(dropout)
+    first_entry, first_query, first_key = first_element(dropout, seq)
+    dropout = Dropout(
+        dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+    )  # fmt: skip
 
     if mask.tiles is None:
         # One loop over (head of the group, block): nested loops would drain the pipeline of loads after every head.
@@ -255,6 +266,10 @@ def attention_backward_dq(
     k_ptrs = row_pointers(k, seq.batch, head // GROUP, seq.k_row, BLOCK_N, BLOCK_D)
     v_ptrs = row_pointers(v, seq.batch, head // GROUP, seq.k_row, BLOCK_N, BLOCK_DV)
     key0, key1 = load_key(dropout)
+    first_entry, first_query, first_key = first_element(dropout, seq)
+    dropout = Dropout(
+        dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+    )  # fmt: skip
     slope = load_slope(score, seq, head)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     ds_acc = tl.zeros([BLOCK_M], tl.float32)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flash_train.attention.kernels.device.mask import block_start, count_edges, edge_block, key_visits, visible
-from flash_train.attention.kernels.device.philox import apply_dropout, draw_tile, load_key
+from flash_train.attention.kernels.device.philox import Dropout, apply_dropout, draw_tile, first_element, load_key
 from flash_train.attention.kernels.device.product import dot_transposed
 from flash_train.attention.kernels.device.schedule import find_tile, load_entry
 from flash_train.attention.kernels.device.score import load_slope, logits
@@ -43,6 +43,10 @@ def attention_forward(
     k_ptrs = row_pointers(k, seq.batch, head // GROUP, seq.k_row, BLOCK_N, BLOCK_D)
     v_ptrs = row_pointers(v, seq.batch, head // GROUP, seq.k_row, BLOCK_N, BLOCK_DV)
     key0, key1 = load_key(dropout)
+    first_entry, first_query, first_key = first_element(dropout, seq)
+    dropout = Dropout(
+        dropout.state, dropout.threshold, first_entry, dropout.head, first_query, first_key, dropout.by_element
+    )  # fmt: skip
     slope = load_slope(score, seq, head)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, in units of log2

@@ -1,0 +1,121 @@
+"""Which keys a rank sends, receives and reads if it fetches those that its queries see: a pure function of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from flash_train.attention.parallel.row_plan import RowPlan
+
+
+@dataclass(frozen=True)
+class KeyTransfers:
+    """One rank's transfers of keys and values. All arrays are int64.
+
+    Attributes:
+        send: for each rank, the rows of this rank that it needs, in the order of the row; none for this rank itself.
+        receive: for each rank, the number of rows that it sends to this one.
+        rounds: the rows that the attention call reads as its keys, in parts: the call's keys are their concatenation.
+            Numbers below the rank's token count are its own rows; the received rows follow in the order of the ranks.
+            No row occurs twice in a part, so that gradients can be added part by part, in a fixed order.
+        cu_seqlens_q, cu_seqlens_k: boundaries of the call's entries; each piece of the rank is an entry. A
+            rank that holds only padding has one empty entry.
+        origins: (entries, 3): the document, the first query and the first key of each entry.
+        tokens: number of this rank's rows.
+        largest: the number of rows that the rank with the most of them receives.
+    """
+
+    send: tuple[np.ndarray, ...]
+    receive: tuple[int, ...]
+    rounds: tuple[np.ndarray, ...]
+    cu_seqlens_q: np.ndarray
+    cu_seqlens_k: np.ndarray
+    origins: np.ndarray
+    tokens: int
+    largest: int
+
+    @property
+    def sent_rows(self) -> int:
+        return sum(map(len, self.send))
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """The rows that the call reads as its keys, of all rounds."""
+        return np.concatenate(self.rounds)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no rank receives anything, and the call's keys are this rank's first rows in order."""
+        return self.largest == 0 and np.array_equal(self.keys, np.arange(len(self.keys)))
+
+    @property
+    def key_lists(self) -> np.ndarray:
+        """For each received row, the keys of the call that are this row, as lists of ``sum_rows``."""
+        received = np.flatnonzero(self.keys >= self.tokens)
+        return lists_by_target(self.keys[received] - self.tokens, received, sum(self.receive))
+
+    @property
+    def gradient_lists(self) -> np.ndarray:
+        """For each of this rank's rows, its gradients, as lists of ``sum_rows``.
+
+        The source is the gradients of the call's keys, followed by those that come back for the sent rows. So a list
+        has the rank's own gradients first; the other ranks' gradients follow in the order of the ranks.
+        """
+        own = np.flatnonzero(self.keys < self.tokens)
+        targets = np.concatenate([self.keys[own], *self.send])
+        return lists_by_target(targets, np.concatenate([own, len(self.keys) + np.arange(self.sent_rows)]), self.tokens)
+
+
+def lists_by_target(targets: np.ndarray, sources: np.ndarray, count: int) -> np.ndarray:
+    """Collect the sources of each target.
+
+    Args:
+        targets, sources: int64 (pairs,); a target is below ``count``.
+
+    Returns:
+        int64 (slots, count): column i holds the sources of target i in the order in which they are given, then -1.
+    """
+    order = np.argsort(targets, kind="stable")
+    targets, sources = targets[order], sources[order]
+    slots = np.arange(len(targets)) - np.searchsorted(targets, targets)
+    lists = np.full((int(slots.max(initial=0)) + 1, count), -1, np.int64)
+    lists[slots, targets] = sources
+    return lists
+
+
+def plan_transfers(plan: RowPlan, rank: int) -> KeyTransfers:
+    """Return the transfers of one rank for a row."""
+    owner, local = np.empty(plan.seq_len, np.int64), np.empty(plan.seq_len, np.int64)
+    for other in range(plan.ranks):
+        owner[plan.positions(other)], local[plan.positions(other)] = other, np.arange(plan.seq_len // plan.ranks)
+    needed = [_needed(plan, other, owner) for other in range(plan.ranks)]
+
+    received = needed[rank][np.argsort(owner[needed[rank]], kind="stable")]
+    row_of = local.copy()  # position in the row -> row of the call's keys; of use for own and received ones only
+    row_of[received] = plan.seq_len // plan.ranks + np.arange(len(received))
+    pieces = plan.attending(rank)
+    keys = [row_of[plan.begins[p.document] + np.arange(plan.first_key(p), p.stop)] for p in pieces]
+    rounds = [i for i in range(1, len(pieces)) if pieces[i].document <= pieces[i - 1].document]
+    nothing = [np.empty(0, np.int64)]
+    return KeyTransfers(
+        send=tuple(local[rows[owner[rows] == rank]] for rows in needed),
+        receive=tuple(int((owner[received] == other).sum()) for other in range(plan.ranks)),
+        rounds=tuple(np.concatenate(keys[i:j] or nothing) for i, j in pairwise((0, *rounds, len(pieces)))),
+        cu_seqlens_q=np.cumsum([0, *map(len, pieces)] if pieces else [0, 0]),
+        cu_seqlens_k=np.cumsum([0, *map(len, keys)] if pieces else [0, 0]),
+        origins=np.array([(p.document, p.start, plan.first_key(p)) for p in pieces] or [(0, 0, 0)], np.int64),
+        tokens=plan.seq_len // plan.ranks,
+        largest=max(map(len, needed)),
+    )
+
+
+def _needed(plan: RowPlan, rank: int, owner: np.ndarray) -> np.ndarray:
+    """Return the positions of the row that a rank's queries see and that other ranks hold, ascending."""
+    seen = np.zeros(plan.seq_len, bool)
+    for piece in plan.attending(rank):
+        begin = plan.begins[piece.document]
+        seen[begin + plan.first_key(piece) : begin + piece.stop] = True
+    return np.flatnonzero(seen & (owner != rank))
