@@ -1,4 +1,4 @@
-"""Counts the training batches that a run has consumed. A resumed run continues after them."""
+"""Counts the training rows that a run has consumed. A resumed run continues after them, on any number of ranks."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from flash_train.data.lightning_counts import drop_loader, drop_pending_batches,
 
 @dataclass
 class _Stream:
-    """A training stream: it begins at batch `start`, when `trainer` has processed `processed` batches.
+    """A training stream: it begins at row `start`, when `trainer` has processed `processed` batches.
 
     `processed` is None until the trainer's first epoch begins, because its counts may not be restored before.
     """
@@ -20,33 +20,38 @@ class _Stream:
     taken: int = 0  # batches taken from the loader, in a loop without a Trainer
 
 
-class ConsumedBatches:
-    """Counts this rank's consumed batches since the beginning of the run.
+class ConsumedRows:
+    """Counts the rows that all ranks together have consumed since the beginning of the run.
 
-    With a Trainer, a batch is consumed when its optimizer step is done. Batches of an unfinished accumulation don't
-    count, because no checkpoint has their gradients. Without a Trainer, a batch is consumed when it is taken from its
-    loader.
+    A row is consumed when its optimizer step is done. Batches of an unfinished accumulation don't count, because no
+    checkpoint has their gradients. With a Trainer, Lightning counts the steps. Without one, a step is done when all its
+    batches are taken from the loader.
     """
 
     def __init__(self) -> None:
-        self._resume_at = 0  # the batch at which the next stream begins
+        self._resume_at = 0  # the row at which the next stream begins
         self._stream: _Stream | None = None
 
-    def count(self, trainer: lightning.Trainer | None) -> int:
-        """Return the number of batches consumed so far."""
+    def count(self, trainer: lightning.Trainer | None, rows_per_batch: int, accumulate: int) -> int:
+        """Return the number of rows consumed so far.
+
+        Args:
+            rows_per_batch: rows of a batch, on all ranks together.
+            accumulate: batches per optimizer step in a loop without a Trainer.
+        """
         stream = self._stream
         if stream is None or stream.trainer is not trainer:
             return self._resume_at
-        if trainer is None:
-            return stream.start + stream.taken
-        if stream.processed is None:
-            return stream.start
-        processed = processed_batches(trainer) - stream.processed
-        return stream.start + processed - min(pending_batches(trainer), processed)
+        return stream.start + self._batches(stream, accumulate) * rows_per_batch
 
-    def begin_stream(self, trainer: lightning.Trainer | None) -> None:
-        """Begin a new training loader at the first batch that is not consumed."""
-        self._stream = _Stream(trainer, self.count(trainer))
+    def unfinished(self, trainer: lightning.Trainer | None, accumulate: int) -> int:
+        """Return how many batches of the present optimizer step a loop without a Trainer has taken."""
+        stream = self._stream
+        return stream.taken % accumulate if stream and trainer is None and stream.trainer is None else 0
+
+    def begin_stream(self, trainer: lightning.Trainer | None, rows_per_batch: int, accumulate: int) -> None:
+        """Begin a new training loader at the first row that is not consumed."""
+        self._stream = _Stream(trainer, self.count(trainer, rows_per_batch, accumulate))
         self._resume_at = 0
 
     def begin_epoch(self) -> None:
@@ -61,9 +66,18 @@ class ConsumedBatches:
         if self._stream is not None:
             self._stream.taken += 1
 
-    def restore(self, consumed: int, trainer: lightning.Trainer | None) -> None:
-        """Make the next stream begin after `consumed` batches."""
-        self._resume_at = consumed
+    def restore(self, rows: int, trainer: lightning.Trainer | None) -> None:
+        """Make the next stream begin after `rows` rows."""
+        self._resume_at = rows
         if trainer is not None and self._stream is not None and self._stream.trainer is trainer:
             drop_loader(trainer)
         self._stream = None
+
+    def _batches(self, stream: _Stream, accumulate: int) -> int:
+        """Count the batches of a stream's finished steps."""
+        if stream.trainer is None:
+            return stream.taken - stream.taken % accumulate
+        if stream.processed is None:
+            return 0
+        processed = processed_batches(stream.trainer) - stream.processed
+        return processed - min(pending_batches(stream.trainer), processed)

@@ -1,41 +1,64 @@
 """The LightningDataModule: corpus → token cache → packed rows → batches, resumable at any optimizer step."""
 
+import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import lightning
 import torch
 from torch.utils.data import DataLoader
 
-from flash_train.checks import at_least, check, within
+from flash_train.checks import Allowed, at_least, check, check_name, within
 from flash_train.data.cache import TokenCache, tokenize
-from flash_train.data.consumed import ConsumedBatches
+from flash_train.data.consumed import ConsumedRows
 from flash_train.data.corpus import Corpus
-from flash_train.data.dataset import PackedRows
+from flash_train.data.dataset import Batch, PackedRows, PlacedRows
+from flash_train.data.deal import Synchronise
 from flash_train.data.lightning_counts import EpochStart, batches_of_epoch, never_validates
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
 from flash_train.data.packing import PackingStrategy, check_packing_strategy
 from flash_train.data.prepare import PreparedRows, prepare_recall, prepare_stream, prepare_text
 from flash_train.data.recall import RecallCorpus, RecallRows
-from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler, epoch_order
+from flash_train.data.sampler import (
+    DealtBatchSampler,
+    EndlessBatchSampler,
+    ShardedBatchSampler,
+    epoch_order,
+)
 from flash_train.data.split import check_val_fraction
-from flash_train.data.stream import StreamedRows, StreamingCorpus, StreamSampler
+from flash_train.data.stream import StreamedRows, StreamingCorpus
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from flash_train.data.training_order import TrainingOrder
 from flash_train.data.validation import VAL_ORDER_SEED, Validated
+from flash_train.distributed.dims import data_share
+
+ROW_COST = Allowed(
+    lambda pair: len(pair) == 2 and min(pair) >= 0 and 0 < sum(pair) < math.inf,
+    "two numbers of 0 or more, not both 0",
+)
 
 
 class PackedDataModule(lightning.LightningDataModule):
     """Batches of packed rows from a corpus, for any Lightning Trainer.
 
-    Training is an endless stream: batch i of a rank is a pure function of (seed, i, rank, world size). Validation is
-    finite and always uses the same best-fit packed rows, for any `packing` and `seed`, so that losses can be compared.
-    `flash_train.data.dataset.collate` describes a batch. Checkpoints contain the number of consumed batches, that is,
-    those whose optimizer step is done; a resumed run continues with the next one. `Trainer(overfit_batches=N)` repeats
-    the first N training batches. `Trainer.test` and `Trainer.predict` also get the validation rows.
+    Training is an endless stream of rows, whose order is a pure function of the seed. Each optimizer step takes the
+    next rows, and each batch of each rank is a pure function of the step's rows, the rank and the world size. Ranks
+    that share a row (`flash_train.distributed.dims.data_share`) count as one, so they get the same batches. Validation
+    is finite and always uses the same best-fit packed rows, for any `packing` and `seed`, so that losses can be
+    compared. `flash_train.data.dataset.collate` describes a batch. `Trainer(overfit_batches=N)` repeats the first N
+    training batches. `Trainer.test` and `Trainer.predict` also get the validation rows.
 
-    In a loop without a Trainer, loaders are PyTorch's `DataLoader`, a training batch counts as consumed when it is
-    taken from its loader, and the rank comes from `torch.distributed`. With Fabric:
+    Checkpoints contain the number of consumed rows, that is, those whose optimizer step is done. A resumed run
+    continues with the next row, also on another number of ranks or with another batch size. If an optimizer step has
+    as many rows as before, each step has the same rows as before.
+
+    `row_cost` balances the work of the ranks: it deals the rows of each optimizer step to micro-batches and ranks by
+    their predicted cost (`flash_train.data.deal`). The step has the same rows, so its gradient is the same up to
+    rounding. It also works for streamed rows; the rows of RecallCorpus keep their order.
+
+    In a loop without a Trainer, loaders are PyTorch's `DataLoader`, an optimizer step counts as done when its
+    `accumulate` batches are taken from the loader, and the rank comes from `torch.distributed`. With Fabric:
 
         fabric = lightning.Fabric(devices=2, strategy="ddp")
         fabric.launch()
@@ -62,7 +85,14 @@ class PackedDataModule(lightning.LightningDataModule):
         num_workers: processes that load batches; 0 loads in the training process. The batches are the same.
         cache_dir: folder for tokenised text; None for ~/.cache/flash_train.
         rank, world_size: this process's share of each global batch, `0 <= rank < world_size`. Give them if several
-            ranks need the same rows. With None, each rank has its own rows.
+            ranks need the same rows. With None, the Trainer's strategy decides, and without a Trainer each rank has its
+            own rows.
+        accumulate: batches per optimizer step in a loop without a Trainer. A Trainer's `accumulate_grad_batches` counts
+            instead.
+        row_cost: (a, b) predicts that a row costs `a * seq_len + b * sum(length**2)` over its documents' lengths, in
+            any unit. None keeps the rows' order. For the FLOPs of a `flash_train.model.Transformer` with full causal
+            attention, a is `model.model_flops(1, 0)` and b is half of `model.model_flops(0, 1)`.
+        synchronise: when ranks wait for each other: in every "micro_batch" (FSDP), or at the end of a "step" (DDP).
 
     Raises:
         ValueError: an argument is out of range. Errors of the corpus appear in `prepare_data` and `setup`.
@@ -84,6 +114,9 @@ class PackedDataModule(lightning.LightningDataModule):
         cache_dir: str | Path | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        accumulate: int = 1,
+        row_cost: tuple[float, float] | None = None,
+        synchronise: Synchronise = "micro_batch",
     ) -> None:
         super().__init__()
         check("seq_len", seq_len, at_least(2))
@@ -96,7 +129,11 @@ class PackedDataModule(lightning.LightningDataModule):
             raise ValueError(f"rank={rank} world_size={world_size}: must be both, or neither")
         if rank is not None and world_size is not None:
             check("rank", rank, within(0, world_size, "[)"))
-        self.rank, self.world_size = rank, world_size
+        check("accumulate", accumulate, at_least(1))
+        check("row_cost", row_cost, ROW_COST, or_none="or None for rows in their order")
+        check_name("synchronise", synchronise, get_args(Synchronise))
+        self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
+        self.row_cost, self.synchronise = row_cost, synchronise
         check_packing_strategy(packing)
         check_val_fraction(val_fraction)
         self.corpus, self.tokenizer = corpus, tokenizer or ByteTokenizer()
@@ -107,7 +144,8 @@ class PackedDataModule(lightning.LightningDataModule):
         self._train: PackedRows | RecallRows | StreamedRows | None = None
         self._val: PackedRows | RecallRows | None = None
         self._info: dict[str, Any] = {}
-        self._consumed = ConsumedBatches()
+        self._consumed = ConsumedRows()
+        self._order: TrainingOrder | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -126,7 +164,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._info
 
     def validated(self, world_size: int = 1) -> Validated:
-        """Count the tokens, rows and documents that one validation reads when `world_size` ranks share it."""
+        """Count the tokens, rows and documents of one validation that `world_size` ranks with different rows share."""
         self.setup()
         rows = self._val_rows(self.batch_size * world_size)
         if isinstance(self._val, RecallRows):
@@ -160,13 +198,20 @@ class PackedDataModule(lightning.LightningDataModule):
         if self._train is None:
             rows = self._prepare_rows()
             self._train, self._val, self._info = rows.train, rows.val, rows.info
+            self._order = TrainingOrder(self._train, seq_len=self.seq_len, seed=self.seed)
 
     def train_dataloader(self) -> BatchStream | DataLoader:
-        """Return endless batches, from the first one that is not consumed."""
+        """Return endless batches, from the first row that is not consumed.
+
+        Raises:
+            ValueError: rows are dealt, and `limit_train_batches` would end an epoch within an optimizer step.
+        """
         self.setup()
-        self._consumed.begin_stream(self.trainer)
+        self._check_whole_steps()
+        self._consumed.begin_stream(self.trainer, self._rows_per_batch, self._accumulate)
+        rows = PlacedRows(self._train)
         if self.trainer is None:
-            stream = BatchStream(self._train, self._train_sampler, self.num_workers, on_batch=self._consumed.take)
+            stream = BatchStream(rows, self._train_sampler, self.num_workers, on_batch=self._consumed.take)
             return stream.as_dataloader()
         if never_validates(self.trainer):
             say(
@@ -174,7 +219,16 @@ class PackedDataModule(lightning.LightningDataModule):
                 "Trainer(val_check_interval=100, check_val_every_n_epoch=None), or another interval"
             )
         epoch_start = EpochStart(self._consumed.begin_epoch)
-        return BatchStream(self._train, self._train_sampler, self.num_workers, epoch_start)
+        return BatchStream(rows, self._train_sampler, self.num_workers, epoch_start)
+
+    def rows_at(self, place: int, n: int) -> Batch:
+        """Return the rows at the places ``place, …, place + n - 1`` of the training order as a batch, on any rank.
+
+        `flash_train.data.dataset.collate` describes it. Training does not count these rows as consumed.
+        """
+        self.setup()
+        assert self._order is not None
+        return self._order.batch(place, n)
 
     def val_dataloader(self) -> BatchStream | DataLoader:
         """Return all validation rows, or `val_batches` batches, distributed over the ranks without repetition."""
@@ -191,31 +245,49 @@ class PackedDataModule(lightning.LightningDataModule):
         return self.val_dataloader()
 
     @property
-    def consumed_batches(self) -> int:
-        """Batches of this rank since the beginning of the run whose optimizer step is done.
+    def consumed_rows(self) -> int:
+        """Rows of all ranks since the beginning of the run whose optimizer step is done.
 
-        Batches of an unfinished accumulation don't count: no checkpoint has their gradients.
+        Rows of an unfinished accumulation don't count: no checkpoint has their gradients.
         """
-        return self._consumed.count(self.trainer)
+        return self._consumed.count(self.trainer, self._rows_per_batch, self._accumulate)
+
+    @property
+    def consumed_batches(self) -> int:
+        """Whole batches of this rank, at the present batch size and number of ranks, in `consumed_rows`."""
+        return self.consumed_rows // self._rows_per_batch
+
+    @property
+    def imbalance(self) -> float | None:
+        """Predicted time of the newest optimizer step over its time on ranks that never wait for each other.
+
+        `flash_train.data.deal.imbalance` defines it. None if rows are not dealt, or before the first step.
+        """
+        return None if self._order is None else self._order.imbalance(self._step_begin())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values: how many batches are consumed, which data they came from, and how to read their tokens.
+        """Return plain values: how many rows are consumed, which data they came from, and how to read their tokens.
+
+        "global_batch" is the number of rows in an optimizer step, over all ranks.
+        "consumed_batches" and "rows_per_batch" are for version 0.2, which reads no other count.
 
         For a streamed corpus, "stream" says which documents are consumed. For text: `token_ids` of bos (or None), eos
         and pad, and `tokenizer_file`, the path of a JsonTokenizer's file (None for other tokenizers).
         """
-        consumed, rows = self.consumed_batches, self._rows_per_batch
-        counts: dict[str, Any] = {"consumed_batches": consumed, "rows_per_batch": rows}
+        rows = self.consumed_rows
+        counts: dict[str, Any] = {
+            "consumed_rows": rows,
+            "consumed_batches": self.consumed_batches,
+            "rows_per_batch": self._rows_per_batch,
+            "global_batch": self._rows_per_batch * self._accumulate,
+        }
         identity = self._identity()
         if isinstance(self._train, StreamedRows):
-            counts["stream"] = self._train.state(consumed * rows)
+            counts["stream"] = self._train.state(rows)
         return {**counts, **identity, **self._token_reading()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the consumed batches.
-
-        With another batch size or world size, continue at the nearest earlier batch: rows may repeat, but none is
-        skipped.
+        """Continue after the consumed rows, with any batch size and number of ranks.
 
         If the data differ from the checkpoint's data, one line lists all differences.
         """
@@ -227,8 +299,10 @@ class PackedDataModule(lightning.LightningDataModule):
             say(f"resuming on different data: {', '.join(differing)}")
         if isinstance(self._train, StreamedRows):
             self._train.restore(state_dict.get("stream"))
-        consumed_rows = state_dict["consumed_batches"] * state_dict["rows_per_batch"]
-        self._consumed.restore(consumed_rows // self._rows_per_batch, self.trainer)
+        rows = state_dict.get("consumed_rows")
+        if rows is None:  # written by version 0.2 or earlier
+            rows = state_dict["consumed_batches"] * state_dict["rows_per_batch"]
+        self._consumed.restore(rows, self.trainer)
 
     def __repr__(self) -> str:
         """Describe the settings of the rows, and their number after `setup`, without reading data."""
@@ -254,7 +328,8 @@ class PackedDataModule(lightning.LightningDataModule):
         if self.rank is not None and self.world_size is not None:
             return {"rank": self.rank, "world_size": self.world_size}
         if self.trainer is not None:
-            return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+            rank, world_size = data_share(self.trainer.strategy)
+            return {"rank": rank, "world_size": world_size}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return {"rank": torch.distributed.get_rank(), "world_size": torch.distributed.get_world_size()}
         return {"rank": 0, "world_size": 1}
@@ -262,6 +337,27 @@ class PackedDataModule(lightning.LightningDataModule):
     @property
     def _rows_per_batch(self) -> int:
         return self.batch_size * self._ranks["world_size"]
+
+    @property
+    def _accumulate(self) -> int:
+        return self.accumulate if self.trainer is None else self.trainer.accumulate_grad_batches
+
+    @property
+    def _unfinished(self) -> int:
+        """How many batches of the present optimizer step a loop without a Trainer has taken."""
+        return self._consumed.unfinished(self.trainer, self._accumulate)
+
+    @property
+    def _is_dealt(self) -> bool:
+        return self.row_cost is not None and not isinstance(self.corpus, RecallCorpus)
+
+    def _check_whole_steps(self) -> None:
+        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        if self._is_dealt and isinstance(limit, int) and limit % self._accumulate:
+            raise ValueError(
+                f"limit_train_batches={limit}: must be a multiple of accumulate_grad_batches={self._accumulate}, "
+                "because row_cost deals the rows of whole optimizer steps"
+            )
 
     def _prepare_rows(self) -> PreparedRows:
         if isinstance(self.corpus, RecallCorpus):
@@ -293,24 +389,28 @@ class PackedDataModule(lightning.LightningDataModule):
         ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "pad": tokenizer.pad}
         return {"token_ids": ids, "tokenizer_file": file}
 
-    def _train_sampler(self) -> EndlessBatchSampler | StreamSampler:
-        if isinstance(self._train, StreamedRows):
-            start = self._first_batch()
-            return self._train.sampler(self.batch_size, seed=self.seed, start_batch=start, **self._ranks)
-        return EndlessBatchSampler(
-            len(self._train),
+    def _train_sampler(self) -> EndlessBatchSampler | DealtBatchSampler:
+        assert self._order is not None
+        if self.row_cost is None or not self._is_dealt:
+            return self._order.in_turn(self.batch_size, first_row=self._next_row(), **self._ranks)
+        return self._order.dealt(
             self.batch_size,
-            seed=self.seed,
-            start_batch=self._first_batch(),
-            shuffle=isinstance(self._train, PackedRows),
+            row_cost=self.row_cost,
+            synchronise=self.synchronise,
+            accumulate=self._accumulate,
+            first_row=self._step_begin(),
+            skipped=self._unfinished,
             **self._ranks,
         )
 
-    def _first_batch(self) -> int:
-        """Return the training stream's first batch; with `overfit_batches`, every epoch begins with the same batch."""
+    def _step_begin(self) -> int:
+        """Return the place of an optimizer step's first row; with `overfit_batches`, all epochs have the same rows."""
         if self.trainer is not None and self.trainer.overfit_batches > 0:  # type: ignore[attr-defined]
-            return batches_of_epoch(self.trainer)
-        return self.consumed_batches
+            return batches_of_epoch(self.trainer) * self._rows_per_batch
+        return self.consumed_rows
+
+    def _next_row(self) -> int:
+        return self._step_begin() + self._unfinished * self._rows_per_batch
 
     def _val_sampler(self) -> ShardedBatchSampler:
         return ShardedBatchSampler(self._val_rows(self._rows_per_batch), self.batch_size, **self._ranks)

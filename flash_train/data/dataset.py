@@ -56,6 +56,10 @@ class PackedRows(Dataset):
             lengths.append(self.index.seq_len - sum(lengths))
         return as_row(tokens, labels, lengths, self.capacity)
 
+    def squared_lengths(self, rows: list[int]) -> np.ndarray:
+        """Return the sum of the squares of each row's entry lengths: int64 (rows,)."""
+        return self.index.squared_lengths[rows]
+
     def _label_document_ends(
         self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: list[tuple[int, int, int]]
     ) -> None:
@@ -65,6 +69,21 @@ class PackedRows(Dataset):
         if row + 1 < len(self.index):
             document, start, _ = self.index.row(row + 1)[0]
             labels[ends[-1] - 1] = self.part.tokens(document, start, 1)[0]
+
+
+class PlacedRows(Dataset):
+    """The same rows, each with ``place``, an int: its place in the order of training.
+
+    Args:
+        rows: a map-style data set of rows.
+    """
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
+
+    def __getitem__(self, placed: tuple[int, Any]) -> Row:
+        place, row = placed
+        return {**self.rows[row], "place": place}
 
 
 def as_row(tokens: np.ndarray, labels: np.ndarray, lengths: Sequence[int], capacity: int) -> Row:
@@ -83,12 +102,14 @@ def collate(rows: Sequence[Row]) -> Batch:
     """Make a batch from rows; its packed stream is the concatenated rows.
 
     tokens, labels, positions: int64 (batch_size, seq_len); cu_seqlens: int32 (batch_size * capacity + 1,) from 0 to
-    batch_size * seq_len, the last value repeated; lengths: the entries' lengths in order, Python ints.
+    batch_size * seq_len, the last value repeated; lengths: the entries' lengths in order, Python ints. Rows of
+    `PlacedRows` also have places: of the rows in the order of training, Python ints.
     """
     capacity = len(rows[0]["cu_seqlens"]) - 1
     lengths = tuple(length for row in rows for length in row["lengths"])
     stacked = {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels", "positions")}
-    return {**stacked, "cu_seqlens": _boundaries(lengths, len(rows) * capacity), "lengths": lengths}
+    batch = {**stacked, "cu_seqlens": _boundaries(lengths, len(rows) * capacity), "lengths": lengths}
+    return {**batch, "places": tuple(row["place"] for row in rows)} if "place" in rows[0] else batch
 
 
 def _boundaries(lengths: Sequence[int], capacity: int) -> torch.Tensor:

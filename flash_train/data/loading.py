@@ -6,12 +6,11 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from flash_train.data.dataset import Batch, PackedRows, collate
+from flash_train.data.dataset import Batch, PackedRows, PlacedRows, collate
 from flash_train.data.lightning_counts import EpochStart
 from flash_train.data.recall import RecallRows
-from flash_train.data.sampler import EndlessBatchSampler, ShardedBatchSampler
+from flash_train.data.sampler import DealtBatchSampler, EndlessBatchSampler, ShardedBatchSampler
 from flash_train.data.signals import leave_signals_to_main, started_without_signals
-from flash_train.data.stream import StreamedRows, StreamSampler
 
 
 class BatchStream(IterableDataset):
@@ -28,8 +27,8 @@ class BatchStream(IterableDataset):
 
     def __init__(
         self,
-        rows: PackedRows | RecallRows | StreamedRows,
-        make_sampler: Callable[[], EndlessBatchSampler | ShardedBatchSampler | StreamSampler],
+        rows: PackedRows | RecallRows | PlacedRows,
+        make_sampler: Callable[[], EndlessBatchSampler | DealtBatchSampler | ShardedBatchSampler],
         num_workers: int = 0,
         epoch_start: EpochStart | None = None,
         on_batch: Callable[[], None] | None = None,
@@ -71,7 +70,7 @@ class BatchStream(IterableDataset):
             if self.on_batch is not None:
                 self.on_batch()
             # In some versions of PyTorch, pinning turns a tuple into a list.
-            yield {**batch, "lengths": tuple(batch["lengths"])}
+            yield {**batch, **{name: tuple(batch[name]) for name in ("lengths", "places") if name in batch}}
 
 
 def _identity(batch: Any) -> Any:

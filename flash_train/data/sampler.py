@@ -1,47 +1,36 @@
-"""Samplers: the rows of a batch are a pure function of (seed, batch, rank, world size)."""
+"""Samplers: the rows of a batch are a pure function of (seed, first row, batch, rank, world size)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 
 from flash_train.data.dataset import PADDING_ROW
+from flash_train.data.deal import Synchronise, deal, imbalance
 
 
-class EndlessBatchSampler:
-    """Endless batches of row indices, from `start_batch` on.
+class RowOrder(Protocol):
+    """An endless order of training rows, the same for all ranks."""
 
-    Sample j of batch i of a rank is sample ``g = (i * world_size + rank) * batch_size + j`` of a global stream. The
-    stream is a sequence of epochs, each a seeded permutation of the rows: sample g is at ``g % n_rows`` in epoch
-    ``g // n_rows``. A batch may span two epochs; within an epoch no row is dropped or repeated. With ``shuffle=False``
-    every epoch has the rows in order.
+    def rows(self, first: int, n: int) -> list[Any]:
+        """Return the data set's indices of the rows at the places ``first, …, first + n - 1`` of the order."""
+
+
+class EndlessOrder:
+    """The order of a map-style data set: a sequence of epochs, each a seeded permutation of the rows.
+
+    Place g is in epoch ``g // n_rows``, at ``g % n_rows``. With ``shuffle=False`` every epoch has the rows in order.
     """
 
-    def __init__(
-        self,
-        n_rows: int,
-        batch_size: int,
-        *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_batch: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        self.n_rows, self.batch_size, self.seed = n_rows, batch_size, seed
-        self.rank, self.world_size, self.start_batch, self.shuffle = rank, world_size, start_batch, shuffle
+    def __init__(self, n_rows: int, *, seed: int, shuffle: bool = True) -> None:
+        self.n_rows, self.seed, self.shuffle = n_rows, seed, shuffle
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
-    def batch(self, i: int) -> list[int]:
-        """Return the row indices of batch `i` of this rank."""
-        first = (i * self.world_size + self.rank) * self.batch_size
-        return [self._row(*divmod(g, self.n_rows)) for g in range(first, first + self.batch_size)]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        i = self.start_batch
-        while True:
-            yield self.batch(i)
-            i += 1
+    def rows(self, first: int, n: int) -> list[int]:
+        """Return the row indices at the places ``first, …, first + n - 1``."""
+        return [self._row(*divmod(place, self.n_rows)) for place in range(first, first + n)]
 
     def _row(self, epoch: int, place: int) -> int:
         if not self.shuffle:
@@ -49,6 +38,87 @@ class EndlessBatchSampler:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, epoch_order(self.n_rows, self.seed, epoch)
         return int(self._order[place])
+
+
+class PlacedOrder:
+    """Another order's rows together with their places: tuples (place, row), for `PlacedRows`."""
+
+    def __init__(self, order: RowOrder) -> None:
+        self.order = order
+
+    def rows(self, first: int, n: int) -> list[tuple[int, Any]]:
+        """Return the rows at the places ``first, …, first + n - 1``."""
+        return list(enumerate(self.order.rows(first, n), first))
+
+
+class EndlessBatchSampler:
+    """Endless batches of an order's rows, from the place `first_row` on.
+
+    Sample j of batch i of a rank is at the place ``first_row + (i * world_size + rank) * batch_size + j``. So ranks and
+    batches divide one order: no row is dropped or repeated, also when a run continues with other sizes.
+    """
+
+    def __init__(
+        self, order: RowOrder, batch_size: int, *, rank: int = 0, world_size: int = 1, first_row: int = 0
+    ) -> None:
+        self.order, self.batch_size = order, batch_size
+        self.rank, self.world_size, self.first_row = rank, world_size, first_row
+
+    def batch(self, i: int) -> list[Any]:
+        """Return the indices of batch `i` of this rank, counted from `first_row`."""
+        return self.order.rows(self.first_row + (i * self.world_size + self.rank) * self.batch_size, self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(self.batch, count())
+
+
+class DealtBatchSampler:
+    """Endless batches as in `EndlessBatchSampler`, with the rows of each optimizer step dealt by their cost.
+
+    Step s has the rows at the places ``first_row + s * n, …, first_row + (s + 1) * n - 1``, where n is ``accumulate *
+    world_size * batch_size``. `flash_train.data.deal.deal` divides them over micro-batches and ranks.
+
+    Args:
+        order: the rows' order.
+        costs: returns the costs of rows, float64 (rows,), from their indices.
+        batch_size: rows per batch on each rank.
+        accumulate: micro-batches per optimizer step.
+        synchronise: when ranks wait for each other.
+        first_row: the place of the first row of a step.
+        skipped: how many micro-batches of the first step are left out.
+        on_step: called with the place after a step's rows and the step's imbalance, before its first batch.
+    """
+
+    def __init__(
+        self,
+        order: RowOrder,
+        costs: Callable[[list[Any]], np.ndarray],
+        batch_size: int,
+        *,
+        accumulate: int,
+        synchronise: Synchronise,
+        rank: int = 0,
+        world_size: int = 1,
+        first_row: int = 0,
+        skipped: int = 0,
+        on_step: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.order, self.costs, self.batch_size = order, costs, batch_size
+        self.accumulate, self.synchronise = accumulate, synchronise
+        self.rank, self.world_size, self.first_row, self.skipped = rank, world_size, first_row, skipped
+        self.on_step = on_step
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        n, skipped = self.accumulate * self.world_size * self.batch_size, self.skipped
+        for first in count(self.first_row, n):
+            rows = self.order.rows(first, n)
+            costs = self.costs(rows)
+            dealt = deal(costs, self.world_size, self.batch_size, self.synchronise)
+            if self.on_step is not None:
+                self.on_step(first + n, imbalance(costs, dealt, self.synchronise))
+            for micro_batch in dealt[skipped:, self.rank].tolist():
+                yield [rows[i] for i in micro_batch]
+            skipped = 0
 
 
 class ShardedBatchSampler:

@@ -110,6 +110,7 @@ class StreamedRows(Dataset):
         self._positions: dict[int, dict[str, Any] | None] = {0: None}  # by chunk, of its first document in the corpus
         self._open: tuple[int, DocumentStream, Iterator[Document]] | None = None  # the next chunk, and its documents
         self._packed: dict[int, PackedRows] = {}
+        self._kept_chunks = KEPT_CHUNKS
         self._first = self._cache(0)
         train, self.held_out = split(self._first, val_fraction)
         val = validation_documents(self.held_out, val_tokens)
@@ -132,14 +133,18 @@ class StreamedRows(Dataset):
             cache = self._cache(chunk)
             part = self.first_part if chunk == 0 else train_part_after(self._first, cache, self.val_fraction)
             index = limit_entries(pack(part.lengths, self.seq_len, self.packing), self.capacity)
-            while len(self._packed) >= KEPT_CHUNKS:
+            while len(self._packed) >= self._kept_chunks:
                 del self._packed[next(iter(self._packed))]
             self._packed[chunk] = PackedRows(part, index, self.tokenizer.pad, self.capacity)
         return self._packed[chunk]
 
-    def sampler(self, batch_size: int, *, seed: int, start_batch: int, rank: int, world_size: int) -> "StreamSampler":
-        """Return endless batches from `start_batch` on."""
-        return StreamSampler(self, batch_size, seed=seed, start_batch=start_batch, rank=rank, world_size=world_size)
+    def squared_lengths(self, places: list[tuple[int, int]]) -> np.ndarray:
+        """Return the sum of the squares of each row's entry lengths: int64 (places,)."""
+        return np.array([self.chunk(chunk).index.squared_lengths[row] for chunk, row in places])
+
+    def keep_chunks(self, rows: int) -> None:
+        """Keep as many packed chunks in memory as `rows` consecutive rows are in, if they are read in another order."""
+        self._kept_chunks = max(self._kept_chunks, KEPT_CHUNKS + rows * self.seq_len // self.chunk_tokens)
 
     def start_before(self, sample: int) -> ChunkStart:
         """Return the last known chunk start at or before a sample."""
@@ -160,7 +165,7 @@ class StreamedRows(Dataset):
         """Return which documents are consumed at a sample, as plain values.
 
         "chunks" holds the current chunk last: all documents before it are consumed, and its rows up to `sample`. The
-        previous chunk is stored too, because a resumed run with another batch size may begin in it.
+        previous chunk is stored too: version 0.2 with another batch size may begin in it.
         """
         starts = self._starts_before(sample)[-2:]
         return {"rows": self._identity, "chunks": [asdict(start) for start in starts]}
@@ -205,41 +210,31 @@ class StreamedRows(Dataset):
         return stream, iter(stream)
 
 
-class StreamSampler:
-    """Endless batches of (chunk, row); sample numbers as in `EndlessBatchSampler`.
+class StreamOrder:
+    """The order of streamed rows, as (chunk, row): chunks in the corpus's order, each with its rows shuffled.
 
-    Chunks are in the corpus's order; rows are shuffled within their chunk by (seed, epoch, chunk). Reading a batch
-    tokenises its chunk.
+    The permutation of a chunk depends on (seed, epoch, chunk). Reading a place tokenises its chunk.
     """
 
-    def __init__(
-        self,
-        rows: StreamedRows,
-        batch_size: int,
-        *,
-        seed: int,
-        start_batch: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
-        self.start_batch, self.rank, self.world_size = start_batch, rank, world_size
+    def __init__(self, streamed: StreamedRows, *, seed: int) -> None:
+        self.streamed, self.seed = streamed, seed
+        self._start: ChunkStart | None = None  # of the chunk that was read last
+        self._order = np.empty(0, dtype=np.int64)  # of its rows
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        start, order = None, np.empty(0, dtype=np.int64)
-        i = self.start_batch
-        while True:
-            first, batch = (i * self.world_size + self.rank) * self.batch_size, []
-            for sample in range(first, first + self.batch_size):
-                start = start or self.rows.start_before(sample)
-                while sample >= start.first + len(self.rows.chunk(start.chunk)):
-                    start, order = self.rows.start_after(start), order[:0]
-                if not len(order):
-                    n_rows = len(self.rows.chunk(start.chunk))
-                    order = epoch_order(n_rows, self.seed, (start.epoch << 32) + start.chunk)
-                batch.append((start.chunk, int(order[sample - start.first])))
-            yield batch
-            i += 1
+    def rows(self, first: int, n: int) -> list[tuple[int, int]]:
+        """Return (chunk, row) of the samples ``first, …, first + n - 1``."""
+        return [self._place(sample) for sample in range(first, first + n)]
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        start, previous = self._start, self._start
+        if start is None or sample < start.first:
+            start = self.streamed.start_before(sample)
+        while sample >= start.first + len(self.streamed.chunk(start.chunk)):
+            start = self.streamed.start_after(start)
+        if start != previous:
+            n_rows = len(self.streamed.chunk(start.chunk))
+            self._start, self._order = start, epoch_order(n_rows, self.seed, (start.epoch << 32) + start.chunk)
+        return start.chunk, int(self._order[sample - start.first])
 
 
 def limit_entries(index: PackedIndex, capacity: int) -> PackedIndex:

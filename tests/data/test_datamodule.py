@@ -134,10 +134,22 @@ def test_concat_gives_one_entry_per_row(make_data):
     assert batch["cu_seqlens"][:4].tolist() == [0, 64, 128, 192]
 
 
-def test_resuming_with_another_batch_size_repeats_at_most_part_of_a_batch(make_data):
+def test_resuming_with_another_batch_size_continues_with_the_next_row(make_data):
+    data, one = make_data(batch_size=2), make_data(batch_size=1)
+    data.load_state_dict({**make_data(batch_size=3).state_dict(), "consumed_rows": 15})
+    assert data.consumed_rows == 15 and data.consumed_batches == 7
+    rows = torch.cat([batch["tokens"] for batch in islice(one.train_dataloader(), 21)])
+    found = torch.cat([batch["tokens"] for batch in islice(data.train_dataloader(), 3)])
+    assert torch.equal(found, rows[15:])
+    assert data.consumed_rows == 21
+
+
+def test_checkpoints_of_0_2_continue_with_the_next_row(make_data):
+    state = {**make_data(batch_size=3).state_dict(), "consumed_batches": 5, "rows_per_batch": 6}
+    del state["consumed_rows"]
     data = make_data(batch_size=2)
-    data.load_state_dict({**make_data(batch_size=3).state_dict(), "consumed_batches": 5})
-    assert data.consumed_batches == 7  # of 15 consumed rows, 14 are whole batches of two
+    data.load_state_dict(state)
+    assert data.consumed_rows == 30 and data.consumed_batches == 15
 
 
 def test_resuming_on_other_data_prints_a_line(make_data, capsys):
@@ -156,9 +168,9 @@ def test_resuming_on_other_data_prints_a_line(make_data, capsys):
 def test_resuming_on_another_kind_of_corpus_prints_a_line(make_data, capsys):
     text, recall = make_data(), PackedDataModule(RecallCorpus(n_pairs=8), seq_len=64, batch_size=3, seed=7)
     recall_to_text = "corpus_hash was recall-8-64-64 and is [0-9a-f]+, tokenizer was None and is bytes-259, packing was"
-    text.load_state_dict({**recall.state_dict(), "consumed_batches": 4})
+    text.load_state_dict({**recall.state_dict(), "consumed_rows": 12})
     assert re.match(f"flash-train: data: resuming on different data: {recall_to_text}", capsys.readouterr().err)
-    recall.load_state_dict({**text.state_dict(), "consumed_batches": 5})
+    recall.load_state_dict({**text.state_dict(), "consumed_rows": 15})
     assert re.search("corpus_hash was .* and is recall-8-64-64", capsys.readouterr().err)
     assert (text.consumed_batches, recall.consumed_batches) == (4, 5)
 
@@ -188,6 +200,12 @@ def test_checkpoints_store_the_tokenizer_and_its_special_tokens(make_data, tmp_p
         ({"val_tokens": 1}, "data.val_tokens=1: must be 2 or more"),
         ({"num_workers": -1}, "data.num_workers=-1: must be 0 or more"),
         ({"val_fraction": 1.0}, r"data.val_fraction=1.0: must be in \(0, 1\)"),
+        ({"accumulate": 0}, "accumulate=0: must be 1 or more"),
+        ({"row_cost": (0, 0)}, r"row_cost=\(0, 0\): must be two numbers of 0 or more, not both 0, or None for rows in"),
+        ({"row_cost": (1, -1)}, r"row_cost=\(1, -1\): must be two numbers of 0 or more"),
+        ({"row_cost": (1, float("nan"))}, r"row_cost=\(1, nan\): must be two numbers of 0 or more"),
+        ({"row_cost": (1,)}, r"row_cost=\(1,\): must be two numbers of 0 or more"),
+        ({"synchronise": "never"}, "synchronise='never': must be one of micro_batch, step"),
         ({"packing": "tight"}, "data.packing='tight': must be one of best_fit, concat"),
     ],
 )

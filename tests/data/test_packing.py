@@ -87,3 +87,12 @@ def test_half_a_million_documents_pack_in_seconds():
 def test_unknown_packing_is_refused():
     with pytest.raises(ValueError, match="data.packing='worst_fit': must be one of best_fit, concat"):
         pack(np.array([3]), 8, "worst_fit")
+
+
+@given(LENGTHS, st.integers(2, 80), st.sampled_from(["best_fit", "concat"]))
+def test_squared_lengths_are_those_of_a_rows_entries(lengths, seq_len, packing):
+    index = pack(np.array(lengths), seq_len, packing)
+    for row, squares in enumerate(index.squared_lengths.tolist()):
+        entries = [length for _, _, length in index.row(row)]
+        entries = [seq_len] if packing == "concat" else [*entries, seq_len - sum(entries)]
+        assert squares == sum(length**2 for length in entries)

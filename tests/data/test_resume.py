@@ -1,11 +1,14 @@
 """A resumed run gets the same batches as an uninterrupted one, with Lightning's own Trainer."""
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from tests.support.data.corpora import random_texts
+from flash_train.data import ByteTokenizer, PackedDataModule, RecallCorpus
+from flash_train.data.sampler import EndlessOrder
+from tests.support.data.corpora import StreamedList, random_texts
 from tests.support.data.loops import Recorder, StopAtBatch, fit
 
 
@@ -200,3 +203,117 @@ NEVER = "data: training batches are endless, so an epoch never ends and nothing 
 def test_validation_that_never_runs_prints_a_line(make_data, tmp_path, capfd, options, warns):
     fit(make_data(), tmp_path, steps=2, **options)
     assert (NEVER in capfd.readouterr().err) == warns
+
+
+# -- another number of ranks
+
+
+class Rank(SingleDeviceStrategy):
+    """One device that says it has the rows of one of several ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.distributed_sampler_kwargs = {"rank": rank, "num_replicas": world_size}
+
+
+def rows_by_step(make, folder, *, ranks, batch_size, accumulate, steps, resume=None, stop=None, **options):
+    """The rows that all ranks read in each optimizer step, sorted. With `stop`, each rank saves and stops there."""
+    found: dict[int, list] = {}
+    for rank in range(ranks):
+        callbacks = [StopAtBatch(stop * accumulate, folder / f"stop-{rank}.ckpt")] if stop else []
+        seen = fit(
+            make(batch_size=batch_size),
+            folder,
+            steps=steps,
+            callbacks=callbacks,
+            resume=resume,
+            accumulate_grad_batches=accumulate,
+            strategy=Rank(rank, ranks),
+            **options,
+        )
+        assert len(seen) == (stop or steps - min(step for step, _ in seen)) * accumulate
+        for step, tokens in seen:
+            found.setdefault(step, []).extend(tokens)
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def streamed(tmp_path):
+    def make(**options):
+        options = {"seq_len": 16, "seed": 7, "val_fraction": 0.1, "cache_dir": tmp_path / "stream", **options}
+        return PackedDataModule(StreamedList(random_texts(2000, 30, seed=5)), ByteTokenizer(), **options)
+
+    return make
+
+
+def recall(**options):
+    return PackedDataModule(RecallCorpus(n_pairs=4), seq_len=64, seed=7, **options)
+
+
+SAME_STEP = [  # ranks, batch size, accumulation: always 24 rows in a step
+    ((2, 3, 4), (4, 3, 2)),
+    ((4, 1, 6), (1, 6, 4)),
+    ((3, 4, 2), (2, 1, 12)),
+    ((1, 2, 12), (8, 3, 1)),
+]
+
+
+@pytest.mark.parametrize("row_cost", [None, (1.0, 2.0)], ids=["in order", "dealt"])
+@pytest.mark.parametrize("kind", ["rows", "stream", "recall"])
+@pytest.mark.parametrize(("before", "after"), SAME_STEP, ids=str)
+def test_each_step_has_the_same_rows_on_another_number_of_ranks(
+    make_data, tmp_path, monkeypatch, before, after, kind, row_cost
+):
+    """The steps pass the end of an epoch, and many chunks of a stream."""
+    monkeypatch.setattr("flash_train.data.cache.BATCH_DOCUMENTS", 8)
+    monkeypatch.setattr("flash_train.data.stream.CHUNK_ROWS", 16)
+
+    def make(**options):
+        made = {"rows": make_data, "stream": streamed(tmp_path), "recall": recall}[kind]
+        return made(**options, row_cost=row_cost)
+
+    names, steps, stop = ("ranks", "batch_size", "accumulate"), 14, 5
+    before, after = (dict(zip(names, sizes, strict=True)) for sizes in (before, after))
+    whole = rows_by_step(make, tmp_path, steps=steps, **before)
+    assert sorted(whole) == list(range(steps)) and {len(rows) for rows in whole.values()} == {24}
+    first = rows_by_step(make, tmp_path, steps=steps, stop=stop, **before)
+    rest = rows_by_step(make, tmp_path, steps=steps, resume=tmp_path / f"stop-{before['ranks'] - 1}.ckpt", **after)
+    assert first | rest == whole and not first.keys() & rest.keys()
+
+
+@pytest.mark.parametrize("row_cost", [None, (0.0, 1.0)], ids=["in order", "dealt"])
+def test_no_row_is_skipped_or_repeated_with_steps_of_another_size(make_data, tmp_path, row_cost):
+    def make(**options):
+        return make_data(**options, row_cost=row_cost)
+
+    order = EndlessOrder(make_data().info["train"]["rows"], seed=7)
+    n, stop = 2 * 3 * 3, 5
+    rows_by_step(make, tmp_path, steps=9, stop=stop, ranks=2, batch_size=3, accumulate=3)
+    resumed = rows_by_step(
+        make, tmp_path, steps=9, resume=tmp_path / "stop-1.ckpt", ranks=4, batch_size=5, accumulate=2
+    )
+    data = make_data()
+    data.setup()
+    for step in range(stop, 9):
+        expected = order.rows(stop * n + (step - stop) * 40, 40)
+        assert resumed[step] == sorted(data._train[row]["tokens"].tolist() for row in expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_a_validation_reads_each_row_once_on_any_number_of_ranks(make_data, tmp_path, world_size):
+    class Validating(Recorder):
+        def validation_step(self, batch, batch_idx):
+            self.seen.extend((batch_idx, row) for row in batch["tokens"].tolist())
+
+    found, counts = [], set()
+    for rank in range(world_size):
+        data, module = make_data(batch_size=4), Validating()
+        trainer = lightning.Trainer(
+            strategy=Rank(rank, world_size), logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+        )
+        trainer.validate(module, data, verbose=False)
+        found += [row for _, row in module.seen if set(row) != {ByteTokenizer.pad}]
+        counts.add(len(module.seen))
+    data = make_data()
+    data.setup()
+    assert sorted(found) == sorted(data._val[row]["tokens"].tolist() for row in range(len(data._val)))
+    assert len(counts) == 1

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flash_train.data.loading import BatchStream
 from flash_train.data.recall import RecallCorpus, RecallRows
-from flash_train.data.sampler import EndlessBatchSampler
+from flash_train.data.sampler import EndlessBatchSampler, EndlessOrder
 from flash_train.data.signals import STOPPING, leave_signals_to_main
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="workers know the sender on Linux only")
@@ -43,7 +43,8 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
 def batches():
     corpus = RecallCorpus(n_pairs=4, n_keys=8, n_values=8)
     rows = RecallRows(corpus, 64, 0, "train")
-    stream = BatchStream(rows, lambda: EndlessBatchSampler(len(rows), 2, seed=0, shuffle=False), num_workers=2)
+    order = EndlessOrder(len(rows), seed=0, shuffle=False)
+    stream = BatchStream(rows, lambda: EndlessBatchSampler(order, 2), num_workers=2)
     before = set(children())
     iterator = iter(stream)
     next(iterator)

@@ -3,56 +3,27 @@
 import csv
 import json
 import shutil
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flash_train.data import ByteTokenizer, Document, HubCorpus, PackedDataModule
+from flash_train.data import ByteTokenizer, HubCorpus, PackedDataModule
+from flash_train.data.deal import deal
 from flash_train.data.packing import PackedIndex, pack
-from flash_train.data.stream import StreamedRows, limit_entries, tokens_of_chunk
-from tests.support.data.corpora import ListCorpus, random_texts, write_parquet
+from flash_train.data.stream import StreamedRows, StreamOrder, limit_entries, tokens_of_chunk
+from tests.support.data.corpora import StreamedList, random_texts, write_parquet
 from tests.support.data.loops import FakeTrainer, StopAtBatch, equal_batches, fit
 
 SEQ_LEN = 16
 TEXTS = random_texts(2000, 30, seed=5)  # chunks of 4,096 tokens, which is 256 documents
 
 
-@dataclass
-class StreamedList(ListCorpus):
-    """Streams texts; records which were read, and from which positions."""
-
-    texts: list[bytes] = field(default_factory=lambda: TEXTS)
-    read: list[int] = field(default_factory=list)
-    opened: list[int] = field(default_factory=list)
-    streaming = True
-
-    def stream(self, position=None):
-        self.opened.append(position["next"] if position else 0)
-        return ListStream(self, self.opened[-1])
-
-
-class ListStream:
-    def __init__(self, corpus: StreamedList, at: int) -> None:
-        self.corpus, self.at = corpus, at
-
-    def __iter__(self):
-        while self.at < len(self.corpus.texts):
-            self.at += 1
-            self.corpus.read.append(self.at - 1)
-            text = self.corpus.texts[self.at - 1]
-            yield Document(key=text.hex(), source=f"text {self.at - 1}", text=text)
-
-    def position(self):
-        return {"next": self.at}
-
-
 def make(cache_dir: Path, corpus=None, **options) -> PackedDataModule:
     options = {"seq_len": SEQ_LEN, "batch_size": 3, "seed": 7, "val_fraction": 0.1, **options}
-    return PackedDataModule(corpus or StreamedList(), ByteTokenizer(), cache_dir=cache_dir, **options)
+    return PackedDataModule(corpus or StreamedList(TEXTS), ByteTokenizer(), cache_dir=cache_dir, **options)
 
 
 def pieces(rows) -> list[list[int]]:
@@ -75,15 +46,16 @@ def pieces_of(texts) -> list[list[int]]:
 
 def epoch(rows: StreamedRows) -> list[dict]:
     """The rows of all chunks, once."""
-    sampler, seen = rows.sampler(1, seed=0, start_batch=0, rank=0, world_size=1), []
-    for (place,) in sampler:
+    order, seen = StreamOrder(rows, seed=0), []
+    for i in count():
+        (place,) = order.rows(i, 1)
         if place in seen:
             return [rows[place] for place in seen]
         seen.append(place)
 
 
 def test_first_batch_needs_only_the_first_chunk(tmp_path):
-    corpus = StreamedList()
+    corpus = StreamedList(TEXTS)
     data = make(tmp_path, corpus)
     assert len(data.info["val"]) and corpus.read == list(range(256))
     batches = iter(data.train_dataloader())
@@ -123,7 +95,7 @@ def test_every_pass_has_the_same_rows_in_another_order(tmp_path):
     data = make(tmp_path, batch_size=1)
     data.setup()
     n = len(epoch(data._train))
-    places = [place for (place,) in islice(data._train_sampler(), 3 * n)]
+    places = [chunk_row for ((_, chunk_row),) in islice(data._train_sampler(), 3 * n)]
     first, second, third = places[:n], places[n : 2 * n], places[2 * n :]
     assert sorted(first) == sorted(second) == sorted(third) and first != second != third
     assert [chunk for chunk, _ in first] == [chunk for chunk, _ in second] == sorted(chunk for chunk, _ in first)
@@ -144,7 +116,7 @@ def test_batches_depend_on_the_seed_not_on_the_cache(tmp_path):
 
 def test_tokenised_chunks_are_reused(tmp_path):
     list(islice(make(tmp_path).train_dataloader(), 300))
-    corpus = StreamedList()
+    corpus = StreamedList(TEXTS)
     list(islice(make(tmp_path, corpus).train_dataloader(), 300))
     assert corpus.read == []
 
@@ -171,10 +143,34 @@ def test_resumed_run_continues_the_stream(tmp_path, stop, keep_cache):
     fit(make(tmp_path / "1"), tmp_path, steps=stop + 20, callbacks=[StopAtBatch(stop, path)])
     if not keep_cache:
         shutil.rmtree(tmp_path / "1")
-    corpus = StreamedList()
+    corpus = StreamedList(TEXTS)
     assert fit(make(tmp_path / "1", corpus), tmp_path, steps=stop + 20, resume=path) == whole[stop:]
     # Of the earlier chunks, only the first is read again, because it has the validation documents.
     assert (len(corpus.read) <= 4 * 256 and len(corpus.opened) <= 3) if not keep_cache else corpus.read == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_of_a_stream_are_dealt_and_each_chunk_is_packed_once(tmp_path, monkeypatch, num_workers):
+    """A step of 40 rows has rows of two or three chunks, in another order than the stream's."""
+    monkeypatch.setattr("flash_train.data.cache.BATCH_DOCUMENTS", 8)
+    monkeypatch.setattr("flash_train.data.stream.CHUNK_ROWS", 16)
+    packed = []
+    monkeypatch.setattr("flash_train.data.stream.pack", lambda *given: packed.append(len(given[0])) or pack(*given))
+    options = {"batch_size": 5, "accumulate": 4, "rank": 1, "world_size": 2, "row_cost": (0.0, 1.0)}
+    data = make(tmp_path, num_workers=num_workers, **options)
+    data.setup()
+    del packed[:]
+    batches = list(islice(data.train_dataloader(), 24))
+    rows, n_packed = data._train, len(packed)
+    order = StreamOrder(rows, seed=7)
+    chunks = {chunk for chunk, _ in order.rows(0, 6 * 40)}
+    ahead = 4 if num_workers else 0  # chunks of the next steps, for the batches that workers load ahead
+    assert len(chunks) > 10 and len(chunks) <= n_packed <= len(chunks) + ahead
+    for step in range(6):
+        places = order.rows(step * 40, 40)
+        costs = np.array([sum(length**2 for length in rows[place]["lengths"]) for place in places], float)
+        for batch, dealt in zip(batches[4 * step :], deal(costs, 2, 5, "micro_batch")[:, 1], strict=False):
+            assert torch.equal(batch["tokens"], torch.stack([rows[places[i]]["tokens"] for i in dealt]))
 
 
 def test_overfit_batches_repeats_the_first_batches_of_a_stream(tmp_path):
@@ -198,14 +194,14 @@ def test_checkpoint_lists_the_consumed_documents(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 50)])
-def test_another_batch_size_repeats_at_most_part_of_a_batch(tmp_path, before, after):
+def test_another_batch_size_continues_with_the_next_row(tmp_path, before, after):
     data = make(tmp_path, batch_size=1)
     stream = [batch["tokens"] for batch in islice(data.train_dataloader(), 1500)]
     path, consumed = tmp_path / "stop.ckpt", 1200 // before
     fit(make(tmp_path, batch_size=before), tmp_path, steps=2000, callbacks=[StopAtBatch(consumed, path)])
     resumed = make(tmp_path, batch_size=after)
     resumed.load_state_dict(torch.load(path, weights_only=True)["PackedDataModule"])
-    first = consumed * before // after * after
+    first = consumed * before
     assert torch.equal(next(iter(resumed.train_dataloader()))["tokens"], torch.cat(stream[first : first + after]))
 
 
@@ -213,7 +209,7 @@ def test_position_in_other_rows_is_not_reused(tmp_path, capsys):
     data = make(tmp_path)
     batches = list(islice(data.train_dataloader(), 400))
     state = data.state_dict()
-    state["consumed_batches"] = 300
+    state["consumed_rows"] = 900
     state["stream"] = data._train.state(900)
     other = make(tmp_path, packing="concat")
     other.load_state_dict(state)
@@ -226,7 +222,7 @@ def test_resuming_with_streaming_changed_prints_a_line(tmp_path, capsys):
     class NotStreamed(StreamedList):
         streaming = False
 
-    streamed, whole = make(tmp_path), make(tmp_path, NotStreamed())
+    streamed, whole = make(tmp_path), make(tmp_path, NotStreamed(TEXTS))
     whole.load_state_dict(streamed.state_dict())
     assert capsys.readouterr().err.endswith("streaming was True and is False\n")
     streamed.load_state_dict(whole.state_dict())

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,34 @@ class ListCorpus:
     def documents(self) -> Iterator[Document]:
         for i, text in enumerate(self.texts):
             yield Document(key=str(i), source=f"text {i}", text=text)
+
+
+@dataclass
+class StreamedList(ListCorpus):
+    """Streams texts; records which were read, and from which positions."""
+
+    read: list[int] = field(default_factory=list)
+    opened: list[int] = field(default_factory=list)
+    streaming = True
+
+    def stream(self, position=None):
+        self.opened.append(position["next"] if position else 0)
+        return ListStream(self, self.opened[-1])
+
+
+class ListStream:
+    def __init__(self, corpus: StreamedList, at: int) -> None:
+        self.corpus, self.at = corpus, at
+
+    def __iter__(self):
+        while self.at < len(self.corpus.texts):
+            self.at += 1
+            self.corpus.read.append(self.at - 1)
+            text = self.corpus.texts[self.at - 1]
+            yield Document(key=text.hex(), source=f"text {self.at - 1}", text=text)
+
+    def position(self):
+        return {"next": self.at}
 
 
 def random_texts(n: int, longest: int, seed: int = 0) -> list[bytes]:

@@ -6,10 +6,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 
 class FakeTrainer:
-    """The attributes of a trainer that PackedDataModule reads for its rank."""
+    """The attributes of a trainer that PackedDataModule reads for its rank; `world_size` counts data ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.global_rank, self.world_size = rank, world_size
+        self.strategy = type("Strategy", (), {"distributed_sampler_kwargs": {"rank": rank, "num_replicas": world_size}})
         total = type("Progress", (), {"processed": 0})
         progress = type("BatchProgress", (), {"total": total, "current": total})
         self.fit_loop = type("Loop", (), {"epoch_loop": type("Loop", (), {"batch_progress": progress})})
