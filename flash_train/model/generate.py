@@ -1,17 +1,17 @@
 """Sampling without a KV cache. It shows what a model has learnt and is not meant for serving."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from flash_train.checks import at_least, check
-from flash_train.model.transformer import Transformer
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    model: nn.Module,
     tokens: Sequence[int],
     *,
     max_new_tokens: int,
@@ -19,6 +19,7 @@ def generate(
     generator: torch.Generator | None = None,
     vocab_limit: int | None = None,
     max_seconds: float | None = None,
+    agree: Callable[[bool], bool] = bool,
 ) -> list[int]:
     """Continue `tokens` and return only the new ids.
 
@@ -26,25 +27,27 @@ def generate(
     likeliest id. Ids from `vocab_limit` on, which pad the vocabulary, are never drawn. `generator` must be on the
     model's device; None takes PyTorch's default. Each id costs a forward over all ids before it. This forward runs
     eagerly even if the model is compiled, since each length would compile a new graph.
+
+    `model` is a Transformer, or a module with the same forward. If its weights are sharded, all ranks generate
+    together; `agree` then takes whether this rank's time is over and returns whether any rank's is.
     """
     if not len(tokens):
         raise ValueError("tokens=[]: must be at least one token to start from")
     check("temperature", temperature, at_least(0))
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
-    stream = torch.as_tensor(tokens, dtype=torch.int64, device=model.head_weight.device).view(1, -1)
+    stream = torch.as_tensor(tokens, dtype=torch.int64, device=next(model.parameters()).device).view(1, -1)
     start, was_training = stream.shape[1], model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
             for _ in range(max_new_tokens):
-                logits = torch.nn.functional.linear(model.hidden(stream)[0, -1], model.head_weight)
-                logits = logits.float()[:vocab_limit]
+                logits = model(stream)[0, -1].float()[:vocab_limit]
                 if temperature == 0:
                     token = logits.argmax(keepdim=True)
                 else:
                     token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
                 stream = torch.cat((stream, token[None]), dim=1)
-                if deadline is not None and _time_when_ready(token) >= deadline:
+                if deadline is not None and agree(_time_when_ready(token) >= deadline):
                     break
     finally:
         model.train(was_training)

@@ -6,8 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from flash_train.attention import AttentionSpec, Causal, Packing, attention
+from flash_train.attention.dropout import RngState, draw_state
+from flash_train.attention.parallel import SharedRow, shared_attention
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
+
+Layout = Packing | SharedRow | None
+"""Where documents begin: None for one document per row, or the part of a row that this rank holds."""
 
 
 class Linear(nn.Linear):
@@ -55,10 +60,21 @@ class AttentionCall(nn.Module):
         super().__init__()
         self.dropout, self.backend = dropout, backend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, packing: Layout) -> Tensor:
         """Attend: q is (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); k, v may have fewer heads."""
         spec = AttentionSpec(Causal(), dropout=self.dropout if self.training else 0.0)
+        if isinstance(packing, SharedRow):
+            attend = _attend_with_others
+            if torch.compiler.is_compiling():  # the communication and its plan are no part of a compiled graph
+                attend = torch.compiler.disable(attend)
+            return attend(q, k, v, spec, packing, self.backend)
         return attention(q, k, v, spec, packing=packing, backend=self.backend)
+
+
+def _attend_with_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, row: SharedRow, backend: str) -> Tensor:
+    """Attend over a row that several ranks share; their generators have the same state."""
+    rng = RngState(*draw_state(q.device)) if spec.dropout > 0 else None
+    return shared_attention(q, k, v, spec, row, rng=rng, backend=backend)
 
 
 class Attention(nn.Module):
@@ -75,9 +91,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int
-    ) -> Tensor:
+    def forward(self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: Layout, batch_size: int) -> Tensor:
         """Attend: x is (tokens, width) three times, for q, k and v.
 
         Without packing, the tokens are `batch_size` equal rows.
@@ -118,20 +132,26 @@ class Block(nn.Module):
         self.mlp_norm = AddRMSNorm(config.width, config.norm_eps, uses=2)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing | None, batch_size: int) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Layout, batch_size: int) -> Tensor:
         # Draw both masks before the attention: memory=selective does not run it again, so after it the generator has
         # another state in the recomputation than in the forward.
-        masks = [self._keep_mask(x) for _ in range(2)]
+        masks = [self._keep_mask(x, packing) for _ in range(2)]
         x, *normed = self.attention_norm(x)
         update = self._drop(self.attention(normed, cos, sin, packing, batch_size), masks[0])
         x, *normed = self.mlp_norm(x, update)
         del update  # its memory is free for the MLP
         return x + self._drop(self.mlp(normed), masks[1])
 
-    def _keep_mask(self, x: Tensor) -> Tensor | None:
+    def _keep_mask(self, x: Tensor, packing: Layout) -> Tensor | None:
+        """Draw the mask of an update. A rank that has a part of a row draws the row's mask and takes its part."""
         if not self.training or self.residual_dropout == 0.0:
             return None
-        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.residual_dropout)
+        row = packing if isinstance(packing, SharedRow) else None
+        tokens = row.plan.seq_len if row else len(x)
+        mask = torch.empty((tokens, x.shape[1]), dtype=torch.bool, device=x.device).bernoulli_(
+            1 - self.residual_dropout
+        )
+        return row.own(mask) if row else mask
 
     def _drop(self, update: Tensor, mask: Tensor | None) -> Tensor:
         return update if mask is None else (update * mask) * (1 / (1 - self.residual_dropout))

@@ -17,6 +17,7 @@ MEMORY_MODES = ("none", "selective", "checkpoint")
 KEPT_OPERATORS = frozenset(
     {
         "flash_train::attention_forward",
+        "flash_train::shared_attention_forward",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
@@ -29,6 +30,19 @@ KEPT_OPERATORS = frozenset(
 def check_memory_mode(memory: str) -> None:
     """Raise ValueError for an unknown mode."""
     check_name("memory", memory, MEMORY_MODES)
+
+
+def first_kept(n_layers: int, memory: str, keep: float) -> int:
+    """Return the first of the blocks that keep everything for their backward; the blocks after it do, too.
+
+    These are the last `round(keep * n_layers)` blocks: their backward comes first, so their tensors are freed before
+    any block is recomputed.
+
+    Args:
+        memory: the mode of the other blocks; with none, all blocks keep everything.
+        keep: 0 to 1.
+    """
+    return 0 if memory == "none" else n_layers - round(keep * n_layers)
 
 
 def run_block(block: Callable[..., Any], *args: Any, memory: str, random: bool) -> Any:

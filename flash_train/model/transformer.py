@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_train.attention import Packing
+from flash_train.attention.parallel import SharedRow
+from flash_train.checks import check, within
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
-from flash_train.model.layers import Block, Linear, RMSNorm
-from flash_train.model.recompute import check_memory_mode, run_block
+from flash_train.model.layers import Block, Layout, Linear, RMSNorm
+from flash_train.model.recompute import check_memory_mode, first_kept, run_block
 from flash_train.model.rope import rope_tables
 
 
@@ -16,20 +17,31 @@ class Transformer(nn.Module):
     """A pre-norm decoder in the Llama layout.
 
     `attention` names the backend (of `flash_train.attention.BACKENDS`); `memory` says what each block keeps for its
-    backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone).
+    backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone). The
+    last blocks, a share `keep` of all, keep everything in every mode (see `first_kept`).
+
     Every call takes `tokens`, int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
-    from each document's start; None computes them.
+    from each document's start; None computes them. If several ranks share the rows, `packing` is a `SharedRow`, and the
+    tokens and positions are this rank's, (1, tokens).
     """
 
-    def __init__(self, config: ModelConfig, *, attention: str = "auto", memory: str = "none") -> None:
+    def __init__(
+        self, config: ModelConfig, *, attention: str = "auto", memory: str = "none", keep: float = 0.0
+    ) -> None:
         super().__init__()
         check_memory_mode(memory)
-        self.config, self.attention, self.memory = config, attention, memory
+        check("memory.keep", keep, within(0, 1))
+        self.config, self.attention, self.memory, self.keep = config, attention, memory, keep
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = None if config.tied_embeddings else Linear(config.width, config.vocab_size)
+        self.reset_parameters()
+
+    def draw_weights(self) -> None:
+        """Draw the weights that the constructor draws: the generator also advances by the embedding's first weights."""
+        self.embedding.reset_parameters()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -56,7 +68,7 @@ class Transformer(nn.Module):
         """(vocab_size, width)."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Layout = None) -> Tensor:
         """Return normalised hidden states (batch, seq, width), in autocast's dtype if autocast is on."""
         if positions is None:
             positions = _default_positions(tokens, packing)
@@ -64,16 +76,18 @@ class Transformer(nn.Module):
         x = self.embedding(tokens.reshape(-1))
         x = x.to(ops.compute_dtype(x))  # so the residual stream takes half the memory under autocast
         random = self.training and max(self.config.attention_dropout, self.config.residual_dropout) > 0
-        for block in self.blocks:
-            x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=self.memory, random=random)
+        first = first_kept(len(self.blocks), self.memory, self.keep)
+        for number, block in enumerate(self.blocks):
+            memory = self.memory if number < first else "none"
+            x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=memory, random=random)
         return self.norm(x).view(*tokens.shape, -1)
 
-    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Layout = None) -> Tensor:
         """Return logits (batch, seq, vocab_size). For training, `loss` needs far less memory."""
         return F.linear(self.hidden(tokens, positions=positions, packing=packing), self.head_weight)
 
     def loss(
-        self, tokens: Tensor, labels: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None
+        self, tokens: Tensor, labels: Tensor, *, positions: Tensor | None = None, packing: Layout = None
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the cross entropies in nats (fp32 scalar), and the number of labels (int64 scalar).
 
@@ -98,7 +112,9 @@ class Transformer(nn.Module):
         return 6 * c.matmul_parameters * n_tokens + 12 * c.n_layers * c.n_heads * c.head_dim * pairs
 
 
-def _default_positions(tokens: Tensor, packing: Packing | None) -> Tensor:
+def _default_positions(tokens: Tensor, packing: Layout) -> Tensor:
+    if isinstance(packing, SharedRow):
+        raise ValueError("positions=None: a rank that has a part of a row must give its tokens' positions")
     if packing is None:
         return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     index = torch.arange(tokens.numel(), device=tokens.device)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from flash_train.distributed.sharding import local
+
 BLOCK = 2048  # elements per program; for 16-bit weights, each thread moves 16 bytes of each tensor
 AVERAGES = ("exp_avg", "exp_avg_sq")  # the names in PyTorch's optimizer state
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -83,6 +85,7 @@ class FusedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` whose step is one kernel; computes in fp32. State and checkpoints are the same as PyTorch's.
 
     Weights must be contiguous, fp32, bf16 or fp16, and all on one CUDA device; their averages have the same dtype.
+    Of sharded weights (`DTensor`) each rank updates its own part.
     `grad_scale`, a scalar tensor or None, divides the gradients of the next step; the step resets it to None.
 
     Raises:
@@ -103,7 +106,7 @@ class FusedAdamW(torch.optim.AdamW):
     @staticmethod
     def can_step(parameters: list[nn.Parameter]) -> bool:
         """Whether the kernel supports these weights, given that they are on one GPU."""
-        return all(parameter.dtype in DTYPES and parameter.is_contiguous() for parameter in parameters)
+        return all(parameter.dtype in DTYPES and local(parameter).is_contiguous() for parameter in parameters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -157,10 +160,13 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _launch(self, place: tuple[int, int], group: dict[str, Any], step: int, weights: list[Tensor]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        gradients = [weight.grad.contiguous() for weight in weights if weight.grad is not None]
-        averages = [[self.state[weight][name] for weight in weights] for name in AVERAGES]
+        gradients = [local(weight.grad).contiguous() for weight in weights if weight.grad is not None]
+        averages = [[local(self.state[weight][name]) for weight in weights] for name in AVERAGES]
+        weights = [local(weight) for weight in weights]
         tensor_lists = [weights, gradients, *averages]
         sizes = [weight.numel() for weight in weights]
+        if not sum(sizes):  # this rank has no part of these weights
+            return
         dtype, device = weights[0].dtype, weights[0].device
         blocks = self._tables.get((*place, dtype, device))
         if blocks is None or blocks.sizes != sizes:

@@ -1,7 +1,7 @@
 """The LightningModule: the computation of a training step and of a validation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from flash_train.attention import Packing, attended_pairs
+from flash_train.attention.parallel import Method
+from flash_train.distributed.context import own_part
+from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import ModelConfig, Transformer
 from flash_train.training.batch import Batch, document_layout, document_lengths, uses_own_kernels
 from flash_train.training.evaluation_sums import EvaluationSums
@@ -37,12 +41,14 @@ class StepResult:
         loss: float64 (fp32 on MPS), nats per labelled token over the step's micro-batches on all ranks.
         gradient_norm: fp32, norm of this loss's gradient before clipping.
         learning_rate: the rate that this step used.
+        rank_loss: as `loss`, in nats summed over the labelled tokens of this rank; None stands for `loss`.
     """
 
     step: int
     loss: Tensor
     gradient_norm: Tensor
     learning_rate: float
+    rank_loss: Tensor | None = None
 
 
 class CausalLMModule(pl.LightningModule):
@@ -112,6 +118,7 @@ class CausalLMModule(pl.LightningModule):
         self.skip_validation = False
         self.planned_steps: int | None = None
         self.pretrained: dict[str, Any] | None = None  # see PRETRAINED
+        self.first_weights: Callable[[Any], None] = lambda model: model.draw_weights()
         self._token_mean = TokenMean()
         self._forward_dtype = torch.get_default_dtype()
 
@@ -123,6 +130,10 @@ class CausalLMModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse token ids that have no embedding. On a GPU they would end in a failed assertion of a kernel."""
+        if self._context is not None and not isinstance(self.model, Transformer):
+            raise ValueError(
+                f"context: ranks can share the rows of a Transformer, not of a {type(self.model).__name__}"
+            )
         config = getattr(self.model, "config", None)
         needed = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
         if isinstance(config, ModelConfig) and needed is not None and needed > config.vocab_size:
@@ -144,12 +155,17 @@ class CausalLMModule(pl.LightningModule):
 
     # -- training
 
+    def initialize_weights(self) -> None:
+        """Give the model its first weights. A strategy calls this once it has allocated weights on the meta device."""
+        self.first_weights(self.model)
+
     def on_train_start(self) -> None:
         self._token_mean.reset()  # an earlier fit may have ended between the micro-batches of a step
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._forward_dtype = torch.get_default_dtype()
-        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
+        batch, context = self.own_part(batch)
+        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **context)
         return self._token_mean.add(loss_sum, n_tokens, batch["labels"].numel())
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +206,8 @@ class CausalLMModule(pl.LightningModule):
         loss, factor = self._token_mean.finish(trainer)
         clip = self.optimizer_config.gradient_clip if gradient_clip_val is None else gradient_clip_val
         norm = rescale_and_clip(optimizer, factor, clip)
-        self.last_step = StepResult(trainer.global_step + 1, loss, norm, optimizer.param_groups[0]["lr"])
+        learning_rate, rank_loss = optimizer.param_groups[0]["lr"], self._token_mean.rank_loss
+        self.last_step = StepResult(trainer.global_step + 1, loss, norm, learning_rate, rank_loss)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(getattr(callback, "logs_steps", False) for callback in callbacks):
             metrics = {"train/loss": loss.float(), "train/gradient_norm": norm}
@@ -199,9 +216,9 @@ class CausalLMModule(pl.LightningModule):
                 log_at_step(trainer, {name: value.item() for name, value in metrics.items()}, self.last_step.step)
 
     def configure_optimizers(self) -> Any:
-        if isinstance(self.trainer.strategy, SHARDING):
-            name = type(self.trainer.strategy).__name__
-            raise ValueError(f"{name} shards the weights, and gradients are clipped by the norm of whole ones: use ddp")
+        strategy = self.trainer.strategy
+        if isinstance(strategy, SHARDING) and not isinstance(strategy, ShardedStrategy):
+            raise ValueError(f"strategy={type(strategy).__name__}: must be ShardedStrategy to shard the weights")
         config = self.optimizer_config
         max_steps: float = self.trainer.max_steps
         if max_steps < 0:
@@ -252,10 +269,12 @@ class CausalLMModule(pl.LightningModule):
 
         `Trainer.predict` keeps all of them, vocab_size numbers per token, unless `return_predictions=False`.
         """
+        if self._context is not None:
+            raise ValueError("predict: the logits of a row need a strategy with context=1")
         return self(batch["tokens"], **self.context(batch))
 
     def _evaluate(self, batch: Batch) -> None:
-        context = self.context(batch)
+        batch, context = self.own_part(batch)
         self._evaluation.add(*self.model.loss(batch["tokens"], batch["labels"], **context))
         if self.answer_accuracy:
             self._evaluation.add_answers(self.model(batch["tokens"], **context), batch["labels"])
@@ -270,6 +289,24 @@ class CausalLMModule(pl.LightningModule):
         )
 
     # -- batches
+
+    @property
+    def _context(self) -> tuple[ProcessGroup, Method] | None:
+        """The ranks that share this rank's rows and how they divide attention; None if no others share them."""
+        strategy: Any = self._trainer.strategy if self._trainer is not None else None
+        group = getattr(strategy, "context_group", None)
+        return None if group is None else (group, strategy.context_method)
+
+    def own_part(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Return this rank's tokens and labels of a batch, and the model's arguments `positions` and `packing`.
+
+        They are the whole batch's unless several ranks share it, which the strategy's `context_group` says.
+        """
+        if self._context is None:
+            return batch, self.context(batch)
+        self.seq_len = batch["tokens"].shape[1]
+        own, row = own_part(batch, document_lengths(batch), *self._context)
+        return own, {"positions": own["positions"], "packing": row}
 
     def context(self, batch: Batch) -> dict[str, Any]:
         """Return the model's arguments `positions` and `packing` for a batch; packing is None for plain rows."""

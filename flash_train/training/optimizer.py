@@ -2,14 +2,16 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flash_train.checks import above, at_least, check, within
+from flash_train.distributed.sharding import local, shard_group
 
 FUSED_DEVICES = ("cuda", "cpu")
 
@@ -151,14 +153,32 @@ def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: 
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), device=scale.device)
-    # In fp32 for every gradient dtype: a sum over bf16 norms would be accurate to two digits.
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     factor = scale.to(torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack([n.to(factor.device) for n in norms])) * factor
+    norm = total_norm(gradients, factor.device) * factor
     if max_norm:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if hasattr(optimizer, "grad_scale"):
-        optimizer.grad_scale = factor.reciprocal()
+    # PyTorch's fused step takes no plain factor together with sharded gradients
+    takes_factor = hasattr(optimizer, "grad_scale") and not (
+        type(optimizer) is torch.optim.AdamW and any(isinstance(gradient, DTensor) for gradient in gradients)
+    )
+    if takes_factor:
+        optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
     else:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
     return norm
+
+
+def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the Euclidean norm of all elements, an fp32 scalar on the device; all ranks call it if some are sharded.
+
+    Sums are in fp32 for every dtype: a sum over bf16 norms would be accurate to two digits.
+    """
+    parts = [local(tensor) for tensor in tensors]
+    norms = torch._foreach_norm(parts, 2.0, dtype=torch.float32)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    group = shard_group(tensors)
+    if group is None:
+        return total
+    square = total.square()
+    torch.distributed.all_reduce(square, group=group)
+    return square.sqrt()

@@ -19,6 +19,7 @@ class TokenMean:
     """
 
     def __init__(self) -> None:
+        self.rank_loss: Tensor | None = None  # of the last step, this rank's part of the loss: a sum over its tokens
         self.reset()
 
     def reset(self) -> None:
@@ -51,6 +52,8 @@ class TokenMean:
             The step's mean loss in nats per labelled token, and the factor that turns the accumulated gradients into
             the gradients of this mean. Scalars on the training device.
         """
+        assert self._sums is not None
+        self.rank_loss = self._sums[0].clone()  # the reduction changes the sums
         loss_sum, n_tokens = trainer.strategy.reduce(self._sums, reduce_op="sum").unbind()
         n_tokens = n_tokens.clamp(min=1)  # a step without any label has loss 0 and gradient 0
         # Lightning divided the loss by the number of micro-batches, and averaged the gradients over the ranks.

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_train.attention import AttentionSpec
 from flash_train.model import MEMORY_MODES, Transformer, layers, recompute
+from flash_train.model.recompute import first_kept
 from tests.support.model.tiny import packing_of, random_batch, tiny_config, tiny_model
 
 LENGTHS = (20, 7, 37)
@@ -61,6 +62,23 @@ def test_number_of_mlp_runs_by_memory_mode(mode, runs):
     with Calls("aten::silu") as calls:
         loss_and_gradients(mode, n_layers=3)
     assert calls.count == runs * 3
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(0.0, 0), (0.25, 1), (0.7, 3), (1.0, 4)])
+@pytest.mark.parametrize("mode", ["selective", "checkpoint"])
+def test_kept_blocks_run_once_and_are_the_last_ones(mode, keep, kept):
+    dropouts = {"attention_dropout": 0.2, "residual_dropout": 0.1}
+    with Calls("aten::silu") as calls:
+        found = loss_and_gradients(mode, n_layers=4, keep=keep, **dropouts)
+    assert calls.count == 4 + (4 - kept)
+    for got, expected in zip(found, loss_and_gradients("none", n_layers=4, **dropouts), strict=True):
+        assert torch.equal(got, expected)
+    assert first_kept(4, mode, keep) == 4 - kept and first_kept(4, "none", keep) == 0
+
+
+def test_a_share_of_kept_blocks_is_at_most_all():
+    with pytest.raises(ValueError, match=r"memory.keep=1.5: must be in \[0, 1\]"):
+        Transformer(tiny_config(), memory="checkpoint", keep=1.5)
 
 
 @torch.library.custom_op("flash_train_tests::noisy_attention", mutates_args=())

@@ -15,7 +15,7 @@ from torch import nn
 
 from flash_train.cli.config.schema import OptimizerSchema
 from flash_train.model import Transformer
-from flash_train.profiling.memory.prediction import OPTIMIZER_BLOCK
+from flash_train.profiling.memory.weights_walk import OPTIMIZER_BLOCK
 from flash_train.training.optimizer import (
     OptimizerConfig,
     build_adamw,

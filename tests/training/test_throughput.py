@@ -4,7 +4,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module
+from tiny_run import Hook, RowSharing, TinyData, plain_trainer, read_metrics, tiny_module
 
 from flash_train.training import AtomicCheckpointIO, RunRecord, StepCheckpoint, Throughput
 
@@ -43,6 +43,39 @@ def test_mfu_is_flops_over_time_and_peak(tmp_path, monkeypatch):
     assert len(set(flops)) > 1  # batches differ, so a constant would fail
     seconds = 2 * throughput.row["time/step_seconds"]
     assert throughput.row["throughput/mfu"] == pytest.approx(sum(flops[2:]) / seconds / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("data_ranks", [1, 2, 4])
+def test_a_shared_row_counts_once_and_its_flops_are_divided(tmp_path, monkeypatch, data_ranks):
+    monkeypatch.setattr("flash_train.training.callbacks.throughput.known_peak", lambda *arguments: 1e9)
+    throughput, flops = Throughput(), []
+
+    class Count(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            flops.append(pl_module.flops(batch))
+
+    strategy = RowSharing(0, data_ranks, world_size=4)
+    trainer = plain_trainer(tmp_path, throughput, Count(), max_steps=4, log_every_n_steps=2, strategy=strategy)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    seconds = throughput.row["time/step_seconds"]
+    assert throughput.row["throughput/tokens_per_second"] == pytest.approx(32 * data_ranks / seconds, rel=1e-6)
+    of_this_card = sum(flops[2:]) / (4 / data_ranks)
+    assert throughput.row["throughput/mfu"] == pytest.approx(of_this_card / (2 * seconds) / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("dealt", [True, False])
+def test_the_imbalance_of_dealt_rows_is_logged(tmp_path, dealt):
+    class Dealt(TinyData):
+        @property
+        def imbalance(self):
+            return 1 + self.trainer.global_step / 8 if dealt else None
+
+    plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path), max_steps=3).fit(tiny_module(), datamodule=Dealt())
+    rows = read_metrics(tmp_path)
+    if dealt:
+        assert [row["data/imbalance"] for row in rows] == ["1.125", "1.25", "1.375"]
+    else:
+        assert "data/imbalance" not in rows[0]
 
 
 class Clock(pl.Callback):

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flash_train.model import ModelConfig
@@ -90,6 +91,15 @@ class TinyData(pl.LightningDataModule):
 
     def load_state_dict(self, state: dict) -> None:
         self.start = state["batches"]
+
+
+class RowSharing(SingleDeviceStrategy):
+    """One device that says it is one of `world_size` ranks, which process `data_ranks` different rows at a time."""
+
+    def __init__(self, data_rank: int, data_ranks: int, world_size: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.world_size = world_size
+        self.distributed_sampler_kwargs = {"rank": data_rank, "num_replicas": data_ranks}
 
 
 def tiny_trainer(run_dir: Path, **options):

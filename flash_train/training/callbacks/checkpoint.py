@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flash_train.checks import at_least, check
+from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
 from flash_train.training.callbacks.base import StepCallback
@@ -53,27 +54,34 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
 def branch_and_step(path: Path) -> tuple[int, int] | None:
     """Return a checkpoint's branch and step, which sort checkpoints by age; None if the file cannot be read."""
     try:
-        checkpoint = _load(path)
+        checkpoint = _load(path, weights=False)
         return int(checkpoint.get(BRANCH, 0)), int(checkpoint["global_step"])  # earlier versions stored no branch
     except ValueError:
         return None
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], *, weights: bool = True) -> dict[str, Any]:
     """Return the contents of a checkpoint that `CausalLMModule` wrote; its tensors are mapped from the file.
+
+    Args:
+        path: a file, or the folder of a sharded checkpoint.
+        weights: False may leave out the weights and the optimizer's state, which takes time and memory in a folder.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is not a checkpoint, or another module wrote it.
     """
-    checkpoint = _load(path)
+    checkpoint = _load(path, weights=weights)
     if not isinstance(checkpoint.get("hyper_parameters", {}).get("model"), dict):
         raise ValueError(f"{path} does not describe its model: must be a checkpoint that CausalLMModule wrote")
     return checkpoint
 
 
-def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _load(path: str | os.PathLike[str], *, weights: bool) -> dict[str, Any]:
+    path = Path(path)
     try:
+        if is_sharded_checkpoint(path):
+            return load_whole(path) if weights else read_values(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (FileNotFoundError, PermissionError, MemoryError):
         raise
@@ -166,7 +174,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
         if self.keep is not None and trainer.is_global_zero:
             candidates = [other for other in checkpoints_by_step(self.folder) if step_of(other) <= step]
             for old in candidates[: -self.keep]:
-                old.unlink(missing_ok=True)
+                remove_checkpoint(old)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -187,13 +195,15 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = Path(path)
+        if is_sharded_checkpoint(path):
+            return load_whole(path)
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}")
         # Mapped into memory, so that weights go from the file to the device without a second copy.
         return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        Path(path).unlink(missing_ok=True)
+        remove_checkpoint(Path(path))
 
 
 class _Writer:

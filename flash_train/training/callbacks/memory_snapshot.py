@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from flash_train.distributed.sharding import local
 from flash_train.precision import lightning_compute_dtype
 from flash_train.profiling.memory.allocations import MemoryProfile, Recording, profile_of
 from flash_train.records.memory_use import begin_peak
@@ -124,10 +125,10 @@ class MemorySnapshot(StepCallback):
 
 
 def _lasting_tensors(trainer: Trainer, pl_module: Any, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that outlive a step, each with the name of its category."""
+    """Yield the tensors of this rank that outlive a step, each with the name of its category."""
     for parameter in pl_module.parameters():
-        yield "weights", parameter
+        yield "weights", local(parameter)
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
-            yield from (("optimizer state", value) for value in state.values() if isinstance(value, Tensor))
+            yield from (("optimizer state", local(value)) for value in state.values() if isinstance(value, Tensor))
     yield from (("batch and tables", value) for value in batch.values() if isinstance(value, Tensor))

@@ -7,11 +7,17 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from flash_train.distributed.peers import name_ranks
 from flash_train.training.callbacks.base import StepCallback, require
 
 
 class NonFiniteLossError(RuntimeError):
-    """A training step's loss or gradient norm is nan or inf; the message names the step."""
+    """A training step's loss or gradient norm is nan or inf, on all ranks; the message names the step.
+
+    If some ranks' part of the loss is finite, it also names the others.
+    """
+
+    on_all_ranks = True
 
 
 class NonFiniteLoss(StepCallback):
@@ -31,39 +37,49 @@ class NonFiniteLoss(StepCallback):
         require(self, pl_module, "last_step")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._read()
+        self._read(trainer)
         result = pl_module.last_step
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         norm = torch.zeros_like(result.loss) if scaled else result.gradient_norm.to(result.loss.dtype)
-        values = torch.stack([result.loss, norm])
+        rank_loss = getattr(result, "rank_loss", None)
+        values = torch.stack([result.loss, norm, result.loss if rank_loss is None else rank_loss])
         event = None
         if values.device.type == "cuda":
-            values = torch.empty(2, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            values = torch.empty(3, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         self._pending = (result.step, values, event)
         if event is None:
-            self._read()
+            self._read(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
-        self._read()
+        self._read(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._read()
+        self._read(trainer)
 
-    def _read(self) -> None:
+    def _read(self, trainer: Trainer) -> None:
         if self._pending is None:
             return
         step, values, event = self._pending
         self._pending = None
         if event is not None:
             event.synchronize()
-        loss, norm = values.tolist()
+        loss, norm, rank_loss = values.tolist()
         if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the training loss is {loss} at step {step}: lower optimizer.lr or inspect the data"
-            )
+            where = f"at step {step}{_ranks(trainer, rank_loss)}"
+            raise NonFiniteLossError(f"the training loss is {loss} {where}: lower optimizer.lr or inspect the data")
         if not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the gradient norm is {norm} at step {step} (its loss is {loss:.4f}): lower optimizer.lr"
             )
+
+
+def _ranks(trainer: Trainer, rank_loss: float) -> str:
+    """Return the names of the ranks whose loss is not finite, or nothing if all are; all ranks call it."""
+    if trainer.world_size == 1:
+        return ""
+    marks = torch.zeros(trainer.world_size, device=trainer.strategy.root_device)
+    marks[trainer.global_rank] = not math.isfinite(rank_loss)
+    ranks = trainer.strategy.reduce(marks, reduce_op="sum").nonzero().flatten().tolist()
+    return f" on {name_ranks(ranks)}" if 0 < len(ranks) < trainer.world_size else ""

@@ -75,6 +75,8 @@ class RunRecord(StepCallback):
             self.table = MetricsTable(self.run_dir / METRICS, up_to_step=trainer.global_step)
             self._is_resumed = bool(self.table.rows)
             self._summarise(trainer, pl_module, "running")
+            if watch := getattr(trainer.strategy, "watch", None):
+                watch.before_exit.append(partial(self._end_with, trainer))
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self.table is not None and self._throughput.row_step == trainer.global_step:
@@ -120,6 +122,11 @@ class RunRecord(StepCallback):
                 if self.table is not None:
                     self.summary |= {"status": "failed", "error": error, "steps": trainer.global_step}
                     write_json(self.run_dir / SUMMARY, self.summary)
+
+    def _end_with(self, trainer: Trainer, reason: str) -> None:
+        """Note that another rank's failure ends this process."""
+        self.summary |= {"status": "failed", "error": reason, "steps": trainer.global_step}
+        self._attempt(SUMMARY, lambda: write_json(self.run_dir / SUMMARY, self.summary))
 
     def _close(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
         # A run that fails before it trains must not replace the record of an earlier one.

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from flash_train.distributed.sharding import is_sharded
 from flash_train.output import STDOUT
 from flash_train.training.callbacks.base import find_callback
 from flash_train.training.callbacks.progress import short
@@ -41,17 +42,25 @@ class ClosingSample(Callback):
         self._record = record
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not trainer.is_global_zero:
+        sharded = is_sharded(pl_module)  # then all ranks generate together, and the first prints
+        if not trainer.is_global_zero and not sharded:
             return
-        summary = self._record.summary
-        self.console.print(summary_table(summary))
-        if self.generate is not None and summary["status"] == "finished":
+        finished = False
+        if trainer.is_global_zero:
+            summary = self._record.summary
+            self.console.print(summary_table(summary))
+            finished = summary["status"] == "finished"
+        if sharded:
+            finished = trainer.strategy.broadcast(finished)
+        if self.generate is not None and finished:
             training = pl_module.training
             pl_module.eval()
-            # On this rank alone: without DDP's wrapper, the module does not communicate with other ranks.
+            # With whole weights on this rank alone: without DDP's wrapper the module does not communicate.
             with trainer.precision_plugin.forward_context():
                 text = self.generate(pl_module)
             pl_module.train(training)
+            if not trainer.is_global_zero:
+                return
             self.console.print(
                 Panel(Text(printable(text)), title="sample", title_align="left", box=box.ROUNDED, border_style="dim")
             )

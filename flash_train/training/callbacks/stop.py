@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from flash_train.checks import at_least, check
-from flash_train.output import say_in_handler
+from flash_train.output import say, say_in_handler
 from flash_train.training.callbacks.base import StepCallback
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # SIGHUP, for a terminal that closes, is missing on Windows
@@ -91,7 +91,10 @@ class SaveOnSignal(StepCallback):
         if trainer.world_size > 1:  # the signal reaches ranks at different steps; all must stop at the same one
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
         if stop:
-            self.received = self.received or "another rank's signal"
+            if self.received is None:
+                self.received = "another rank's signal"
+                if trainer.is_global_zero:
+                    say("another rank received a signal: stopping after this step")
             pl_module.skip_validation = True
             trainer.should_stop = True
 

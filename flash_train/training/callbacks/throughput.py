@@ -9,6 +9,7 @@ from lightning.fabric.utilities.throughput import Throughput as RollingThroughpu
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
+from flash_train.distributed.dims import data_share
 from flash_train.precision import lightning_compute_dtype
 from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
 from flash_train.training.callbacks.base import StepCallback, find_callback, require
@@ -77,12 +78,15 @@ class Throughput(StepCallback):
         train/loss, train/gradient_norm, train/learning_rate   of this step
         time/step_seconds, time/data_wait_seconds              per optimizer step, mean since the last row
         time/forward_seconds, …                                if `StepTimes` runs before this callback
-        throughput/tokens_per_second                           all positions of the rows, all ranks
+        throughput/tokens_per_second                           all positions of the rows of all ranks, each once
         throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
+        data/imbalance                                         of this step, if the trainer's data module has a number
+                                                               `imbalance` (see `PackedDataModule.imbalance`)
         memory/...                                             see `flash_train.records.memory_use`
 
     The module is a `CausalLMModule`, or has two of its attributes: `flops(batch)`, which returns an int, and
     `last_step`, a `StepResult` after the first optimizer step. Batches are dictionaries with `tokens` (batch, seq_len).
+    Ranks that share a row each compute an equal part of its FLOPs.
 
     Validation and saving checkpoints do not count as training time. The device is synchronised at logged steps only.
     With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
@@ -111,8 +115,11 @@ class Throughput(StepCallback):
         self._timer.after_save = self._after_save
         reset_peak_memory(device)
 
+        _, self._data_ranks = data_share(trainer.strategy)
+        ranks_per_row = trainer.world_size // self._data_ranks
+        peak = None if self.peak_flops is None else self.peak_flops * ranks_per_row
         # With a window of two, rates are between one row and the next.
-        self._rolling = RollingThroughput(self.peak_flops, trainer.world_size, window_size=2)
+        self._rolling = RollingThroughput(peak, self._data_ranks, window_size=2)
         self._steps = self._micro_batches = self._tokens = self._flops = 0
         self._paused_seconds = 0.0
         self._paused_since: float | None = None
@@ -155,11 +162,17 @@ class Throughput(StepCallback):
             "time/step_seconds": (now - then) / (self._steps - steps),
             "time/data_wait_seconds": (self._timer.seconds - waited) / (self._steps - steps),
             **(self._step_times.read() if self._step_times else {}),
-            "throughput/tokens_per_second": rates["device/items_per_sec"] * trainer.world_size,
+            "throughput/tokens_per_second": rates["device/items_per_sec"] * self._data_ranks,
             "throughput/mfu": rates.get("device/mfu"),
+            **self._imbalance(trainer),
             **memory_use(pl_module.device),
         }
         log_at_step(trainer, {name: value for name, value in self.row.items() if value is not None}, step)
+
+    @staticmethod
+    def _imbalance(trainer: Trainer) -> dict[str, float | None]:
+        imbalance = getattr(trainer.datamodule, "imbalance", None)  # type: ignore[attr-defined]
+        return {} if imbalance is None else {"data/imbalance": imbalance}
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.pause(trainer, pl_module)

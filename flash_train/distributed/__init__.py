@@ -1,0 +1,1 @@
+"""Training on several GPUs: who holds which weights and which rows."""

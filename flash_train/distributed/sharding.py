@@ -1,0 +1,146 @@
+"""Shards a module's weights over a mesh with FSDP2, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from flash_train.distributed.mesh import SHARD
+
+# Methods that Lightning calls instead of `forward`; each must gather the weights that no block holds.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
+    """Shard each block of a module over the mesh, then the remaining weights together.
+
+    The blocks are the elements of the outermost ``nn.ModuleList`` and ``nn.Sequential`` containers. All ranks get the
+    first rank's weights; those on the meta device stay there. No rank holds more than one whole block on ``device``.
+
+    Args:
+        module: its parameters become ``DTensor``.
+        mesh: (shard,), or (replicate, shard).
+        policy: dtypes of the gathered weights and of the reduction of gradients.
+        device: where the shards live.
+    """
+    for block in blocks_of(module):
+        _move(block, device)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    _move(module, device)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for name in STEPS:
+        register_fsdp_forward_method(module, name)
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with weights in the outermost containers of a module."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (block for block in child if any(True for _ in block.parameters()))
+        else:
+            yield from blocks_of(child)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move the tensors that are not yet sharded to the device, with the values of the first rank."""
+
+    def moved(x: Tensor) -> Tensor:
+        if isinstance(x, DTensor) or x.is_meta:
+            return x
+        x = x.to(device)
+        dist.broadcast(x.detach(), 0)
+        return x
+
+    module._apply(moved)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate a module's weights if they are on the meta device, and fill them.
+
+    ``module.initialize_weights()`` fills them if there is such a method, else every submodule's ``reset_parameters()``.
+    """
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        return
+    module.to_empty(device=device)
+    initialize: Any = getattr(module, "initialize_weights", None)
+    each = [getattr(part, "reset_parameters", None) for part in module.modules()]
+    fills: list[Any] = [fill for fill in each if fill] if initialize is None else [initialize]
+    with WholeDraws():
+        for fill in fills:
+            fill()
+
+
+class WholeDraws(TorchFunctionMode):
+    """Makes random fills of sharded tensors draw the whole tensor; each rank keeps its part.
+
+    So all ranks draw the values that one device draws, and their generators stay equal.
+    """
+
+    FILLS: frozenset[Any] = frozenset(
+        (
+            *(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.random_),
+            *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_),  # PyTorch reports these instead
+        )
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func not in self.FILLS:
+            return func(*args, **kwargs)
+        target: Any
+        target, *others = args or (kwargs.pop("tensor"),)
+        if not isinstance(target, DTensor):
+            return func(target, *others, **kwargs)
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target.to_local().device)
+        with torch.no_grad():
+            return target.copy_(shard_like(func(whole, *others, **kwargs), target))
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """Load whole or sharded tensors into a module that may be sharded; each rank reads its own part of whole ones."""
+    own = module.state_dict()
+    module.load_state_dict({name: like(value, own.get(name)) for name, value in state.items()}, strict=strict)
+
+
+def like(value: Any, own: Any) -> Any:
+    """Shard a whole tensor as a sharded one of the same shape is; return other values as they are."""
+    if not isinstance(own, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    return shard_like(value, own) if value.shape == own.shape else value
+
+
+def shard_like(whole: Tensor, target: DTensor) -> DTensor:
+    """Return this rank's part of a whole tensor, sharded as ``target`` is and in its dtype."""
+    whole = whole.to(target.dtype)
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def shard_group(tensors: Sequence[Tensor]) -> ProcessGroup | None:
+    """Return the ranks that together hold the whole of sharded tensors; None if no tensor is sharded.
+
+    Raises:
+        ValueError: some tensors are sharded and some are not, or over other ranks.
+    """
+    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in tensors}
+    if len(meshes) > 1:
+        raise ValueError("the weights must all be sharded over the same ranks, or none of them")
+    mesh = meshes.pop()
+    return None if mesh is None else mesh.get_group(SHARD)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)

@@ -1,0 +1,191 @@
+"""Sharded checkpoints: written whole or not at all, read by any number of ranks, without running code from them."""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from flash_train.distributed import checkpoint as sharded
+from flash_train.training.callbacks import AtomicCheckpointIO
+from flash_train.training.callbacks.checkpoint import newest_checkpoint, read_checkpoint
+
+ROOT = Path(__file__).parents[2]
+STEP = "step-000002.ckpt"
+
+
+def run(folder: Path, devices: int, *options: str) -> dict[str, list[float]]:
+    """Train on `devices` ranks, and return the weights."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(devices)),
+            *("--master-port", str(port), "-m", "tests.support.distributed.resumable_run", folder),
+            *("--devices", str(devices), *options),
+        ],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "weights.json").read_text())
+
+
+def largest_difference(a: dict[str, list[float]], b: dict[str, list[float]]) -> float:
+    assert a.keys() == b.keys()
+    return max(abs(x - y) for name in a for x, y in zip(a[name], b[name], strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run on two ranks with sharded weights, and the same on one device: folder and weights of each."""
+    folder = tmp_path_factory.mktemp("runs")
+    two = run(folder / "two", 2, "--strategy", "sharded")
+    return folder, two, run(folder / "one", 1)
+
+
+def test_sharded_and_single_runs_agree(runs):
+    _, two, one = runs
+    assert largest_difference(two, one) < 1e-5
+
+
+def test_the_same_ranks_resume_bit_for_bit(runs, tmp_path):
+    folder, two, _ = runs
+    resumed = run(tmp_path / "run", 2, "--strategy", "sharded", "--resume", str(folder / "two" / "checkpoints" / STEP))
+    assert resumed == two
+
+
+@pytest.mark.parametrize(
+    ("source", "devices", "options"),
+    [
+        ("two", 1, ()),
+        ("two", 2, ("--strategy", "replicated")),
+        ("two", 4, ("--strategy", "sharded", "--shard", "2", "--context", "2")),
+        ("one", 2, ("--strategy", "sharded", "--context", "2")),
+    ],
+    ids=["folder on one device", "folder with whole weights", "folder on four ranks", "file on two ranks"],
+)
+def test_other_ranks_resume_to_the_same_weights(runs, tmp_path, source, devices, options):
+    folder, two, _ = runs
+    resumed = run(tmp_path / "run", devices, *options, "--resume", str(folder / source / "checkpoints" / STEP))
+    assert largest_difference(resumed, two) < 1e-5
+
+
+def test_a_folder_reads_as_a_file_does(runs):
+    folder, two, _ = runs
+    path = folder / "two" / "checkpoints" / "step-000004.ckpt"
+    found = read_checkpoint(path)
+    assert {name: value.flatten().tolist() for name, value in found["state_dict"].items()} == two
+    file = read_checkpoint(folder / "one" / "checkpoints" / "step-000004.ckpt")
+    assert found.keys() == file.keys()
+    for index, state in file["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(found["optimizer_states"][0]["state"][index][name], value, atol=1e-5, rtol=0)
+    assert newest_checkpoint(path.parent) == path
+    assert "step" in str(read_checkpoint(path, weights=False)["loops"])
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def small() -> dict:
+    mesh = init_device_mesh("cpu", (1,))
+    return {
+        "global_step": 3,
+        "state_dict": {"a": distribute_tensor(torch.randn(5, 2), mesh, [Shard(0)]), "b": torch.arange(3)},
+        "lists": [{"c": distribute_tensor(torch.randn(4).bfloat16(), mesh, [Shard(0)])}],
+    }
+
+
+def test_every_value_returns(alone, tmp_path):
+    saved = small()
+    sharded.save_sharded(saved, tmp_path / "x.ckpt")
+    found = AtomicCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")
+    assert found["global_step"] == 3 and torch.equal(found["state_dict"]["b"], torch.arange(3))
+    assert torch.equal(found["state_dict"]["a"], saved["state_dict"]["a"].full_tensor())
+    assert torch.equal(found["lists"][0]["c"], saved["lists"][0]["c"].full_tensor())
+
+
+def test_a_folder_is_replaced(alone, tmp_path):
+    for _ in range(2):
+        saved = small()
+        sharded.save_sharded(saved, tmp_path / "x.ckpt")
+    found = sharded.load_whole(tmp_path / "x.ckpt")
+    assert torch.equal(found["state_dict"]["a"], saved["state_dict"]["a"].full_tensor())
+
+
+def test_nothing_is_left_of_a_checkpoint_that_failed(alone, tmp_path, monkeypatch):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_rank_that_cannot_write_is_named(alone, tmp_path, monkeypatch):
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sharded.FileSystemWriter, "write_data", full)
+    with pytest.raises(OSError, match="rank 0: No space left on device"):
+        sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("echo attacked",)
+
+
+def test_no_code_runs_from_a_checkpoint(alone, tmp_path, capfd):
+    path = tmp_path / "x.ckpt"
+    sharded.save_sharded(small(), path)
+    whole = path.with_name("whole.ckpt")
+    shutil.copytree(path, whole)
+    (path / sharded.METADATA).write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(ValueError, match=r"x.ckpt is damaged: .metadata cannot be read \(posix.system is no part of"):
+        sharded.load_whole(path)
+    torch.save({"global_step": Attack()}, whole / sharded.VALUES)
+    with pytest.raises(ValueError, match="is not a checkpoint of this program"):
+        read_checkpoint(whole)
+    assert "attacked" not in capfd.readouterr().out
+
+
+def test_another_shape_is_refused(alone, tmp_path):
+    sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"state_dict a has shape \(5, 2\), and \(2, 5\) here"):
+        sharded.load_sharded(tmp_path / "x.ckpt", lambda place: torch.zeros(2, 5))
+
+
+def test_removing_a_checkpoint(alone, tmp_path):
+    sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    (tmp_path / "y.ckpt").write_text("a file")
+    for name in ("x.ckpt", "y.ckpt", "y.ckpt"):
+        sharded.remove_checkpoint(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_folder_without_its_last_file_is_no_checkpoint(alone, tmp_path):
+    path = tmp_path / STEP
+    sharded.save_sharded(small(), path)
+    assert sharded.is_sharded_checkpoint(path)
+    (path / sharded.VALUES).unlink()
+    assert not sharded.is_sharded_checkpoint(path)
+    with pytest.raises(ValueError, match="is not a checkpoint of this program, or is damaged"):
+        newest_checkpoint(tmp_path)
