@@ -1,5 +1,6 @@
 """Memory in use: the device's if it reports it, else the process's; and bytes as text."""
 
+import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,13 @@ GIB = 2**30
 def bytes_in_words(size: int) -> str:
     """Format bytes as GiB or MiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+
+
+def free_memory() -> None:
+    """Free what nothing uses any more; a trainer, its module and its optimizer reference each other."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def memory_use(device: torch.device) -> dict[str, float | None]:

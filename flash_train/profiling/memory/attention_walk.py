@@ -8,6 +8,9 @@ from flash_train.profiling.memory.module_walks import ModuleWalk
 class AttentionWalk(ModuleWalk):
     """Attention by itself, between its projections."""
 
+    def begin(self) -> None:
+        """Hold what lives as long as the batch."""
+
     # -- forward
 
     def forward(self, layer: int) -> None:
@@ -17,6 +20,9 @@ class AttentionWalk(ModuleWalk):
         if not self.step.fused:
             self._rotate(layer)
         self._attend(layer)
+
+    def after_forward(self, layer: int) -> None:
+        """Release what lives until attention's last projection has run."""
 
     def forget(self, layer: int) -> None:
         """Release the saved tensors, since the forward will run again; `memory=selective` keeps `out` and `lse`."""
@@ -91,19 +97,22 @@ class AttentionWalk(ModuleWalk):
             _, document = self.pairs()
             widened = document if m.attention_dropout and not self.step.fused else 0  # a CPU's copy of the dropout mask
             ledger.hold_briefly(f"{layer}.d pairs", "attention workspace", e * (document + widened + self.heads))
-        rows = 2 if is_own(self.step.attention) else 1  # delta, and in our kernels the log-sum-exp in base 2
-        rows *= self.step.tokens * m.n_heads
-        if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 has an accumulator for dQ in fp32
-            rows += self.heads
-        if self.step.accumulates_dq:  # in tiles of 64 or 128 columns
-            rows += self.heads * (64 if m.head_dim <= 64 else 128) // m.head_dim
+        rows = self.backward_rows(self.step.tokens * m.n_heads)
         ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows + self.chunk())
         ledger.release(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", *self._pair_names)))
         ledger.release(f"{layer}.rows", f"{layer}.d mixed")
-        if m.residual_dropout:  # the gradient that `d mixed` came from
-            ledger.release(f"{layer}.masked 1")
         if m.qk_norm:
             self._norm_heads_backward(layer)
+
+    def backward_rows(self, queries: int) -> int:
+        """Return the fp32 numbers that a kernel needs for its backward; `queries` are rows times heads."""
+        head_dim = self.model.head_dim
+        rows = queries * (2 if is_own(self.step.attention) else 1)  # delta, and in ours the log-sum-exp in base 2
+        if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 has an accumulator for dQ in fp32
+            rows += queries * head_dim
+        if self.step.accumulates_dq:  # in tiles of 64 or 128 columns
+            rows += queries * (64 if head_dim <= 64 else 128)
+        return rows
 
     def _norm_heads_backward(self, layer: int) -> None:
         ledger = self.ledger

@@ -17,8 +17,12 @@ class ModuleWalk:
     def __init__(self, step: Step, ledger: Ledger) -> None:
         m, precision = step.model, PRECISIONS[step.precision]
         self.step, self.model, self.ledger = step, m, ledger
-        self.weight_bytes, self.activation_bytes = precision.weight_bytes, precision.activation_bytes
+        self.activation_bytes = precision.activation_bytes
+        # The modules' weights: FSDP gathers them in the dtype of the computation
+        self.weight_bytes = self.activation_bytes if step.dims.shard > 1 else precision.weight_bytes
         self.mixed = self.weight_bytes != self.activation_bytes  # autocast
+        # DDP copies a gradient into its bucket; later micro-batches add theirs to the first one's
+        self.moves_gradients = step.dims.shard == 1 and (step.accumulate > 1 or step.dims.ranks > 1)
         self.saves_fp32_copy = self.activation_bytes < 4 and not step.fused  # in PyTorch's norm
         self.stream = step.tokens * m.width
         self.hidden = step.tokens * m.mlp_width
@@ -37,7 +41,7 @@ class ModuleWalk:
         if narrow:
             ledger.hold(f"gradient {name}", "gradients", self.weight_bytes * size)
             ledger.release(first_name)
-        if self.step.accumulate > 1:  # it is added to the gradient of earlier micro-batches
+        if self.moves_gradients:
             ledger.release(f"gradient {name}")
 
 
@@ -110,7 +114,12 @@ class ResidualWalk(ModuleWalk):
 
     def draw_masks(self, layer: int) -> None:
         for mask in self.masks(layer):
+            if self.step.dims.context > 1:  # the mask of the whole row, and then this device's part
+                whole = f"{mask} of the row"
+                self.ledger.hold(whole, "residual stream", self.step.row_tokens * self.model.width)
             self.ledger.hold(mask, "residual stream", self.stream)
+            if self.step.dims.context > 1:
+                self.ledger.release(whole)
 
     def add(self, name: str, update: str, norms: NormWalk, *, normed: str | None = None) -> None:
         """Add `update` to the stream, then norm the sum if `normed` is given; with dropout, mask and scale it first."""
@@ -160,7 +169,8 @@ class MLPWalk(ModuleWalk):
         ledger, fused, kind = self.ledger, self.step.fused, "mlp"
         size = self.activation_bytes * self.hidden
         ledger.hold(f"{layer}.d product", kind, size)
-        self.linears.backward(layer, "down", "d product" if fused else "product")
+        masked = ["masked 2"] if self.model.residual_dropout else []
+        self.linears.backward(layer, "down", "d product" if fused else "product", *masked)
         if not fused:
             ledger.hold(f"{layer}.d silu", kind, size)
             ledger.hold(f"{layer}.d up", kind, size)

@@ -18,7 +18,8 @@ COLORS = {
     "weights": "#555555", "gradients": "#999999", "optimizer state": "#777777", "autocast copies": "#BBBBBB",
     "matrix-product workspace": "#DDDDDD", "batch and tables": "#EEEEEE", "residual stream": "#0072B2",
     "norms": "#56B4E9", "attention": "#D55E00", "attention workspace": "#CC79A7", "mlp": "#E69F00",
-    "logits and loss": "#009E73",
+    "logits and loss": "#009E73", "gathered weights": "#332288", "gradients to reduce": "#882255",
+    "exchanged heads": "#F0E442",
 }  # fmt: skip
 BELOW = ("weights", "optimizer state", "gradients", "autocast copies", "matrix-product workspace", "batch and tables")
 ORDER = (*BELOW, *(kind for kind in KINDS if kind not in BELOW))

@@ -15,13 +15,15 @@ from flash_train.model.ops import CHUNK_TOKENS
 from flash_train.profiling.memory.attention_walk import AttentionWalk
 from flash_train.profiling.memory.ledger import Ledger, Moment
 from flash_train.profiling.memory.module_walks import LinearWalk, MLPWalk, ModuleWalk, NormWalk, ResidualWalk
+from flash_train.profiling.memory.shared_attention_walk import SharedAttentionWalk
 from flash_train.profiling.memory.step import Step
+from flash_train.profiling.memory.weights_walk import ShardedWeights, WholeWeights
 
 KINDS = (
     "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
-    "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace",
+    "attention workspace", "logits and loss", "batch and tables", "matrix-product workspace", "gathered weights",
+    "gradients to reduce", "exchanged heads",
 )  # fmt: skip
-OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel updates
 # An embedding's gradient on CUDA: with more tokens than the first number, PyTorch sorts them and adds up rows of the
 # same token in fp32; the second number is how many rows it adds at once.
 EMBEDDING_SORT_TOKENS, EMBEDDING_ROWS_PER_SUM = 3072, 10
@@ -47,7 +49,7 @@ class Prediction:
 
 
 def predict(step: Step) -> Prediction:
-    """Predict the memory of a step after the first, when optimizer state exists.
+    """Predict the memory of a step after the first, when optimizer state exists, on the device that needs the most.
 
     If the step has several micro-batches, this is the memory of a later one, when gradients exist, too.
     """
@@ -65,11 +67,11 @@ class _StepWalk(ModuleWalk):
         super().__init__(step, ledger)
         self.linears = LinearWalk(step, ledger)
         self.norms = NormWalk(step, ledger)
-        self.attention = AttentionWalk(step, ledger)
+        self.weights = (ShardedWeights if step.dims.shard > 1 else WholeWeights)(step, ledger)
+        self.attention = (SharedAttentionWalk if step.dims.context > 1 else AttentionWalk)(step, ledger)
         self.mlp = MLPWalk(step, ledger, self.linears)
         self.residual = ResidualWalk(step, ledger)
         self.head = step.model.vocab_size * step.model.width
-        self.recomputes = step.memory != "none"
         self.per_layer = 0
 
     def run(self) -> None:
@@ -79,24 +81,24 @@ class _StepWalk(ModuleWalk):
         self.ledger.phase = "loss"
         self.loss()
         self.ledger.phase = "backward"
+        self.weights.before_loss_backward()
         self.loss_backward()
         for layer in reversed(range(self.model.n_layers)):
+            self.weights.before_backward(layer)
             self.block_backward(layer)
+            self.weights.after_backward(layer)
         self.embedding_backward()
+        self.weights.after_step_backward()
         self.ledger.phase = "step"
         norms = 4 * len(self.linears.weights) * self.model.n_layers
         self.ledger.hold_briefly("norms of the gradients", "optimizer state", norms)
 
     def begin(self) -> None:
         m, hold = self.model, self.ledger.hold
-        hold("weights", "weights", self.weight_bytes * m.num_parameters)
-        hold("optimizer", "optimizer state", 2 * self.weight_bytes * m.num_parameters)
-        if self.step.fused:  # two int32 per block: the index of its weight, and its own index within the weight
-            hold("optimizer's blocks", "optimizer state", 2 * 4 * m.num_parameters // OPTIMIZER_BLOCK)
-        if self.step.accumulate > 1:
-            hold("gradients", "gradients", self.weight_bytes * m.num_parameters)
         hold("workspace", "matrix-product workspace", self.step.workspace)
-        hold("batch", "batch and tables", 3 * 8 * self.step.tokens)  # tokens, labels, positions
+        self.weights.begin()
+        hold("batch", "batch and tables", 3 * 8 * self.step.row_tokens)  # tokens, labels, positions
+        self.attention.begin()
         hold("tables", "batch and tables", 2 * 4 * self.step.tokens * m.head_dim // 2)  # cosines and sines
 
     # -- forward
@@ -107,11 +109,22 @@ class _StepWalk(ModuleWalk):
         if self.mixed:
             ledger.hold_briefly("embedding in fp32", "residual stream", self.weight_bytes * self.stream)
         for layer in range(self.model.n_layers):
-            before = sum(ledger.parts.values())
-            self.block(layer, saves=not self.recomputes)
+            before = self.activations
+            self.weights.before_forward(layer)
+            self.block(layer, saves=self.keeps(layer))
+            self.weights.after_forward(layer)
             if layer == 0:
-                copies = ledger.parts.get("autocast copies", 0)
-                self.per_layer = sum(ledger.parts.values()) - copies - before
+                self.per_layer = self.activations - before
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a block keeps everything for its backward."""
+        return layer >= self.step.first_kept
+
+    @property
+    def activations(self) -> int:
+        """Bytes held for the backward, without weights."""
+        parts = self.ledger.parts
+        return sum(parts.values()) - parts.get("autocast copies", 0) - parts.get("gathered weights", 0)
 
     def block(self, layer: int, *, saves: bool) -> None:
         """Walk a block's forward. With `saves`, autograd keeps what the backward needs; otherwise it keeps nothing."""
@@ -121,6 +134,7 @@ class _StepWalk(ModuleWalk):
             self.linears.forward(layer, name, name, "attention", size, saves=saves)
         self.attention.forward(layer)
         self.linears.forward(layer, "out", "mixed", "attention", self.stream, saves=saves)
+        self.attention.after_forward(layer)
         if not saves:
             self.attention.forget(layer)
             self.norms.forget(f"{layer}.norm1")
@@ -133,7 +147,7 @@ class _StepWalk(ModuleWalk):
             self.ledger.release(*self.residual.masks(layer))
         if not saves or self.saves_fp32_copy:  # the norms saved fp32 copies instead of the stream
             self.ledger.release(f"{layer}.middle")
-        if self.saves_fp32_copy and not self.recomputes:
+        if self.saves_fp32_copy and self.keeps(layer):
             self.ledger.release(f"x{layer}")
 
     # -- loss
@@ -185,7 +199,7 @@ class _StepWalk(ModuleWalk):
 
     def block_backward(self, layer: int) -> None:
         ledger, e, fused = self.ledger, self.activation_bytes, self.step.fused
-        if self.recomputes:
+        if not self.keeps(layer):
             self.attention.restore(layer)
             self.block(layer, saves=True)
             ledger.release(f"x{layer + 1}")
@@ -198,7 +212,9 @@ class _StepWalk(ModuleWalk):
 
         self.residual.backward(layer, 1)
         ledger.hold(f"{layer}.d mixed", "attention", e * self.heads)
-        self.linears.backward(layer, "out", *(["joined"] if self.attention.joins_documents else []))
+        joined = ["joined"] if self.attention.joins_documents else []
+        masked = ["masked 1"] if self.model.residual_dropout else []
+        self.linears.backward(layer, "out", *joined, *masked)
         self.attention.backward(layer)
         for name in ("v", "k", "q"):
             ledger.hold(f"{layer}.d norm1 by {name}", "norms", e * self.stream)
@@ -206,10 +222,8 @@ class _StepWalk(ModuleWalk):
             if name != "v" and not fused:  # it is added to v's gradient; the fused norm takes all three
                 ledger.release(f"{layer}.d norm1 by {name}")
         by = ["v", "k", "q"] if fused else ["v"]
-        x = None if self.saves_fp32_copy and not self.recomputes else f"x{layer}"
+        x = None if self.saves_fp32_copy and self.keeps(layer) else f"x{layer}"
         self.norms.backward(f"{layer}.norm1", [f"{layer}.d norm1 by {name}" for name in by], x)
-        if self.model.residual_dropout:
-            ledger.release(f"{layer}.masked 2")
 
     def embedding_backward(self) -> None:
         ledger, m = self.ledger, self.model
@@ -234,5 +248,5 @@ class _StepWalk(ModuleWalk):
 
     @property
     def adds_head_to_embedding(self) -> bool:
-        """Whether tied weights' two gradients are added to each other before the sum over micro-batches."""
-        return self.model.tied_embeddings and self.step.accumulate > 1
+        """Whether tied weights' two gradients are added up before they move to a bucket or to an earlier gradient."""
+        return self.model.tied_embeddings and self.moves_gradients

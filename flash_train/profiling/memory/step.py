@@ -1,12 +1,15 @@
-"""The settings that decide the memory of a training step."""
+"""The settings that decide the memory of a training step on one device."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from flash_train.attention.backends import backend_names
 from flash_train.attention.kernels.families import FAMILIES, PORTABLE
+from flash_train.attention.parallel import Method
 from flash_train.checks import check_name
+from flash_train.distributed.dims import ParallelDims
 from flash_train.model import ModelConfig
-from flash_train.model.recompute import MEMORY_MODES
+from flash_train.model.recompute import MEMORY_MODES, first_kept
 from flash_train.precision import PRECISIONS
 
 
@@ -17,20 +20,23 @@ def training_backends() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """The settings that decide the memory of a training step.
+    """The settings that decide the memory of a training step, on one device or on each of several.
 
     Args:
         model: the model's shape, including attention and residual dropout.
-        seq_len, batch_size: shape of a micro-batch.
+        seq_len, batch_size: shape of a micro-batch; the devices of a context group share it.
         accumulate: micro-batches per optimizer step.
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
+        keep: the share of blocks that keep everything whatever `memory` says (see `Transformer`).
         attention: the backend that runs, one of `training_backends()`.
         fused: use the kernels for CUDA; otherwise PyTorch's own operations, as on a CPU.
         family: the kernel family whose backward runs on the device, if this project's kernels run.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
         lengths: the documents' lengths, if known; with None, each row is one document.
         whole_rows: every row is one document, as with `data.packing=concat`.
+        dims: how several devices divide weights and rows; `shard` is 1 for whole weights.
+        method: how the devices that share a row divide attention.
 
     Raises:
         ValueError: an unknown precision, memory mode or attention.
@@ -42,12 +48,15 @@ class Step:
     accumulate: int = 1
     precision: str = "bf16-mixed"
     memory: str = "none"
+    keep: float = 0.0
     attention: str = "flash"
     fused: bool = True
     family: str = PORTABLE.name
     workspace: int = 0
     lengths: tuple[int, ...] | None = None
     whole_rows: bool = False
+    dims: ParallelDims = ParallelDims()
+    method: Method = "gather"
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -55,6 +64,7 @@ class Step:
             ("memory", MEMORY_MODES),
             ("attention", training_backends()),
             ("family", FAMILIES),
+            ("method", get_args(Method)),
         ):
             check_name(name, getattr(self, name), choices)
 
@@ -72,8 +82,19 @@ class Step:
         return self.attention == "sdpa" and not self.fused and self.model.attention_dropout > 0
 
     @property
-    def tokens(self) -> int:
+    def row_tokens(self) -> int:
+        """Tokens of a micro-batch, which the devices of a context group share."""
         return self.seq_len * self.batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one device."""
+        return self.row_tokens // self.dims.context
+
+    @property
+    def first_kept(self) -> int:
+        """The first block that keeps everything for its backward; all later blocks do, too."""
+        return first_kept(self.model.n_layers, self.memory, self.keep)
 
     @property
     def documents(self) -> tuple[int, ...]:
