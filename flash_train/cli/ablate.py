@@ -5,7 +5,7 @@ tables compare step time, its parts and its spread, attention's share, tokens/s,
 that differ in their seed alone share a row, with the median of their runs. A trial is marked as disturbed if its step
 times, or its runs, are far apart.
 
-  sweep.AXIS=[a,b,…]  axes: seq_len  attention  dropout  packing  memory  precision  model  seed
+  sweep.AXIS=[a,b,…]  axes: seq_len  attention  dropout  packing  parallel  memory  precision  model  seed
                       The default axes are in conf/ablate.yaml; the command line or its experiment can replace each
                       of them by a fixed value.
   sweep.jobs=N        run N trials at the same time; each has GPUs of its own
@@ -14,14 +14,15 @@ times, or its runs, are far apart.
                       trial there, it is kept, and the sweep does not begin. The tables contain the given axes only.
   KEY=VALUE           any override of flash-train, for every trial: model=125m max_steps=50 data=text data.path=… seed=1
 
-If a trial runs out of memory, fails, or can't run here, its reason is recorded and the sweep continues. A trial on one
-GPU or on a CPU is not run if it is predicted to take over 5 % more memory than there is: it counts as oom. The exit
-status is 1 if no trial ended ok and some failed, 3 if none could run here, 4 if all ran out of memory.
+If a trial runs out of memory, fails, or can't run here, its reason is recorded and the sweep continues. A trial is not
+run if it is predicted to take over 5 % more memory than there is: it counts as oom. The exit status is 1 if no trial
+ended ok and some failed, 3 if none could run here, 4 if all ran out of memory.
 
 Examples
   python scripts/ablate.py                              nano, short rows: minutes on two cores
   python scripts/ablate.py 'sweep.seq_len=[1024,2048,4096,8192,16384]' model=125m max_steps=50
   python scripts/ablate.py 'sweep.memory=[none,selective,checkpoint]' attention=flash seq_len=16384
+  python scripts/ablate.py 'sweep.parallel=[ddp,fsdp,context]' trainer.devices=2 global_batch=2 model=1b3
   python scripts/ablate.py 'sweep.seed=[0,1,2]'         three trials for each combination
   python scripts/ablate.py 'sweep.seq_len=[4096,16384]' sweep.jobs=8 model=1b3 precision=bf16-true
 """
@@ -33,6 +34,7 @@ from datetime import timedelta
 
 from flash_train.cli.config.errors import UnavailableError, one_line_errors
 from flash_train.cli.config.overrides import read
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.run.interrupt import resumable
 from flash_train.cli.run.outcome import require_success
 from flash_train.cli.sweep.plan import PlannedTrial, Sweep, plan
@@ -83,11 +85,16 @@ def run(sweep: Sweep) -> dict[Trial, Result]:
 
 
 def predicted_result(planned: PlannedTrial) -> Result | None:
-    """The result of a trial that can't run here, or cannot fit on one GPU or CPU; None if it must run."""
+    """The result of a trial that can't run here, or cannot fit; None if it must run."""
     config = planned.config
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
-    from flash_train.cli.run.memory_check import capacity, documents_decide, step_before_run  # imports Lightning
+    from flash_train.cli.run.memory_check import (  # imports Lightning
+        capacity,
+        documents_decide,
+        limit_of,
+        step_before_run,
+    )
     from flash_train.profiling.memory.prediction import predict
     from flash_train.profiling.memory.results import RELATIVE
     from flash_train.records.memory_use import bytes_in_words
@@ -96,13 +103,14 @@ def predicted_result(planned: PlannedTrial) -> Result | None:
         step, device = step_before_run(config)
     except UnavailableError as error:
         return Result("unavailable", str(error))
-    several = config.trainer.devices * config.trainer.num_nodes > 1
-    if device.type not in ("cpu", "cuda") or config.force or config.compile or several:
+    given = parallel_plan(config)
+    if device.type not in ("cpu", "cuda") or config.force or config.compile or given.is_open:
         return None
     if documents_decide(config, step):
         return None
-    predicted, limit = predict(step).peak_bytes, capacity(device)
-    if predicted <= (1 + RELATIVE) * limit:
+    limit = capacity(device) if given.dims.ranks == 1 else limit_of(config, device)
+    predicted = predict(step).peak_bytes
+    if limit is None or predicted <= (1 + RELATIVE) * limit:
         return None
     reason = f"a step would take {bytes_in_words(predicted)} and there are {bytes_in_words(limit)}"
     return Result("oom", f"predicted, not run: {reason}")

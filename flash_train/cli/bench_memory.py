@@ -13,7 +13,6 @@ same commit, GPU and versions continues after the last case. The exit status is 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import tempfile
 import time
@@ -52,7 +51,7 @@ from flash_train.profiling.attention import dram_traffic
 from flash_train.profiling.attention.memory import HEAD_DIM, HEADS, exponents, own_bytes
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.results import allowed_error, compared, own_sizes
-from flash_train.records.memory_use import bytes_in_words
+from flash_train.records.memory_use import bytes_in_words, free_memory
 from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
 # The first step creates the optimizer's state, the second has it.
@@ -134,11 +133,8 @@ def _run(config: DictConfig, device: torch.device) -> dict[str, Any]:
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes that tensors hold on a CUDA device once all garbage is freed; 0 on other devices."""
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(device)
+    free_memory()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def measure_attention(case: AttentionCase, device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,6 @@ The exit status is 0 only if all cases have their rates.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import statistics
 import sys
@@ -45,6 +44,7 @@ from flash_train.model import ModelConfig, Transformer
 from flash_train.model.ops import IGNORE_INDEX
 from flash_train.model.pretrained import load_pretrained, save_pretrained
 from flash_train.records import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
+from flash_train.records.memory_use import free_memory
 from flash_train.training import CausalLMModule, OptimizerConfig, build_trainer
 from flash_train.training.callbacks import Throughput
 from flash_train.training.callbacks.base import find_callback
@@ -177,9 +177,7 @@ def measure(case: TrainingCase, weights: Path, environment: dict[str, str | None
     peak = peak_flops(device_name(device), torch.bfloat16)
     records: Records = []
     for name, train in IMPLEMENTATIONS.items():
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
         reset_peak_memory(device)
         record: dict[str, Any] = {"case": case.name, "implementation": name, "seq_len": case.seq_len}
         record |= {"memory": case.memory, "steps": case.steps, **{key: environment[key] for key in COMPARED_VERSIONS}}

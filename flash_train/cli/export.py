@@ -48,9 +48,10 @@ def read(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: the file is no checkpoint.
     """
+    from flash_train.distributed.checkpoint import is_sharded_checkpoint
     from flash_train.training.callbacks.checkpoint import read_checkpoint
 
-    return read_checkpoint(last_checkpoint(path) if path.is_dir() else path)
+    return read_checkpoint(last_checkpoint(path) if path.is_dir() and not is_sharded_checkpoint(path) else path)
 
 
 def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None) -> Path:

@@ -107,8 +107,8 @@ def profile_memory(config: DictConfig) -> None:
     """Run, record the last step, and write the report."""
     from flash_train.cli.run.build import build
     from flash_train.cli.run.failures import known_failures
-    from flash_train.cli.run.memory_check import check_memory, step_before_run
     from flash_train.cli.run.memory_files import only_measure, write_memory
+    from flash_train.cli.run.parallel_choice import plan_run
     from flash_train.cli.run.report import announce, finish
     from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
@@ -116,9 +116,8 @@ def profile_memory(config: DictConfig) -> None:
     run_dir = Path(config.run_dir)
     recorded: list[RecordedStep] = []
     with known_failures(config) as watched:
-        step, device = step_before_run(config)
-        check_memory(config, step, device)
-        run = build(config, run_dir)
+        step, plan, _ = plan_run(config)
+        run = build(config, run_dir, plan, step.keep)
         announce(run.attention, run.data.info, run.notes)
         only_measure(run.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         watched.begin(step, run, run_dir)

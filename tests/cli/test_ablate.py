@@ -259,6 +259,18 @@ def test_prediction_near_the_limit_starts_the_trial(tmp_path, monkeypatch, small
     assert (ablate.predicted_result(trial) is not None) == known
 
 
+@pytest.mark.parametrize(("part", "oom"), [(0.94, {"ddp", "fsdp"}), (1.1, {"ddp"}), (4.0, set())])
+def test_plans_are_an_axis_and_are_predicted_for_each_device(tmp_path, monkeypatch, part, oom):
+    arguments = [f"run_dir={tmp_path}", "hardware=cpu", "seq_len=64", "attention=sdpa", "trainer.devices=4"]
+    arguments += ["sweep.parallel=[auto,ddp,fsdp]", "sweep.seq_len=null", "sweep.attention=null"]
+    trials = {trial.axes["parallel"]: trial for trial in plan(read(arguments)).trials}
+    fsdp, _ = predict_command.step_before_run(trials["fsdp"].config)
+    assert fsdp.dims.shard == 4
+    monkeypatch.setattr(predict_command, "capacity", lambda device: int(4 * part * predict(fsdp).peak_bytes))
+    results = {name: ablate.predicted_result(trial) for name, trial in trials.items()}
+    assert {name for name, result in results.items() if result and result.status == "oom"} == oom
+
+
 def test_unavailable_backend_starts_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
     flash, sdpa = planned(f"run_dir={tmp_path}", "seq_len=64", "sweep.attention=[flash,sdpa]").trials

@@ -5,8 +5,10 @@ from omegaconf import DictConfig
 from flash_train.cli.components.model_config import plain
 from flash_train.cli.components.tokenizer import build_tokenizer, describe_tokens
 from flash_train.cli.config.errors import blame
+from flash_train.cli.config.parallel import ParallelPlan
 from flash_train.cli.config.schema import DataSchema
 from flash_train.data import Corpus, PackedDataModule, RecallCorpus, Validated, load_corpus
+from flash_train.model import Transformer
 
 COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
 
@@ -39,17 +41,25 @@ def build_corpus(settings: DictConfig) -> Corpus | RecallCorpus:
     return load_corpus(settings.corpus, **options)
 
 
-def data_notes(config: DictConfig, data: PackedDataModule) -> dict[str, str | None]:
+def data_notes(data: PackedDataModule, plan: ParallelPlan) -> dict[str, str | None]:
     """Notes for the user on how documents begin and end, and on what a validation reads."""
     return {
         "documents": None if isinstance(data.corpus, RecallCorpus) else describe_tokens(data.tokenizer),
-        "validation": describe_validation(validated(config, data)),
+        "validation": describe_validation(validated(data, plan)),
     }
 
 
-def validated(config: DictConfig, data: PackedDataModule) -> Validated:
+def validated(data: PackedDataModule, plan: ParallelPlan) -> Validated:
     """What each validation reads, summed over all ranks."""
-    return data.validated(config.trainer.devices * config.trainer.num_nodes)
+    return data.validated(plan.dims.data_ranks)
+
+
+def deal_rows(data: PackedDataModule, model: Transformer, plan: ParallelPlan) -> None:
+    """Balance the ranks' work in every optimizer step, by the FLOPs of rows; a single data rank keeps their order."""
+    if plan.dims.data_ranks == 1:
+        return
+    data.row_cost = (model.model_flops(1, 0), model.model_flops(0, 1) / 2)  # a causal document has length**2 / 2 pairs
+    data.synchronise = "micro_batch" if plan.dims.shard > 1 else "step"
 
 
 def describe_validation(found: Validated) -> str:

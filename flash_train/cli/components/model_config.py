@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from flash_train.attention import resolve_backend
 from flash_train.cli.components.rotary import keeps_rule, merged_rule
 from flash_train.cli.config.errors import UnavailableError, UsageError, blame
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.model import ModelConfig, pretrained_config
 from flash_train.precision import PRECISIONS
 
@@ -98,5 +99,10 @@ def model_and_backend(config: DictConfig, tokens: int, device: torch.device) -> 
 def choose_attention(config: DictConfig, device: torch.device, head_dim: int) -> tuple[str, str]:
     """The attention backend that runs, and the reason."""
     dtype = PRECISIONS[config.precision].compute_dtype
+    shares_mask = config.attention.dropout > 0 and parallel_plan(config).dims.context > 1
     with blame(f"attention={config.attention.backend}", UnavailableError):
-        return resolve_backend(config.attention.backend, device=device, dtype=dtype, head_dim=head_dim)
+        name, reason = resolve_backend(
+            config.attention.backend, device=device, dtype=dtype, head_dim=head_dim, exact=shares_mask
+        )
+    # the reference holds the scores of all heads
+    return ("chunked", reason) if name == "reference" and config.attention.backend == "auto" else (name, reason)

@@ -1,5 +1,7 @@
 """The module of a run: its model, with the weights of `init_from` if there are any, and its optimizer."""
 
+from functools import partial
+
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
@@ -8,7 +10,9 @@ from flash_train.cli.components.model_config import plain
 from flash_train.cli.components.rotary import keeps_rule
 from flash_train.cli.config.errors import blame
 from flash_train.data import PackedDataModule, RecallCorpus
-from flash_train.model import ModelConfig, PretrainedSource, load_pretrained
+from flash_train.distributed.sharding import load_state
+from flash_train.distributed.strategy import ShardedStrategy
+from flash_train.model import ModelConfig, PretrainedSource, Transformer, load_pretrained
 from flash_train.training import CausalLMModule, OptimizerConfig
 
 BASE_LR, BASE_WIDTH = 6e-4, 768
@@ -32,13 +36,29 @@ def init_module(
     pretrained: Pretrained | None,
     trainer: Trainer,
 ) -> CausalLMModule:
-    """The module on the trainer's device and in its precision, with its first weights."""
-    with blame("model"), trainer.init_module():
+    """The module on the trainer's device and in its precision, with its first weights.
+
+    For sharded weights it is on the meta device: the strategy allocates each rank's part, and then fills it.
+    """
+    shards = isinstance(trainer.strategy, ShardedStrategy)
+    with blame("model"), trainer.init_module(empty_init=shards or None):
         module = build_module(config, model, backend, data)
-    if pretrained:
+    if shards:
+        module.first_weights = partial(first_weights, seed=config.seed, state=pretrained[1] if pretrained else None)
+    elif pretrained:
         module.model.load_state_dict(pretrained[1])
+    if pretrained:
         module.pretrained = PretrainedSource.read(config.init_from).to_dict()
     return module
+
+
+def first_weights(model: Transformer, *, seed: int, state: dict[str, torch.Tensor] | None) -> None:
+    """Fill weights that a strategy has allocated, with the values that they have on one device."""
+    if state is None:
+        torch.manual_seed(seed)
+        model.draw_weights()
+    else:  # the tensors are mapped from the files, so that each rank reads its own part only
+        load_state(model, state)
 
 
 def build_module(config: DictConfig, model: ModelConfig, backend: str, data: PackedDataModule) -> CausalLMModule:

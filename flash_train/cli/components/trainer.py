@@ -1,6 +1,8 @@
 """The trainer of a run: its options, from the configuration, and the sample of text at the end."""
 
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,13 +13,16 @@ from omegaconf import DictConfig
 from flash_train.cli.components.data import validated
 from flash_train.cli.components.model_config import device_of, plain
 from flash_train.cli.config.errors import blame
+from flash_train.cli.config.parallel import ParallelPlan
 from flash_train.data import PackedDataModule, RecallCorpus, Tokenizer
+from flash_train.distributed.sharding import is_sharded
+from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
 from flash_train.model import generate
 from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, build_trainer
 
 SAMPLE_TEMPERATURE = 0.8
 #: options at the top of the configuration; the other ones are in its group `trainer`
-TOP_LEVEL = ("max_steps", "stop_after", "seed", "accumulate", "precision", "log_every", "val_every")
+TOP_LEVEL = ("max_steps", "stop_after", "seed", "precision", "log_every", "val_every")
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,14 @@ class TrainerOptions:
     step_times: bool
 
     @classmethod
-    def of(cls, config: DictConfig, run_dir: Path) -> "TrainerOptions":
+    def of(cls, config: DictConfig, run_dir: Path, plan: ParallelPlan) -> "TrainerOptions":
         """The options that a configuration describes."""
         trainer = plain(config.trainer)
-        one = trainer["devices"] * trainer["num_nodes"] == 1
-        if one and trainer["strategy"] == "auto" and device_of(trainer["accelerator"]).type == "cuda":
-            trainer["strategy"] = SingleDeviceNoTeardown(torch.device("cuda", 0))
+        trainer["strategy"] = strategy_of(config, plan)
         return cls(
             run_dir=run_dir,
             progress=trainer.pop("progress_bar"),
+            accumulate=plan.accumulate,
             step_times=config.callbacks.step_times,
             inference_mode=not config.compile,  # validation shares compiled code with training
             **{name: config[name] for name in TOP_LEVEL},
@@ -61,13 +65,25 @@ class TrainerOptions:
         )
 
 
-def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule) -> Trainer:
+def strategy_of(config: DictConfig, plan: ParallelPlan) -> str | Strategy:
+    """The strategy for a plan."""
+    dims, given = plan.dims, config.parallel
+    if dims.ranks == 1:
+        on_cuda = device_of(config.trainer.accelerator).type == "cuda"
+        return SingleDeviceNoTeardown(torch.device("cuda", 0)) if on_cuda else "auto"
+    options = {"method": given.method, "timeout": timedelta(minutes=given.timeout)}
+    if dims.shard == 1:
+        return ReplicatedStrategy(dims.context, **options)
+    return ShardedStrategy(dims.shard, dims.replicate, dims.context, **options)
+
+
+def build_run_trainer(config: DictConfig, run_dir: Path, data: PackedDataModule, plan: ParallelPlan) -> Trainer:
     """The trainer with all callbacks; its logger is set later."""
     with blame("trainer"):
         return build_trainer(
-            **vars(TrainerOptions.of(config, run_dir)),
+            **vars(TrainerOptions.of(config, run_dir, plan)),
             generate=build_sample(config, data),
-            summary={"data": data.info, "val_tokens": validated(config, data).tokens},
+            summary={"data": data.info, "val_tokens": validated(data, plan).tokens},
         )
 
 
@@ -91,12 +107,13 @@ class Sample:
     def __call__(self, module: CausalLMModule) -> str:
         start = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
         ids = generate(
-            module.model,
+            module,
             [start],
             max_new_tokens=self.tokens,
             temperature=SAMPLE_TEMPERATURE,
             generator=torch.Generator(module.device).manual_seed(self.seed),
             vocab_limit=self.tokenizer.vocab_size,
             max_seconds=self.seconds,
+            agree=partial(module.trainer.strategy.reduce_boolean_decision, all=False) if is_sharded(module) else bool,
         )
         return self.tokenizer.decode(ids)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flash_train.cli.config.choices import check_overrides, dotted_names, groups, is_choice
 from flash_train.cli.config.errors import UsageError, did_you_mean
+from flash_train.cli.config.overrides import parse
 from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import DATA_SCHEMAS, register_schema
 
@@ -45,6 +46,10 @@ def compose_config(
             OmegaConf.resolve(config if resolve else copy.deepcopy(config))
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(_explain(error, [*overrides, *extra])) from error
+        except (TypeError, ValueError) as error:  # OmegaConf's, for a key below a list that is no number
+            if (key := _key_below_list([*overrides, *extra])) is None:
+                raise
+            raise UsageError(f"{key}: no such key; allowed: {key.rpartition('.')[0]}=[…]") from error
     if missing:
         raise UsageError(f"{min(missing)}: not given, and this choice needs it; add {min(missing)}=…")
     return config
@@ -71,9 +76,25 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     return (f"{key}: " if key else "") + str(cause).splitlines()[0]
 
 
-def _unknown_key(key: str, overrides: Sequence[str]) -> str:
+def _chosen(overrides: Sequence[str]) -> DictConfig:
+    """The configuration with the choices among the overrides, and without their values."""
     choices = [text for text in overrides if is_choice(text) or text.startswith("hydra.searchpath")]
-    tree = OmegaConf.to_container(compose(CONFIG_NAME, overrides=choices), resolve=False)
+    return compose(CONFIG_NAME, overrides=choices)
+
+
+def _key_below_list(overrides: Sequence[str]) -> str | None:
+    """The key of the first override that names a part of a list, cut after that part."""
+    config = _chosen(overrides)
+    for key in (parse(text).key_or_group for text in overrides):
+        parts = key.split(".")
+        for count in range(1, len(parts)):
+            if OmegaConf.is_list(OmegaConf.select(config, ".".join(parts[:count]))):
+                return ".".join(parts[: count + 1])
+    return None
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> str:
+    tree = OmegaConf.to_container(_chosen(overrides), resolve=False)
     assert isinstance(tree, dict)
     known = [*dotted_names(tree), *groups()]
     parent, _, name = key.rpartition(".")

@@ -12,11 +12,13 @@ from omegaconf.errors import OmegaConfBaseException
 from flash_train.cli.config.choices import choices_of, groups, keys_of
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import CommandLine, override_text, parse
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.paths import run_dir_of
 from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
 
 CONFIG = "config.yaml"
-NOT_SAVED = ("run_dir", "resume", "stop_after", "validate_only", "force")  # they apply to one start, not to the run
+#: they apply to one start, not to the run
+NOT_SAVED = ("run_dir", "resume", "stop_after", "validate_only", "force", "parallel.check")
 #: the key that names the choice of a group
 NAMES = {
     "model": "model.name",
@@ -31,6 +33,7 @@ CHOICE_ALONE = {
     "attention": "attention.backend",
     "memory": "memory.mode",
 }
+DIVIDE_WORK = ("trainer.devices", "trainer.num_nodes", "trainer.strategy", "parallel")
 SCHEMAS: dict[str, dict[str, type]] = {
     "data": {schema.corpus: schema for schema in DATA_SCHEMAS},
     "logger": {"none": LoggerSchema, "wandb": WandbSchema},
@@ -41,8 +44,9 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
     """Add the options of the run that the command line resumes; also return the file that they come from.
 
     A value on the command line wins. So do all values of a group's file that is chosen there, unless the run has the
-    same choice; from an attention, a memory mode or a hardware, only the choice itself wins. The file is None if no
-    option comes from it: nothing is resumed, there is no such file, or the command line gives all.
+    same choice; from an attention, a memory mode or a hardware, only the choice itself wins. On other
+    devices an optimizer step keeps its number of rows. The file is None if no option comes from it: nothing is resumed,
+    there is no such file, or the command line gives all.
 
     Raises:
         UsageError: the file is damaged, or is no configuration of a run.
@@ -68,6 +72,7 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
         parts = key.split(".")
         if not won.intersection(".".join(parts[:count]) for count in range(1, len(parts) + 1)):
             taken[key] = value
+    taken |= _kept_global_batch(given, saved)
     texts = tuple(override_text(key, value) for key, value in taken.items())
     return replace(line, overrides=(*texts, *line.overrides)), file if texts else None
 
@@ -127,6 +132,14 @@ def _keys_that_win(group: str, choice: str, saved: DictConfig, config_dir: str |
     if choices_of(group) == [choice] or (group in NAMES and choice == OmegaConf.select(saved, NAMES[group])):
         return set()  # the run has the same choice
     return keys_of(group, choice, config_dir)
+
+
+def _kept_global_batch(given: set[str], saved: DictConfig) -> dict[str, Any]:
+    """The options that keep the rows of an optimizer step if the command line divides the devices' work differently."""
+    divides = any(key in DIVIDE_WORK or key.startswith("parallel.") for key in given)
+    if not divides or given & {"accumulate", "global_batch", "batch_size"} or saved.global_batch is not None:
+        return {}
+    return {"accumulate": None, "global_batch": parallel_plan(saved).global_batch}
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

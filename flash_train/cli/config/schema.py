@@ -136,8 +136,22 @@ class TrainerSchema:
 
 
 @dataclass
+class ParallelSchema:
+    """`flash_train.distributed.dims.ParallelDims`; null sizes follow from the number of devices and the mode."""
+
+    mode: str = "auto"
+    replicate: int | None = None
+    shard: int | None = None
+    context: int | None = None
+    method: str = "auto"
+    check: bool = False  # compare one step with the same step on one device before training
+    timeout: float = 30.0  # minutes until a collective that does not end stops the run
+
+
+@dataclass
 class MemorySchema:
     mode: str = "none"
+    keep: Any = 0.0  # share of the blocks that keep everything whatever the mode; auto: the largest that fits
 
 
 @dataclass
@@ -186,7 +200,8 @@ class TrainSchema:
     max_steps: int = 200
     stop_after: int | None = None
     batch_size: int = 1
-    accumulate: int = 1
+    accumulate: int | None = None
+    global_batch: int | None = None
     seed: int = 0
     precision: str = "fp32"
     run_dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}"
@@ -202,6 +217,7 @@ class TrainSchema:
     data: DataSchema = field(default_factory=DataSchema)
     optimizer: OptimizerSchema = field(default_factory=OptimizerSchema)
     trainer: TrainerSchema = field(default_factory=TrainerSchema)
+    parallel: ParallelSchema = field(default_factory=ParallelSchema)
     memory: MemorySchema = field(default_factory=MemorySchema)
     logger: LoggerSchema = field(default_factory=LoggerSchema)
     callbacks: CallbacksSchema = field(default_factory=CallbacksSchema)
@@ -215,6 +231,7 @@ class SweepSchema:
     attention: list[str] | None = None
     dropout: list[float] | None = None
     packing: list[str] | None = None
+    parallel: list[str] | None = None
     memory: list[str] | None = None
     precision: list[str] | None = None
     model: list[str] | None = None

@@ -10,9 +10,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from flash_train.checks import above, at_least, one_of, within
+from flash_train.checks import Allowed, above, at_least, one_of, within
 from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.config.overrides import PATH_KEYS, require_home
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import DATA_SCHEMAS, LoggerSchema, TrainSchema, WandbSchema
 from flash_train.precision import PRECISIONS
@@ -23,6 +24,11 @@ LARGEST = 2**31 - 1  #: the largest count; a larger one overflows in PyTorch or 
 #: The registry of backends imports PyTorch, which takes seconds. Each backend has a file here, and a test compares.
 BACKENDS = tuple(sorted(file.stem for file in (conf_dir() / "attention").glob("*.yaml")))
 
+KEEP = Allowed(
+    lambda value: value == "auto" or (isinstance(value, int | float) and value is not True and 0 <= value <= 1),
+    "auto or in [0, 1]",
+)
+
 # The library has these choices too, but importing it takes seconds, and a mistake should be reported at once.
 RULES = {
     "seq_len": at_least(2),
@@ -30,6 +36,7 @@ RULES = {
     "stop_after": at_least(1),
     "batch_size": at_least(1),
     "accumulate": at_least(1),
+    "global_batch": at_least(1),
     "seed": within(0, 2**32 - 1),
     "precision": one_of(*PRECISIONS),
     "log_every": at_least(1),
@@ -64,11 +71,18 @@ RULES = {
     "trainer.num_nodes": at_least(1),
     "trainer.strategy": one_of("auto", "ddp"),
     "trainer.checkpoint_every": at_least(1),
+    "parallel.mode": one_of("auto", "none", "ddp", "fsdp", "context"),
+    "parallel.replicate": at_least(1),
+    "parallel.shard": at_least(1),
+    "parallel.context": at_least(1),
+    "parallel.method": one_of("auto", "gather", "ulysses"),
+    "parallel.timeout": above(0),
     "trainer.keep_checkpoints": at_least(1),
     "callbacks.sample.tokens": at_least(0),
     "callbacks.sample.seconds": above(0),
     "callbacks.memory_snapshot.every": at_least(1),
     "memory.mode": one_of("none", "selective", "checkpoint"),
+    "memory.keep": KEEP,
     "logger.name": one_of("wandb", "none"),
     "logger.mode": one_of("auto", "online", "offline"),
 }
@@ -168,5 +182,6 @@ def _together(config: DictConfig) -> None:
         raise UsageError("model=pretrained: needs init_from=FOLDER, the model whose shape it takes")
     if config.validate_only and config.resume is None and config.init_from is None:
         raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
+    parallel_plan(config)
     if config.trainer.accelerator == "cpu" and config.precision == "fp16-mixed":
         raise UnavailableError("precision=fp16-mixed: needs a GPU; must be one of fp32, bf16-mixed, bf16-true on a CPU")

@@ -9,13 +9,14 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from flash_train.attention.kernels.families import is_own
-from flash_train.cli.components.data import build_data, data_notes
+from flash_train.cli.components.data import build_data, data_notes, deal_rows
 from flash_train.cli.components.loggers import build_logger
 from flash_train.cli.components.model_config import build_model_config, choose_attention, device_of, plain
 from flash_train.cli.components.module import init_module, load_init
 from flash_train.cli.components.rotary import rotary_note
 from flash_train.cli.components.trainer import build_run_trainer
 from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
 from flash_train.cli.run.resume import check_resume, find_checkpoint
 from flash_train.data import PackedDataModule
 from flash_train.training import CausalLMModule
@@ -28,6 +29,7 @@ class Run:
     Args:
         checkpoint: the checkpoint that it resumes from, or None.
         attention: the backend that runs, and the reason for this choice.
+        plan: how the devices divide the work.
         notes: what else the user should know, by topic; None if there is nothing to say on a topic.
     """
 
@@ -37,6 +39,7 @@ class Run:
     logger: Logger | None
     checkpoint: Path | None
     attention: tuple[str, str]
+    plan: ParallelPlan
     notes: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -45,8 +48,12 @@ class Run:
         return self.trainer.strategy.root_device
 
 
-def build(config: DictConfig, run_dir: Path) -> Run:
+def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, keep: float = 0.0) -> Run:
     """Build the objects of a run.
+
+    Args:
+        plan: how several devices divide the work; None takes the configuration's.
+        keep: the share of blocks that keep everything for their backward (see `Transformer`).
 
     Raises:
         UsageError: one line that names the key at fault.
@@ -62,14 +69,17 @@ def build(config: DictConfig, run_dir: Path) -> Run:
             f"compile=true: with attention={backend} every packing of documents is compiled separately; "
             "allowed: data.packing=concat, or attention=flash where it runs"
         )
-    trainer = build_run_trainer(config, run_dir, data)
+    plan = plan or parallel_plan(config)
+    trainer = build_run_trainer(config, run_dir, data, plan)
     lightning.seed_everything(config.seed, verbose=False)
     module = init_module(config, model, backend, data, pretrained, trainer)
-    notes = data_notes(config, data) | {"model": rotary_note(config, model)}
+    module.model.keep = keep
+    deal_rows(data, module.model, plan)
+    notes = data_notes(data, plan) | {"model": rotary_note(config, model)}
     if checkpoint:
         notes |= check_resume(checkpoint, config, module, run_dir)
     # The logger comes last because it writes to run_dir: a run that cannot begin leaves nothing there. A validation
     # has none: W&B would add to the run whose checkpoint it measures.
     logger = None if config.validate_only else build_logger(config.logger, run_dir, plain(config))
     trainer.logger = logger
-    return Run(trainer, module, data, logger, checkpoint, (backend, reason), notes)
+    return Run(trainer, module, data, logger, checkpoint, (backend, reason), plan, notes)

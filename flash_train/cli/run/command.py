@@ -1,6 +1,5 @@
 """The `flash-train` command: prepare the arguments, compose a configuration for each run, and train."""
 
-import gc
 import os
 import signal
 import sys
@@ -62,6 +61,8 @@ def train_command() -> None:
 
 def run_job(config: DictConfig, multirun: Multirun | None = None) -> None:
     """Run one job of Hydra's, and exit with 128 + the signal's number if a signal stopped it before its end."""
+    from flash_train.records.memory_use import free_memory  # imports PyTorch
+
     run_dir = run_dir_of_job(config)
     stopped_by: signal.Signals | None = None
     with one_line_errors(), multirun.next(run_dir) if multirun else nullcontext() as name:
@@ -76,7 +77,7 @@ def run_job(config: DictConfig, multirun: Multirun | None = None) -> None:
             discard_if_empty(run_dir)
         if multirun and stopped_by:
             raise Interrupted(stopped_by)
-    free_memory()
+    free_memory()  # for the next run of `-m`
     if stopped_by and is_first_process() and is_unfinished(run_dir):
         sys.exit(128 + stopped_by)
 
@@ -95,22 +96,26 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
 
         from flash_train.cli.run.build import build
         from flash_train.cli.run.failures import known_failures
-        from flash_train.cli.run.memory_check import check_memory, step_before_run
         from flash_train.cli.run.memory_files import record_every
+        from flash_train.cli.run.parallel_check import check_parallel
+        from flash_train.cli.run.parallel_choice import plan_run
         from flash_train.cli.run.report import announce, finish, report_files
         from flash_train.files import write_text
 
     quieten_lightning()
     stopped_by: signal.Signals | None = None
     with known_failures(config) as watched:
+        plan, keep = None, 0.0
         if not config.validate_only:
-            step, device = step_before_run(config)
-            check_memory(config, step, device)
-        run = build(config, run_dir)
+            step, plan, _ = plan_run(config)
+            keep = step.keep
+        run = build(config, run_dir, plan, keep)
         announce(run.attention, run.data.info, run.notes)
         if config.validate_only:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=run.checkpoint, verbose=False)
         else:
+            if config.parallel.check and run.plan.dims.ranks > 1:
+                check_parallel(config, step, run)
             watched.begin(step, run, run_dir)
             if run.trainer.is_global_zero:
                 with blame(f"run_dir={run_dir}"):
@@ -173,12 +178,3 @@ def discard_if_empty(run_dir: Path) -> None:
     """Remove the directory of a run that wrote nothing."""
     if run_dir.is_dir() and not any(run_dir.iterdir()):
         run_dir.rmdir()
-
-
-def free_memory() -> None:
-    """Free the memory of a run for the next one of `-m`: its trainer, module and optimizer reference each other."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
 """Failures of a run that are no bugs: a diverging loss and exhausted memory, each reported in one line."""
 
-import os
 import pickle
+import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import log_artifact
@@ -27,7 +27,6 @@ from flash_train.training import NonFiniteLossError
 from flash_train.training.callbacks import SnapshotOnError
 
 REPORT, SNAPSHOT = "out_of_memory.md", "out_of_memory.pickle"
-FIRST_RANK_SECONDS = 10.0  # how long the first rank may take for its plots and W&B
 
 
 @dataclass
@@ -40,11 +39,13 @@ class WatchedRun:
     watch: SnapshotOnError = field(default_factory=SnapshotOnError)
     logger: Logger | None = None
     rank: int = 0
+    ranks: int = 1
 
     def begin(self, step: Step, run: Run, run_dir: Path) -> None:
         """Set the fields, and have the allocator's snapshot taken if memory runs out."""
         self.step, self.device, self.run_dir, self.logger = step, run.device, run_dir, run.logger
-        self.rank = run.trainer.global_rank
+        self.rank, self.ranks = run.trainer.global_rank, run.trainer.world_size
+        run.trainer.strategy.exit_status = exit_status  # type: ignore[attr-defined]
         run.trainer.callbacks.insert(0, self.watch)  # type: ignore[attr-defined]
 
 
@@ -55,14 +56,14 @@ def known_failures(config: DictConfig) -> Iterator[WatchedRun]:
     If the run has begun, exhausted memory leaves a table of the step's memory in `out_of_memory.md`, and on CUDA the
     allocator's snapshot for PyTorch's viewer. The error names a setting that takes less memory.
 
-    Every rank finds a diverging loss: the first one reports it, and the others exit with the same status.
+    Every rank finds a diverging loss, and the first one reports it. If memory runs out on one of several ranks, the
+    error names it.
     """
-    watched, parent = WatchedRun(), os.getppid()
+    watched = WatchedRun()
     try:
         yield watched
     except NonFiniteLossError as error:
         if watched.rank > 0:
-            _wait_for_end_of(parent)
             sys.exit(UsageError.status)
         raise UsageError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
@@ -78,17 +79,15 @@ def known_failures(config: DictConfig) -> Iterator[WatchedRun]:
             hint += f" ({', '.join(_write_report(watched, error))} in {watched.run_dir})"
             finish(watched.logger, OutOfMemoryError.status)
         where = f"seq_len={config.seq_len} batch_size={config.batch_size} memory={config.memory.mode}"
-        raise OutOfMemoryError(f"out of {kind} at {where}: {hint}") from error
+        on_rank = f" on rank {watched.rank}" if watched.ranks > 1 else ""
+        raise OutOfMemoryError(f"out of {kind}{on_rank} at {where}: {hint}") from error
 
 
-def _wait_for_end_of(parent: int) -> None:
-    """Wait for the end of the parent process, but no longer than `FIRST_RANK_SECONDS`.
-
-    The parent is the first rank. Lightning kills it once another rank fails, but it has to write its record first.
-    """
-    end = time.monotonic() + FIRST_RANK_SECONDS
-    while os.getppid() == parent and time.monotonic() < end:
-        time.sleep(0.05)
+def exit_status(error: BaseException) -> int:
+    """The status with which a run exits after an exception."""
+    if isinstance(error, KeyboardInterrupt | SIGTERMException):
+        return 128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+    return OutOfMemoryError.status if is_out_of_memory(error) else UsageError.status
 
 
 def _smaller_setting(step: Step, device: torch.device | None) -> str:

@@ -1,8 +1,10 @@
 """Predicts the memory of a configuration before it runs, and refuses one that cannot fit."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from flash_train.attention.kernels.families import PORTABLE, fastest_on, is_own
 from flash_train.cli.components.model_config import device_of, model_and_backend
 from flash_train.cli.components.tokenizer import build_tokenizer
 from flash_train.cli.config.errors import OutOfMemoryError
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.model import ModelConfig
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.precision import PRECISIONS
@@ -28,7 +31,10 @@ WORKSPACES = (32 * 2**20, 8 * 2**20 + 128 * 2**10)
 THREADS = 2
 #: attentions whose memory depends on the lengths of a row's documents; predicted is the worst case, a single document
 BY_DOCUMENT = ("standard", "chunked")
+#: bytes that PyTorch's allocator cannot have on each of several GPUs: an allowance for CUDA's context and NCCL
+OUTSIDE = 2 * 2**30
 CONTAINER = Path("/sys/fs/cgroup/memory.max")  # Linux's memory limit for this process's group: bytes, or "max"
+AUTO = "auto"  # `memory.keep`: as large as the memory allows
 SHORTEST = 256  # tokens; shorter rows are not worth proposing
 
 
@@ -45,51 +51,76 @@ def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
 
 
 def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> Step:
-    """The settings that decide the memory of a step, with one document per row: the most that attention can need."""
+    """The settings that decide the memory of a step, with one document per row: the most that attention can need.
+
+    What `parallel=auto` and `memory.keep=auto` choose is still open: whole weights, and no block keeps everything.
+    """
+    plan = parallel_plan(config)
     on_cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
     return Step(
         model,
         config.seq_len,
         batch_size=config.batch_size,
-        accumulate=config.accumulate,
+        accumulate=plan.accumulate,
         precision=config.precision,
         memory=config.memory.mode,
+        keep=0.0 if config.memory.keep == AUTO else config.memory.keep,
         attention=attention,
         fused=on_cuda,
         family=(PORTABLE if config.trainer.deterministic else fastest_on(device)).name,
         whole_rows=config.data.packing == "concat",
         workspace=THREADS * WORKSPACES[0 if capability >= (9, 0) else 1] if on_cuda else 0,
+        dims=plan.dims,
+        method=config.parallel.method,
     )
 
 
-def check_memory(config: DictConfig, step: Step, device: torch.device) -> None:
+def check_memory(config: DictConfig, step: Step, device: torch.device, others: Iterable[tuple[str, Step]] = ()) -> None:
     """Print the predicted memory of a step, and refuse a step that cannot fit, unless `force=true`.
 
-    There is no prediction for several devices or for a compiled model. If the memory depends on the documents, the
-    prediction is an upper limit, and no step is refused.
+    There is no prediction for a compiled model. If the memory depends on the documents, the prediction is an upper
+    limit; a step is refused only if it cannot fit with the documents that take the least.
+
+    Args:
+        others: other plans for the devices, each with its setting, the simplest first.
 
     Raises:
         OutOfMemoryError: the step cannot fit. Names the predicted and the available memory, and settings that fit.
     """
-    if config.trainer.devices * config.trainer.num_nodes > 1 or config.compile:
+    if config.compile:
         return
     prediction = predict(step)
-    limit = available(device)
-    at_most = documents_decide(config, step)
-    print_prediction(prediction, limit, at_most)
-    if limit is not None and prediction.peak_bytes > limit and not config.force and not at_most:
-        raise OutOfMemoryError(
-            f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
-            f"{bytes_in_words(prediction.peak_bytes)} and there are {bytes_in_words(limit)}; "
-            f"{advice(step, limit, flash_runs(step, device))}, "
-            "or force=true to try anyway"
-        )
+    limit = limit_of(config, device)
+    print_prediction(prediction, limit, documents_decide(config, step), step.dims.ranks)
+    if limit is None or config.force or least_bytes(config, step) <= limit:
+        return
+    on_each = " on each device" if step.dims.ranks > 1 else ""
+    cheapest = advice(step, limit, flash_runs(step, device), others)
+    if config.get("global_batch") is not None:  # `accumulate` follows from it
+        cheapest = re.sub(r" accumulate=\d+", "", cheapest)
+    raise OutOfMemoryError(
+        f"seq_len={step.seq_len} batch_size={step.batch_size} memory={step.memory}: a step would take "
+        f"{bytes_in_words(prediction.peak_bytes)}{on_each} and there are {bytes_in_words(limit)}; "
+        f"{cheapest}, or force=true to try anyway"
+    )
+
+
+def least_bytes(config: DictConfig, step: Step) -> int:
+    """The predicted peak with documents that take the least memory; 0 if that is not predicted."""
+    if not documents_decide(config, step):
+        return predict(step).peak_bytes
+    if step.attention in BY_DOCUMENT or step.holds_score_matrices:
+        return 0
+    whole = (step.tokens,) * step.dims.context  # each device has one document, so that nothing is exchanged
+    return predict(replace(step, lengths=whole)).peak_bytes
 
 
 def documents_decide(config: DictConfig, step: Step) -> bool:
     """Whether the memory of a step depends on the lengths of its documents, which are not known beforehand."""
-    return config.data.packing != "concat" and (step.attention in BY_DOCUMENT or step.holds_score_matrices)
+    exchanges_keys = step.dims.context > 1 and step.method != "ulysses"
+    by_document = step.attention in BY_DOCUMENT or step.holds_score_matrices or exchanges_keys
+    return config.data.packing != "concat" and by_document
 
 
 def available(device: torch.device) -> int | None:
@@ -102,15 +133,26 @@ def available(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device)
 
 
+def limit_of(config: DictConfig, device: torch.device) -> int | None:
+    """Bytes available to a rank of a run, None if unknown; on several devices the same for all ranks."""
+    processes = config.trainer.devices
+    if processes * config.trainer.num_nodes == 1:
+        return available(device)
+    if device.type == "cuda":
+        return capacity(device) - OUTSIDE
+    return capacity(device) // processes
+
+
 @rank_zero_only
-def print_prediction(prediction: Prediction, limit: int | None, at_most: bool) -> None:
+def print_prediction(prediction: Prediction, limit: int | None, at_most: bool, ranks: int = 1) -> None:
     """Print the predicted peak and its largest parts in one line."""
     parts = sorted(((size, kind) for kind, size in prediction.peak.parts.items() if size), reverse=True)
     largest = ", ".join(f"{kind} {bytes_in_words(size)}" for size, kind in parts[:4])
     there = "" if limit is None else f"; there are {bytes_in_words(limit)}"
     most = "at most about " if at_most else ""
     peak = bytes_in_words(prediction.peak_bytes)
-    print(f"memory: {most}{peak} of tensors predicted at the peak of a step ({largest}){there}", flush=True)
+    where = " on each device" if ranks > 1 else ""
+    print(f"memory: {most}{peak} of tensors predicted at the peak of a step{where} ({largest}){there}", flush=True)
 
 
 def capacity(device: torch.device) -> int:
@@ -128,12 +170,31 @@ def flash_runs(step: Step, device: torch.device | None) -> bool:
     return device is not None and flash_unavailable(device, dtype, step.model.head_dim) is None
 
 
-def advice(step: Step, limit: int, flash: bool) -> str:
-    """The cheapest settings that would fit, as text. `flash`: whether this project's kernels could run."""
-    for setting, other in alternatives(step, flash):
-        if predict(other).peak_bytes <= limit:
+def advice(step: Step, limit: int, flash: bool, others: Iterable[tuple[str, Step]] = ()) -> str:
+    """The cheapest settings that would fit, as text.
+
+    Args:
+        flash: whether this project's kernels could run.
+        others: other plans for the devices; they come first, and each further setting is also tried with the last one.
+    """
+    plans = list(others)
+    offered = [*plans]
+    last = alternatives(plans[-1][1], flash) if plans else repeat(None)
+    for given, with_last in zip(alternatives(step, flash), last, strict=False):
+        offered.append(given)
+        if with_last is not None:
+            offered.append((joined(plans[-1][0], with_last[0]), with_last[1]))
+    for setting, other in offered:
+        if other.row_tokens % other.dims.context == 0 and predict(other).peak_bytes <= limit:
             return f"{setting} would fit"
     return "nothing that changes only memory, batch_size, precision or seq_len would fit: choose a smaller model"
+
+
+def joined(first: str, second: str) -> str:
+    """Join two texts of overrides; `accumulate` of the second replaces the first's."""
+    if "accumulate=" in second:
+        first = " ".join(word for word in first.split() if not word.startswith("accumulate="))
+    return f"{first} {second}"
 
 
 def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
@@ -145,6 +206,12 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
         yield f"attention={best}", better
         for setting, other in alternatives(better, flash):
             yield f"attention={best} {setting}", other
+        return
+    if step.first_kept < step.model.n_layers and step.keep > 0 and step.memory != "none":
+        recomputed = replace(step, keep=0.0)
+        yield "memory.keep=0", recomputed
+        for setting, other in alternatives(recomputed, flash):
+            yield f"memory.keep=0 {setting}", other
         return
     for mode in MEMORY_MODES[MEMORY_MODES.index(step.memory) + 1 :]:  # ordered by how much they keep
         yield f"memory={mode}", replace(step, memory=mode)

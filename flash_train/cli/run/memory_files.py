@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.run.build import Run
 from flash_train.cli.run.memory_check import step_of
+from flash_train.cli.run.parallel_choice import of_plan
 from flash_train.files import write_bytes
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.profiling.memory.plot import plot_memory
@@ -40,7 +41,8 @@ def only_measure(trainer: Trainer, callback: Callback) -> None:
 def write_memory(config: DictConfig, run: Run, recorded: RecordedStep, folder: Path) -> None:
     """Write the files of the report on a recorded step, log them to W&B, and print a line."""
     model, device = run.module.model.config, run.module.device
-    step = replace(step_of(config, model, run.attention[0], device), lengths=recorded.lengths)
+    step = of_plan(step_of(config, model, run.attention[0], device), run.plan)
+    step = replace(step, lengths=recorded.lengths, keep=run.module.model.keep)
     found = report(
         recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
     )

@@ -19,6 +19,7 @@ from flash_train.cli.config.saved_options import describe_options, with_saved_op
 from flash_train.cli.config.validate import require_files, validate
 from flash_train.cli.run.run_dir import new_folder
 from flash_train.cli.run.slurm import check_tasks, with_requeued_run
+from flash_train.cli.run.torchrun import with_started_processes
 
 TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 
@@ -32,7 +33,8 @@ def prepare(arguments: list[str]) -> list[str]:
     line = read(arguments)
     if not line.composes:
         return line.arguments()
-    line, file = with_saved_options(with_run_dir(with_requeued_run(line, os.environ)))
+    line = with_started_processes(with_requeued_run(line, os.environ), os.environ)
+    line, file = with_saved_options(with_run_dir(line))
     line = with_pretrained_shape(line)
     configs = check(line)
     if not line.shows and is_first_process() and (note := describe_options(line, file)):

@@ -63,7 +63,7 @@ def report_files(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None
     if trainer.state.fn == "validate":
         print(", ".join(f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()))
     elif holds_checkpoint(run_dir):
-        saved = (run_dir / CHECKPOINTS / f"step-{trainer.global_step:06d}.ckpt").is_file()
+        saved = (run_dir / CHECKPOINTS / f"step-{trainer.global_step:06d}.ckpt").exists()
         ended = trainer.global_step >= trainer.max_steps and saved and not is_unfinished(run_dir)
         more = " and a larger max_steps" if ended else ""
         print(f"to continue: run_dir={run_dir} resume=last{more}")

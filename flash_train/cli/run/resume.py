@@ -6,9 +6,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from flash_train.cli.config.errors import UsageError, blame
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of, slurm_checkpoints
 from flash_train.cli.config.saved_options import read_config
 from flash_train.cli.run.slurm import last_checkpoint
+from flash_train.distributed.checkpoint import is_sharded_checkpoint
 from flash_train.records import read_column
 from flash_train.training import CausalLMModule
 from flash_train.training.callbacks.checkpoint import branch_and_step, checkpoints_by_step, read_checkpoint, step_of
@@ -17,7 +19,8 @@ from flash_train.training.module import PLANNED_STEPS
 
 # Settings that change the losses but are allowed to differ; the data and the schedule have notes of their own.
 COMPARED_SETTINGS = (
-    *("batch_size", "accumulate", "precision", "compile", "trainer.devices", "trainer.num_nodes"),
+    *("batch_size", "precision", "compile", "trainer.devices", "trainer.num_nodes"),
+    *("parallel.mode", "parallel.shard", "parallel.context"),
     *("attention.backend", "attention.dropout", "model.residual_dropout"),
     *("optimizer.warmup_steps", "optimizer.min_lr_ratio", "optimizer.gradient_clip"),
 )
@@ -43,11 +46,13 @@ def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
 
 
 def named_checkpoint(resume: str, run_dir: Path) -> Path:
-    """The file that `resume` names."""
+    """The checkpoint that `resume` names: a file, or the folder of a sharded checkpoint."""
     if resume == "last":
         with blame(f"resume=last: run_dir={run_dir}"):
             return last_checkpoint(run_dir)
     path = Path(resume)
+    if is_sharded_checkpoint(path):
+        return path
     if path.is_dir():
         raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
     if not path.is_file():
@@ -86,7 +91,7 @@ def check_resume(checkpoint: Path, config: DictConfig, module: CausalLMModule, r
 def read_own(path: Path, module: CausalLMModule) -> dict[str, Any]:
     """The content of a checkpoint; raises if the file is none, or holds another model."""
     with blame(f"resume={path}"):
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, weights=False)
         module.on_load_checkpoint(checkpoint)
     return checkpoint
 
@@ -147,7 +152,8 @@ def changed_settings(checkpoint: Path, config: DictConfig) -> str | None:
     if file is None or not file.is_file():
         return None
     before = read_config(file)
-    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(config, key)) for key in COMPARED_SETTINGS}
+    pairs = {"rows in a step": (parallel_plan(before).global_batch, parallel_plan(config).global_batch)}
+    pairs |= {key: (_setting(before, key), _setting(config, key)) for key in COMPARED_SETTINGS}
     differing = [
         f"{key} was {_as_given(old)} and is {_as_given(new)}" for key, (old, new) in pairs.items() if old != new
     ]
@@ -167,6 +173,12 @@ def skipped_checkpoint(taken: Path, step: int, run_dir: Path) -> str | None:
     if branch_and_step(latest) is None:
         return f"{latest.name} cannot be read; {taken.name}, the newest complete one, is taken"
     return f"{taken.name} was written last and is taken; {latest.name} is from an earlier branch, and stays"
+
+
+def _setting(config: DictConfig, key: str) -> Any:
+    """The value of a key, or the default where earlier versions lack it or have another."""
+    value = OmegaConf.select(config, key)
+    return "auto" if value is None and key == "parallel.mode" else value
 
 
 def _as_given(value: Any) -> str:

@@ -55,6 +55,7 @@ AXES = {
         Axis("packing", "data.packing", "data.packing", str, "packings"),
         Axis("dropout", "attention.dropout", "attention.dropout", float, "numbers"),
         Axis("seq_len", "seq_len", "seq_len", int, "integers"),
+        Axis("parallel", "parallel", "parallel.mode", str, "plans"),
         Axis("memory", "memory", "memory.mode", str, "memory modes"),
         Axis("attention", "attention", "attention.backend", str, "attention backends"),
     )

@@ -17,6 +17,7 @@ from flash_train.cli.components.trainer import build_run_trainer
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import read
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import ModelSchema, OptimizerSchema, RopeScalingSchema
 from flash_train.cli.config.validate import RULES, validate
@@ -59,7 +60,7 @@ def test_the_groups():
     groups = {path.parent.name for path in CHOICES}
     assert groups == {
         *("attention", "data", "experiment", "hardware", "logger"),
-        *("memory", "model", "optimizer", "trainer"),
+        *("memory", "model", "optimizer", "parallel", "trainer"),
     }
 
 
@@ -140,7 +141,7 @@ def test_logger_is_built(choice, tmp_path):
 @pytest.mark.parametrize("choice", of_group("trainer"), ids=str)
 def test_trainer_is_built(choice, tiny, tmp_path):
     config = composed(choice, *tiny)
-    trainer = build_run_trainer(config, tmp_path / "run", build_data(config))
+    trainer = build_run_trainer(config, tmp_path / "run", build_data(config), parallel_plan(config))
     assert trainer.max_steps == 3
 
 

@@ -61,6 +61,8 @@ AT_ONCE = [
     (["seq_len"], ["seq_len", "key=value"]),
     (["lr=1e-3"], ["lr: no such key", "did you mean optimizer.lr?"]),
     (["width=3"], ["width: no such key", "did you mean model.width?"]),
+    (["optimizer.betas.name=1"], ["optimizer.betas.name: no such key; allowed: optimizer.betas=[…]"]),
+    (["optimizer.betas.name.x=1"], ["optimizer.betas.name: no such key"]),
     (["name=x"], ["name: no such key", "model.name or logger.name"]),
     (["dropuot=0.1"], ["dropuot: no such key", "did you mean attention.dropout?"]),
     (["experiment=null"], ["experiment=null", "no such choice", "recall", "leave experiment= out"]),

@@ -10,6 +10,7 @@ from flash_train.cli import train as command
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import read
+from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.saved_options import describe_options, with_saved_options
 
 
@@ -59,6 +60,28 @@ def test_the_command_line_wins(saved, given, key, expected, kept):
     config = saved(*values, given=(given,))
     assert OmegaConf.select(config, key) == expected
     assert OmegaConf.select(config, kept[0]) == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("saved_options", "given", "accumulate"),
+    [
+        (("trainer.devices=2", "accumulate=4"), ("trainer.devices=4",), 2),
+        (("trainer.devices=2", "accumulate=4"), ("trainer.devices=1",), 8),
+        (("trainer.devices=4", "accumulate=2"), ("parallel=context",), 8),
+        (("trainer.devices=2", "parallel=context"), ("parallel=fsdp", "trainer.devices=1"), 1),
+        (("trainer.devices=2", "accumulate=4"), ("trainer.devices=4", "accumulate=3"), 3),
+        (("trainer.devices=2", "global_batch=12"), ("trainer.devices=3",), 2),
+        (("accumulate=4",), ("seed=3",), 4),
+    ],
+)
+def test_other_devices_keep_the_rows_of_a_step(saved, saved_options, given, accumulate):
+    config = saved(*saved_options, given=given)
+    assert parallel_plan(config).accumulate == accumulate
+
+
+def test_devices_that_do_not_divide_the_rows_of_a_step_are_refused(saved):
+    with pytest.raises(UsageError, match=r"^global_batch=4: must be a multiple of the 6 rows"):
+        parallel_plan(saved("trainer.devices=2", given=("trainer.devices=3",)))
 
 
 def test_a_named_checkpoint_brings_the_options_of_its_run(tmp_path, tiny):

@@ -1,7 +1,6 @@
 """Failures during a run end in one line, and the exit status says which kind it was."""
 
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,24 +110,32 @@ def test_exhausted_host_memory_is_not_reported_as_gpu_memory(config, error):
         raise error
 
 
-def test_only_the_first_rank_reports(config, capsys, monkeypatch):
-    waited = []
-    monkeypatch.setattr(failures, "_wait_for_end_of", waited.append)
+def test_only_the_first_rank_reports(config, capsys):
     with pytest.raises(SystemExit) as stop, one_line_errors(), known_failures(config) as under_way:
         under_way.rank = 1
         raise NonFiniteLossError("the training loss is nan at step 3")
-    assert stop.value.code == 1 and waited == [os.getppid()]
+    assert stop.value.code == 1
     assert capsys.readouterr().err == ""
 
 
-def test_other_ranks_wait_for_the_first_but_not_forever(monkeypatch):
-    monkeypatch.setattr(failures, "FIRST_RANK_SECONDS", 1.0)
-    begin = time.monotonic()
-    failures._wait_for_end_of(os.getppid() + 1)  # the first rank has ended: the parent is another process
-    assert time.monotonic() - begin < 1
-    begin = time.monotonic()
-    failures._wait_for_end_of(os.getppid())
-    assert 1 <= time.monotonic() - begin < 10
+def test_exhausted_memory_names_the_rank(config):
+    with pytest.raises(OutOfMemoryError, match="^out of GPU memory on rank 3 at"), known_failures(config) as under_way:
+        under_way.rank, under_way.ranks = 3, 4
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), 4),
+        (NonFiniteLossError("nan"), 1),
+        (KeyError("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=str,
+)
+def test_other_ranks_exit_with_the_status_of_the_error(error, status):
+    assert failures.exit_status(error) == status
 
 
 def test_pytorchs_real_allocation_error_is_recognised(config):

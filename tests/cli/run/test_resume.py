@@ -44,7 +44,7 @@ def test_changed_settings_are_reported(in_process, tiny, tmp_path):
     out = in_process(*tiny, *others, "max_steps=6", "resume=last")
     (line,) = [line for line in out.splitlines() if line.startswith("resumed: ")]
     assert line == (
-        "resumed: batch_size was 2 and is 1, accumulate was 1 and is 3, attention.dropout was 0.0 and is 0.1, "
+        "resumed: rows in a step was 2 and is 3, batch_size was 2 and is 1, attention.dropout was 0.0 and is 0.1, "
         "optimizer.gradient_clip was 1.0 and is null"
     )
 

@@ -20,7 +20,7 @@ def test_trials_are_all_combinations_shortest_first(tmp_path):
     ]
     assert sweep.trials[0].axes == {
         **{"seed": 0, "model": "nano", "precision": "fp32", "packing": "best_fit", "dropout": 0.0},
-        **{"seq_len": 64, "memory": "none", "attention": "standard"},
+        **{"seq_len": 64, "parallel": "auto", "memory": "none", "attention": "standard"},
     }
     assert {trial.config.seed for trial in sweep.trials} == {0}
     assert all(trial.config.callbacks.step_times and not trial.config.trainer.checkpoints for trial in sweep.trials)

@@ -13,8 +13,8 @@ from flash_train.cli.config.schema import HubSchema, RecallSchema, TextSchema, W
 from flash_train.cli.config.validate import RULES
 
 COMMANDS = ("train", "train -m", "profile_memory", "find_max", "ablate", "export", "tune_attention", "bench_attention")
-COMMANDS += ("bench_memory", "bench_training", "bench_start", "collect_runs")
-WEIGHTS = (40, 20, 8, 8, 12, 4, 2, 1, 2, 1, 1, 1)
+COMMANDS += ("bench_memory", "bench_training", "bench_start", "collect_runs", "bench_parallel")
+WEIGHTS = (40, 20, 8, 8, 12, 4, 2, 1, 2, 1, 1, 1, 1)
 
 VALUES = [
     *("null", "''", "", "abc", "true", "0", "-1", "1.5", "-0.0", "1e308", "-1e308", "nan", "inf", "-inf", "1e-320"),
@@ -167,6 +167,7 @@ OPTIONS = {
     "bench_memory": ("--out", "--only", "--kinds", "--models", "--lengths", "--memory", "--attention"),
     "bench_training": ("--out", "--only", "--commit", "--time-limit"),
     "bench_start": ("--out", "--only", "--commit", "--time-limit", "--rounds"),
+    "bench_parallel": ("--out", "--only", "--commit", "--time-limit"),
     "collect_runs": ("--out", "--add", "--commit"),
 }
 

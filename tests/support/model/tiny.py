@@ -21,10 +21,12 @@ def tiny_config(**overrides) -> ModelConfig:
     return ModelConfig(**(SHAPE | overrides))
 
 
-def tiny_model(*, attention: str = "sdpa", memory: str = "none", seed: int = 0, **overrides) -> Transformer:
+def tiny_model(
+    *, attention: str = "sdpa", memory: str = "none", keep: float = 0.0, seed: int = 0, **overrides
+) -> Transformer:
     """A model whose weights are large enough that every part of it matters to the result."""
     torch.manual_seed(seed)
-    model = Transformer(tiny_config(**overrides), attention=attention, memory=memory)
+    model = Transformer(tiny_config(**overrides), attention=attention, memory=memory, keep=keep)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0, 0.2) if "norm" in name else parameter.normal_(0.0, 0.15)

@@ -1,0 +1,84 @@
+"""Speed of attention over a row that several GPUs share:
+``torchrun --nproc-per-node 2 scripts/bench_parallel.py --out FILE``.
+
+Each case also runs on one GPU, on every rank at the same time. The share of the ideal is that time over the number of
+ranks times the shared time. Every way is checked against fp32 on the inputs of the timing; a wrong one gets no rate.
+FILE is written after every case, and a second start with the same commit, GPU and versions continues after the last
+one. Times are medians over rounds of the slowest rank's, between barriers; planning the
+row is not part of them, and has a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from flash_train.cli.bench.records import Records, add_options, environment_of, known_records, saving, selected_cases
+from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
+from flash_train.distributed.leave import leave_groups
+from flash_train.profiling.attention.shared import measure_shared, shared_cases
+
+
+@one_line_errors()
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")
+    options = parser.parse_args(arguments)
+    every = list(shared_cases(options.tiny))
+    wanted = selected_cases(parser, options, every)
+    if "LOCAL_RANK" not in os.environ:
+        raise UnavailableError("bench_parallel: start it with torchrun --nproc-per-node GPUS")
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if not options.tiny and local >= torch.cuda.device_count():
+        raise UnavailableError(f"bench_parallel: there are {torch.cuda.device_count()} NVIDIA GPUs for rank {local}")
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", local)
+    if options.tiny:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    else:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    try:
+        environment = environment_of(options.commit)
+        save = saving(options.out if rank == 0 else None, environment, [case.name for case in every])
+        known = [known_records(options.out, environment) if rank == 0 else []]
+        dist.broadcast_object_list(known, 0)
+        records: Records = known[0]
+        done = {record["case"] for record in records}
+        start, longest = time.monotonic(), 0.0
+        for case in (case for case in wanted if case.name not in done):
+            begin = time.monotonic()
+            left = [options.time_limit - (begin - start) - longest]
+            dist.broadcast_object_list(left, 0)  # all ranks stop at the same case
+            if left[0] < 0:
+                break
+            records += measure_shared(case, dist.group.WORLD, device)
+            save(records)
+            if rank == 0:
+                print(f"{case.name}: {shown(records, case.name)}", flush=True)
+            longest = max(longest, time.monotonic() - begin)
+    finally:
+        leave_groups()
+    return int(any("reason" in record for record in records))
+
+
+def shown(records: Records, case: str) -> str:
+    """One line on a case: each way's shares forward and forward+backward."""
+    parts = []
+    for way in dict.fromkeys(record["way"] for record in records):
+        own = [record for record in records if record["case"] == case and record["way"] == way]
+        if not own:
+            continue
+        figures = " · ".join(f"{r['ms']:.2f} ms ({r['share']:.3f})" if "ms" in r else r["reason"] for r in own)
+        parts.append(f"{way} {figures}, error {own[0]['error']:.1e}")
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

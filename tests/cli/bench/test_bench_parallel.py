@@ -1,0 +1,63 @@
+"""The benchmark of rows that GPUs share: what it records, and that wrong results get no rate."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flash_train.cli.bench_parallel import main, shown
+from flash_train.profiling.attention import shared
+from flash_train.profiling.attention.shared import measure_shared, shared_cases
+from tests.support.pages import ROOT
+
+
+def test_two_ranks_measure_each_way_and_write_records(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("scripts/bench_parallel.py", "--tiny", "--only", "seed3", "--out", tmp_path / "parallel.json"),
+        ],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "parallel.json").read_text())
+    names = ["h4/1-packed128-seed3", "h4/1-packed128-seed3-dropout0.1"]
+    assert [line.split(": ")[0] for line in done.stdout.splitlines()] == names  # from the first rank alone
+    assert [(r["case"], r["way"], r["direction"]) for r in found["records"]] == [
+        (name, way, direction)
+        for name in names
+        for way in ("one", "gather", "ulysses")
+        for direction in ("forward", "forward+backward")
+    ]
+    for record in found["records"]:
+        assert record["ranks"] == 2 and record["share"] > 0 and 0 <= record["error"] < 1e-5
+        assert record["way"] != "one" or record["share"] == 1.0
+    assert found["versions"]["torch"] == torch.__version__
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_wrong_result_gets_no_rate(alone, monkeypatch):
+    case = next(case for case in shared_cases(tiny=True) if case.dropout)
+    assert all("ms" in record for record in measure_shared(case, alone, torch.device("cpu")))
+    called = shared.shared_attention
+    monkeypatch.setattr(shared, "shared_attention", lambda q, *rest, **options: called(q * 1.1, *rest, **options))
+    records = measure_shared(case, alone, torch.device("cpu"))
+    reasons = {(record["way"], record.get("reason")) for record in records}
+    assert reasons == {("one", None), ("gather", "wrong result"), ("ulysses", "wrong result")}
+    assert "gather wrong result · wrong result" in shown(records, case.name)
+
+
+def test_without_torchrun_it_says_how_to_start(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "start it with torchrun --nproc-per-node GPUS" in capsys.readouterr().err
