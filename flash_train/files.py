@@ -24,19 +24,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
+        sync_file(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def sync_file(path: str | os.PathLike[str]) -> None:
+    """Wait until a file's content is on the disk."""
+    with open(path, "rb+") as written:
+        os.fsync(written.fileno())
+
+
 def remove_temporary(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that killed processes left; `names` are the final files' names, or their beginnings."""
+    """Remove temporary files and folders that killed processes left; `names` are the final names' beginnings."""
     for name in names:
         for path in folder.glob(f".{name}*.tmp"):
-            with suppress(FileNotFoundError):
-                path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(FileNotFoundError):
+                    path.unlink()
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

@@ -46,6 +46,7 @@ EFFECTS = {
         and len(names["losses"]) == 10
         and names["losses"][-1] < names["losses"][0]
     ),
+    "several_gpus.md": lambda names, folder: names["strategy"].dims.context == 2,
     "attention.md": lambda names, folder: names["out"].shape == (2, 1024, 8, 64) and names["mask"].terms,
 }
 
@@ -99,6 +100,14 @@ def test_a_command_of_a_page_is_one(line):
 def check(words: list[str]) -> None:
     """Raises where a command does not exist, or its overrides do not compose."""
     program, *arguments = words
+    if program == "torchrun":  # it starts a script on several ranks
+        script = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
+        started = dict(zip(arguments[:script:2], arguments[1:script:2], strict=True))
+        sizes = {"trainer.devices": started["--nproc-per-node"], "trainer.num_nodes": started.get("--nnodes", "1")}
+        is_training = arguments[script] == "scripts/train.py"
+        return check(
+            ["python", *arguments[script:], *(f"{key}={value}" for key, value in sizes.items() if is_training)]
+        )
     if program in ("pip", "pytest", "make", "git", "ruff", "mypy", "lint-imports"):
         if program == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
