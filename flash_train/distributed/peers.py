@@ -82,7 +82,9 @@ def accept(ranks: int, address: str) -> dict[int, Peer]:
 
 
 def wait_for_peers(server: socket.socket, ranks: int, token: str, *, seconds: float) -> dict[int, Peer]:
-    """Return the connections of the ranks 1, …, ``ranks - 1``; closes those of programs that do not know the token.
+    """Return the connections of the ranks 1, …, ``ranks - 1``.
+
+    It closes connections from programs that do not know the token.
 
     Raises:
         TimeoutError: a rank did not connect; the message names it.

@@ -41,7 +41,7 @@ class StepSeed(Callback):
         self.seed = seed
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if isinstance(batch, dict) and "places" in batch and not trainer.overfit_batches:
+        if isinstance(batch, dict) and "places" in batch and not trainer.overfit_batches:  # type: ignore[attr-defined]
             torch.manual_seed(seed_of_rows(self.seed, batch["places"]))
             return
         # `total_batch_idx` counts over epochs and resumptions; `batch_idx` restarts at 0 in every epoch.
