@@ -1,11 +1,15 @@
-"""Speed of attention over a row that several GPUs share:
-``torchrun --nproc-per-node 2 scripts/bench_parallel.py --out FILE``.
+"""Speed on several GPUs: ``torchrun --nproc-per-node 2 scripts/bench_parallel.py attention|training --out FILE``.
 
-Each case also runs on one GPU, on every rank at the same time. The share of the ideal is that time over the number of
-ranks times the shared time. Every way is checked against fp32 on the inputs of the timing; a wrong one gets no rate.
+attention: a row that the GPUs share. Each case also runs on one GPU, on every rank at the same time. The share of the
+ideal is that time over the number of ranks times the shared time. Every way is checked against fp32 on the inputs of
+the timing; a wrong one gets no rate. Times are medians over rounds of the slowest rank's, between barriers; planning
+the row is not part of them, and has a column of its own.
+
+training: runs with sharded weights compared with a peer, rows that the GPUs share, and whole weights compared with GPUs
+that train alone. A rate is recorded only if the losses agree.
+
 FILE is written after every case, and a second start with the same commit, GPU and versions continues after the last
-one. Times are medians over rounds of the slowest rank's, between barriers; planning the
-row is not part of them, and has a column of its own.
+one.
 """
 
 from __future__ import annotations
@@ -14,11 +18,15 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flash_train.cli.bench import parallel_training
 from flash_train.cli.bench.records import Records, add_options, environment_of, known_records, saving, selected_cases
+from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.distributed.leave import leave_groups
 from flash_train.profiling.attention.shared import measure_shared, shared_cases
@@ -28,9 +36,17 @@ from flash_train.profiling.attention.shared import measure_shared, shared_cases
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("what", choices=("attention", "training"))
     parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")
     options = parser.parse_args(arguments)
-    every = list(shared_cases(options.tiny))
+    every: list[Any] = list(shared_cases(options.tiny))
+    measure: Callable[..., Records] = measure_shared
+    show = shown
+    if options.what == "training":
+        every = list(parallel_training.TINY_CASES if options.tiny else parallel_training.CASES)
+        measure, show = parallel_training.measure_training, parallel_training.shown
+        grow_segments()
+        quieten_lightning()
     wanted = selected_cases(parser, options, every)
     if "LOCAL_RANK" not in os.environ:
         raise UnavailableError("bench_parallel: start it with torchrun --nproc-per-node GPUS")
@@ -58,23 +74,22 @@ def main(arguments: list[str] | None = None) -> int:
             dist.broadcast_object_list(left, 0)  # all ranks stop at the same case
             if left[0] < 0:
                 break
-            records += measure_shared(case, dist.group.WORLD, device)
+            found = measure(case, dist.group.WORLD, device)
+            records += found
             save(records)
             if rank == 0:
-                print(f"{case.name}: {shown(records, case.name)}", flush=True)
+                print(f"{case.name}: {show(found)}", flush=True)
             longest = max(longest, time.monotonic() - begin)
     finally:
         leave_groups()
     return int(any("reason" in record for record in records))
 
 
-def shown(records: Records, case: str) -> str:
+def shown(records: Records) -> str:
     """One line on a case: each way's shares forward and forward+backward."""
     parts = []
     for way in dict.fromkeys(record["way"] for record in records):
-        own = [record for record in records if record["case"] == case and record["way"] == way]
-        if not own:
-            continue
+        own = [record for record in records if record["way"] == way]
         figures = " · ".join(f"{r['ms']:.2f} ms ({r['share']:.3f})" if "ms" in r else r["reason"] for r in own)
         parts.append(f"{way} {figures}, error {own[0]['error']:.1e}")
     return "; ".join(parts)

@@ -68,6 +68,15 @@ class ParallelDims:
     def data_rank(self, rank: int) -> int:
         return rank // self.context
 
+    def exchanges_gradients(self, precision: str, local_ranks: int) -> bool:
+        """Whether sharded gradients are summed by `flash_train.distributed.gradient_sums`.
+
+        Args:
+            precision: of `flash_train.precision`.
+            local_ranks: how many ranks a machine has.
+        """
+        return precision == "bf16-true" and self.replicate == 1 < self.shard and local_ranks % self.shard == 0
+
 
 def data_share(strategy: Any) -> tuple[int, int]:
     """Return the number of this process's rows, and how many different rows the ranks of a Lightning strategy process.

@@ -14,13 +14,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
+from flash_train.distributed.gradient_sums import GradientSums
 from flash_train.distributed.mesh import SHARD
 
 # Methods that Lightning calls instead of `forward`; each must gather the weights that no block holds.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
+def shard_module(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+    *,
+    exchanges_gradients: bool = False,
+) -> None:
     """Shard each block of a module over the mesh, then the remaining weights together.
 
     The blocks are the elements of the outermost ``nn.ModuleList`` and ``nn.Sequential`` containers. All ranks get the
@@ -31,12 +39,16 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPoli
         mesh: (shard,), or (replicate, shard).
         policy: dtypes of the gathered weights and of the reduction of gradients.
         device: where the shards live.
+        exchanges_gradients: sum gradients with `GradientSums`; the policy must reduce in the gradients' dtype.
     """
     for block in blocks_of(module):
         _move(block, device)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     _move(module, device)
     fully_shard(module, mesh=mesh, mp_policy=policy)
+    for part in module.modules():
+        if exchanges_gradients and isinstance(part, FSDPModule):
+            part.set_custom_reduce_scatter(GradientSums(part))  # type: ignore[arg-type]
     for name in STEPS:
         register_fsdp_forward_method(module, name)
 

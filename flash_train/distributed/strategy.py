@@ -207,7 +207,13 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.model)
         if not is_sharded(module):  # an earlier call of the Trainer, such as `fit`, may have sharded it
-            shard_module(module, self.device_mesh, self.mixed_precision, self.root_device)
+            shard_module(
+                module,
+                self.device_mesh,
+                self.mixed_precision,
+                self.root_device,
+                exchanges_gradients=self._exchanges_gradients,
+            )
             materialize(module, self.root_device)
         self.model = module
         self.barrier()
@@ -219,11 +225,19 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
-        """Gather the weights in the dtype of the computation, and reduce gradients in fp32."""
+        """Gather the weights in the dtype of the computation, and reduce gradients in fp32.
+
+        `GradientSums` takes gradients in their own dtype, and adds them in fp32.
+        """
         computes_in = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
         dtype = computes_in.get(self.precision_plugin.precision)
         # Blocks compute their inputs' dtypes themselves; a recomputation would not repeat a cast of FSDP's
-        return MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+        reduces_in = torch.float32 if dtype and not self._exchanges_gradients else None
+        return MixedPrecisionPolicy(dtype, reduces_in, cast_forward_inputs=False)
+
+    @property
+    def _exchanges_gradients(self) -> bool:
+        return self.dims.exchanges_gradients(self.precision_plugin.precision, self.num_processes)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

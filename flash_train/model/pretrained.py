@@ -83,11 +83,11 @@ def load_pretrained(path: str | Path, *, rope_scaling: bool = True) -> tuple[Mod
     expected = _expected_shapes(config)
     if wrong := sorted(expected.keys() ^ state.keys()):
         fault = "lacks" if wrong[0] in expected else "has an unexpected"
-        raise ValueError(f"init_from={path}: the model {fault} {_to_llama(wrong[0])} ({len(wrong)} such tensors)")
+        raise ValueError(f"init_from={path}: the model {fault} {llama_name(wrong[0])} ({len(wrong)} such tensors)")
     for name, shape in expected.items():
         if state[name].shape != shape:
             raise ValueError(
-                f"init_from={path}: {_to_llama(name)} has shape {tuple(state[name].shape)}, "
+                f"init_from={path}: {llama_name(name)} has shape {tuple(state[name].shape)}, "
                 f"but config.json says {tuple(shape)}"
             )
     return config, state
@@ -121,7 +121,7 @@ def save_pretrained(
     state = model.state_dict() if isinstance(model, nn.Module) else model
     if wrong := sorted(_expected_shapes(config).keys() ^ state.keys()):
         raise ValueError(f"the weights do not belong to this configuration: {wrong[0]} is missing or unknown")
-    tensors = {_to_llama(name): t.detach().to("cpu").contiguous() for name, t in state.items()}
+    tensors = {llama_name(name): t.detach().to("cpu").contiguous() for name, t in state.items()}
     folder = Path(path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     shards = _shards(tensors, max_shard_bytes)
@@ -240,7 +240,8 @@ def _expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in Transformer(config).state_dict().items()}
 
 
-def _to_llama(name: str) -> str:
+def llama_name(name: str) -> str:
+    """Return the name that a Llama of `transformers` has for one of `Transformer`'s weights."""
     layer, part = _OURS.fullmatch(name).groups()
     return f"model.layers.{layer}.{_TO_LLAMA[part]}.weight" if layer else f"{_TO_LLAMA[part]}.weight"
 

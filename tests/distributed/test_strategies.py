@@ -18,6 +18,12 @@ from tests.support.model.tiny import tiny_config
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_exchanged_gradients_are_summed_once_and_in_pieces(ranks):
+    run = run_module("tests.support.distributed.summed_gradients", str(ranks), timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
 def run_module(name: str, *arguments: str, timeout: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", name, *arguments],

@@ -56,8 +56,6 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
     What `parallel=auto` and `memory.keep=auto` choose is still open: whole weights, and no block keeps everything.
     """
     plan = parallel_plan(config)
-    on_cuda = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
     return Step(
         model,
         config.seq_len,
@@ -67,13 +65,21 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         memory=config.memory.mode,
         keep=0.0 if config.memory.keep == AUTO else config.memory.keep,
         attention=attention,
-        fused=on_cuda,
+        fused=device.type == "cuda",
         family=(PORTABLE if config.trainer.deterministic else fastest_on(device)).name,
         whole_rows=config.data.packing == "concat",
-        workspace=THREADS * WORKSPACES[0 if capability >= (9, 0) else 1] if on_cuda else 0,
+        workspace=workspace_of(device),
         dims=plan.dims,
+        local_ranks=config.trainer.devices,
         method=config.parallel.method,
     )
+
+
+def workspace_of(device: torch.device) -> int:
+    """Bytes that matrix products keep on the device."""
+    if device.type != "cuda":
+        return 0
+    return THREADS * WORKSPACES[0 if torch.cuda.get_device_capability(device) >= (9, 0) else 1]
 
 
 def check_memory(config: DictConfig, step: Step, device: torch.device, others: Iterable[tuple[str, Step]] = ()) -> None:

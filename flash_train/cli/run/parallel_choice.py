@@ -128,7 +128,7 @@ def setting_of(config: DictConfig, plan: ParallelPlan) -> str:
 def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with the share of blocks that `memory.keep` says; `auto` takes the largest share whose step fits.
 
-    The margin, 5 % of the memory, is for fragmentation. Prints what it chose in one line.
+    Prints what it chose in one line.
 
     Raises:
         UsageError: `memory.keep=auto` with a model that is compiled, or on a device whose memory is unknown.
@@ -139,14 +139,23 @@ def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> St
     if config.compile or limit is None:
         why = "compile=true has no predicted memory" if config.compile else f"the memory of {device.type} is unknown"
         raise UsageError(f"memory.keep=auto: {why}; allowed: a share in [0, 1]")
+    kept = most_kept(step, limit)
+    print_kept(kept, step.model.n_layers, step.memory)
+    return replace(step, keep=kept / step.model.n_layers)
+
+
+def most_kept(step: Step, limit: int) -> int:
+    """How many blocks can keep everything in so many bytes; 0 also if the step does not fit with none.
+
+    A margin of 5 % is for fragmentation.
+    """
     layers, most = step.model.n_layers, int((1 - RELATIVE) * limit)
     fits, too_many = 0, layers + 1
     while too_many - fits > 1:  # more kept blocks take more memory
         middle = (fits + too_many) // 2
         within = predict(replace(step, keep=middle / layers)).peak_bytes <= most
         fits, too_many = (middle, too_many) if within else (fits, middle)
-    print_kept(fits, layers, step.memory)
-    return replace(step, keep=fits / layers)
+    return fits
 
 
 @rank_zero_only

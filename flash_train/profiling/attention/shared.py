@@ -129,7 +129,8 @@ def measure_shared(case: SharedCase, group: dist.ProcessGroup, device: torch.dev
     for name in ways:
         for direction, factor in (("forward", 1.0), ("forward+backward", 3.5)):
             record: dict[str, Any] = {
-                "case": case.name, "tokens": case.tokens, "documents": len(case.lengths), "dropout": case.dropout,
+                "case": case.name, "kind": "attention", "tokens": case.tokens,
+                "documents": len(case.lengths), "dropout": case.dropout,
                 "ranks": group.size(), "way": name, "direction": direction, "error": right[name]["error"],
                 "imbalance": plan.imbalance, "plan_ms": plan_ms,
             }  # fmt: skip

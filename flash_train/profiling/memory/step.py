@@ -36,6 +36,7 @@ class Step:
         lengths: the documents' lengths, if known; with None, each row is one document.
         whole_rows: every row is one document, as with `data.packing=concat`.
         dims: how several devices divide weights and rows; `shard` is 1 for whole weights.
+        local_ranks: how many of the devices are in one machine; None: all.
         method: how the devices that share a row divide attention.
 
     Raises:
@@ -56,6 +57,7 @@ class Step:
     lengths: tuple[int, ...] | None = None
     whole_rows: bool = False
     dims: ParallelDims = ParallelDims()
+    local_ranks: int | None = None
     method: Method = "gather"
 
     def __post_init__(self) -> None:
@@ -90,6 +92,11 @@ class Step:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one device."""
         return self.row_tokens // self.dims.context
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether sharded gradients are summed in their own dtype, without a copy in fp32."""
+        return self.dims.exchanges_gradients(self.precision, self.local_ranks or self.dims.ranks)
 
     @property
     def first_kept(self) -> int:

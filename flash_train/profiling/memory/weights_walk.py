@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flash_train.distributed.gradient_sums import PIECE
 from flash_train.model import ModelConfig
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.ledger import Ledger
@@ -96,7 +97,7 @@ class ShardedWeights(WholeWeights):
 
     The order of events follows `torch/distributed/fsdp/_fully_shard`. A group is gathered into one buffer and then
     copied into its weights. The forward keeps this buffer until the next group is gathered, and the backward gathers a
-    group during the group before it. The gradients of a group are copied into the input of a reduce-scatter, which
+    group during the group before it. The gradients of a group are copied into the input of the reduction, which
     lives until the next group's. The root group stays gathered from its forward to the end of the backward.
     """
 
@@ -105,7 +106,8 @@ class ShardedWeights(WholeWeights):
         shard, m = step.dims.shard, step.model
         self.block, self.root = Group.of(block_shapes(m), shard), Group.of(root_shapes(m), shard)
         self.gathered_bytes = PRECISIONS[step.precision].activation_bytes
-        self.reduced_bytes = 4
+        self.exchanges = step.exchanges_gradients
+        self.reduced_bytes = self.weight_bytes if self.exchanges else 4
         self.all_reduces = step.dims.replicate > 1
         self.buffer: str | None = None  # the gathered group that the forward has copied out, or the backward will
         self.reduced: str | None = None  # the input of the newest reduce-scatter
@@ -166,7 +168,10 @@ class ShardedWeights(WholeWeights):
         self.ledger.hold(f"gathered weights of {name}", "gathered weights", self.gathered_bytes * group.gathered)
 
     def _reduce(self, name: str, group: Group, gradients: Sequence[str]) -> None:
-        """Reduce a group's gradients over the devices, in fp32, and convert them to the weights' dtype."""
+        """Reduce a group's gradients over the devices, and convert them to the weights' dtype.
+
+        ``GradientSums`` does both at once; it receives the other devices' gradients piece by piece.
+        """
         hold, release = self.ledger.hold, self.ledger.release
         release(f"gathered weights of {name}")
         self._release(self.reduced)
@@ -177,6 +182,9 @@ class ShardedWeights(WholeWeights):
         own = f"gradients of {name}"
         sums = f"sums of {name}" if converts else own
         hold(sums, "gradients", self.reduced_bytes * group.part)
+        if self.exchanges:
+            received = min(self.reduced_bytes * group.gathered, PIECE)
+            self.ledger.hold_briefly(f"received gradients of {name}", "gradients to reduce", received)
         if converts:
             hold(own, "gradients", self.weight_bytes * group.part)
         if adds or (converts and not self.all_reduces):  # an all-reduce keeps its tensor to the end of the backward

@@ -23,7 +23,7 @@ def test_received_rows_are_those_of_the_transfers():
     [
         ([131_072], 2, LLAMA, "gather"),  # few key heads, and half of the keys
         ([131_072], 16, MANY_KEYS, "ulysses"),  # almost all keys, or a sixteenth of four tensors
-        ([16_384], 4, MANY_KEYS, "ulysses"),
+        ([16_384], 8, MANY_KEYS, "ulysses"),
         ([512] * 256, 8, MANY_KEYS, "gather"),  # no document is split
     ],
 )

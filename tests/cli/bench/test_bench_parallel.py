@@ -19,7 +19,8 @@ def test_two_ranks_measure_each_way_and_write_records(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("scripts/bench_parallel.py", "--tiny", "--only", "seed3", "--out", tmp_path / "parallel.json"),
+            *("scripts/bench_parallel.py", "attention", "--tiny"),
+            *("--only", "seed3", "--out", tmp_path / "parallel.json"),
         ],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
@@ -39,6 +40,29 @@ def test_two_ranks_measure_each_way_and_write_records(tmp_path):
     assert found["versions"]["torch"] == torch.__version__
 
 
+def test_training_on_two_ranks_agrees_with_the_peer(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("scripts/bench_parallel.py", "training", "--tiny", "--out", tmp_path / "parallel.json"),
+        ],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = json.loads((tmp_path / "parallel.json").read_text())["records"]
+    assert [(r["case"], r["way"]) for r in records] == [
+        *(("tiny-n64-sharded", way) for way in ("flash_train", "transformers")),
+        ("tiny-n64-context", "flash_train"),
+        *(("tiny-n64-replicated", way) for way in ("flash_train", "one")),
+    ]
+    for ours, other in ((records[0], records[1]), (records[3], records[4])):
+        assert ours["losses"][0] == pytest.approx(other["losses"][0], rel=1e-4)
+        assert ours["ratio"] == pytest.approx(other["step_seconds"] / ours["step_seconds"])
+    sharded, _, shared, *_ = records
+    assert sharded["tokens_per_second"] == pytest.approx(2 * 64 / sharded["step_seconds"])
+    assert shared["tokens_per_second"] == pytest.approx(64 / shared["step_seconds"])
+
+
 @pytest.fixture
 def alone(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -54,10 +78,10 @@ def test_a_wrong_result_gets_no_rate(alone, monkeypatch):
     records = measure_shared(case, alone, torch.device("cpu"))
     reasons = {(record["way"], record.get("reason")) for record in records}
     assert reasons == {("one", None), ("gather", "wrong result"), ("ulysses", "wrong result")}
-    assert "gather wrong result · wrong result" in shown(records, case.name)
+    assert "gather wrong result · wrong result" in shown(records)
 
 
 def test_without_torchrun_it_says_how_to_start(capsys):
     with pytest.raises(SystemExit):
-        main([])
+        main(["attention"])
     assert "start it with torchrun --nproc-per-node GPUS" in capsys.readouterr().err

@@ -34,7 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 from flash_train.attention.kernels.families import fastest_on
+from flash_train.cli.run.memory_check import workspace_of
 from flash_train.data.dataset import as_row, collate
+from flash_train.distributed import gradient_sums
 from flash_train.distributed.dims import ParallelDims, data_share
 from flash_train.distributed.leave import leave_groups
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
@@ -277,10 +279,7 @@ def on_device(step: Step, device: torch.device) -> Step:
     """Return the step with what its memory depends on of a GPU."""
     if device.type == "cpu":
         return step
-    from flash_train.cli.run.memory_check import THREADS, WORKSPACES
-
-    workspace = THREADS * WORKSPACES[0 if torch.cuda.get_device_capability(device) >= (9, 0) else 1]
-    return replace(step, family=fastest_on(device).name, workspace=workspace)
+    return replace(step, family=fastest_on(device).name, workspace=workspace_of(device))
 
 
 def print_table(names: list[str], *, on_gpu: bool) -> None:
@@ -329,7 +328,9 @@ def main(arguments: list[str]) -> None:
     fused_on_cpu(patch, lambda *_, **__: None)
     for module in ("exchange", "gather", "ulysses"):  # the sum of rows is one kernel on a GPU
         patch.setattr(f"flash_train.attention.parallel.{module}.sum_rows", lambda *_: None)
-    patch.setattr("flash_train.model.kernels.cross_entropy._add_product", lambda *_: None)  # allocates on a CPU only
+    # On a CPU only, these allocate
+    patch.setattr("flash_train.model.kernels.cross_entropy._add_product", lambda *_: None)
+    patch.setitem(gradient_sums._REDUCE, dist.ReduceOp.AVG, lambda *_, **__: None)
     try:
         with torch.backends.mkldnn.flags(enabled=False):  # whose products take memory of their own, on a CPU
             print_table(options.names, on_gpu=False)
