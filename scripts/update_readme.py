@@ -4,8 +4,8 @@ With --check it changes nothing and exits with 1 if a table or picture is not up
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME --> in any page. NAME and NAME.PART come from
 docs/results/NAME.json, which holds {"records": [...]}. collect_runs writes the records of `training`, `recall`,
-`ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`, `memory`, `training_peer` and
-`start`; the compile tier writes `compile_tier`. Some records also have a picture, docs/results/NAME.png. Without a
+`ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`, `memory`, `training_peer`, `start` and
+`parallel`; the compile tier writes `compile_tier`. Some records also have a picture, docs/results/NAME.png. Without a
 record its tables are empty, and its picture is removed.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_train.attention.kernels.families import FAMILIES, PORTABLE
+from flash_train.profiling import parallel_results
 from flash_train.profiling.ablation import table as ablation
 from flash_train.profiling.ablation.plot import plot_ablation
 from flash_train.profiling.attention.plot import fingerprint, plot_attention
@@ -302,6 +303,22 @@ def compile_tier_cell(record: dict[str, Any] | None) -> str:
     return f"{good} of {record['kernels']} · {record['stack']} B · {record['shared'] / 1024:.0f} KiB"
 
 
+def parallel_training(records: Records) -> str:
+    ranks, gpu = records[0]["ranks"], records[0]["gpu"]
+    words = (
+        f"Training on {ranks} {gpu}, in bf16, rows of one document. Ours runs in Lightning's `Trainer`;\n"
+        "`memory=selective memory.keep=auto` (`none` with whole weights). The peer is a Llama of `transformers` with\n"
+        "Liger's operations and all layers checkpointed; it has the same weights and tokens.\n\n"
+    )
+    picture = "![Attention as a share of the ideal, and tokens per second of training](results/parallel.png)"
+    return f"{words}{parallel_results.training_table(records)}\n{picture}\n"
+
+
+def parallel_attention(records: Records) -> str:
+    words = f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}:\n\n"
+    return words + parallel_results.attention_table(records)
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_table,
     "training_peer": training_peer_table,
@@ -320,6 +337,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "ablation": ablation_summary,
     "ablation.details": ablation_details,
     "compile_tier": compile_tier_table,
+    "parallel": parallel_training,
+    "parallel.attention": parallel_attention,
 }
 
 
@@ -339,7 +358,12 @@ def draw_ablation(source: Path, picture: Path) -> None:
     plot_ablation(ablation_rows(records), picture, title=title, memory_of=memory_of, metadata=metadata)
 
 
+def draw_parallel(source: Path, picture: Path) -> None:
+    parallel_results.plot_parallel(records_of(source), picture, metadata={"Source": fingerprint(source)})
+
+
 PICTURES: dict[str, Callable[[Path, Path], Any]] = {
+    "parallel": draw_parallel,
     "attention_h200": plot_attention,
     "memory": draw_memory,
     "find_max": draw_find_max,

@@ -25,7 +25,15 @@ import torch
 import torch.distributed as dist
 
 from flash_train.cli.bench import parallel_training
-from flash_train.cli.bench.records import Records, add_options, environment_of, known_records, saving, selected_cases
+from flash_train.cli.bench.records import (
+    COMPARED_VERSIONS,
+    Records,
+    add_options,
+    environment_of,
+    known_records,
+    saving,
+    selected_cases,
+)
 from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.distributed.leave import leave_groups
@@ -66,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = [known_records(options.out, environment) if rank == 0 else []]
         dist.broadcast_object_list(known, 0)
         records: Records = known[0]
+        compared = {key: environment[key] for key in COMPARED_VERSIONS}
         done = {record["case"] for record in records}
         start, longest = time.monotonic(), 0.0
         for case in (case for case in wanted if case.name not in done):
@@ -75,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             if left[0] < 0:
                 break
             found = measure(case, dist.group.WORLD, device)
-            records += found
+            records += [{**record, **compared} for record in found]
             save(records)
             if rank == 0:
                 print(f"{case.name}: {show(found)}", flush=True)

@@ -28,7 +28,7 @@ class GradientSums:
     lives to the end of the step is from the pool of the stream that computes.
 
     Args:
-        module: FSDP has gathered its weights, apart from those of modules in it that FSDP gathers separately.
+        module: its weights are gathered together; FSDP gathers some modules in it separately.
     """
 
     def __init__(self, module: nn.Module) -> None:

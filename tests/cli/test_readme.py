@@ -16,7 +16,8 @@ from flash_train.profiling.ablation.table import losses_to_csv, to_csv
 from flash_train.profiling.attention.plot import plot_attention
 from flash_train.profiling.memory.longest import Longest, from_record, to_record
 from flash_train.profiling.memory.longest import Row as LongestRow
-from scripts.update_readme import TABLES, fill, main, outdated, update
+from flash_train.profiling.parallel_results import plot_parallel
+from scripts.update_readme import TABLES, fill, main, outdated, records_of, update
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -307,6 +308,29 @@ def test_memory_results_fill_every_part(results):
         "memory.traffic": "| flash | 4,096 | forward | 1,024 | – | – | no ncu |",
     }.items():
         assert line + "\n" in fill(marked(name), folder)
+
+
+def test_several_gpus(results, tmp_path):
+    common = {"gpu": "G", "ranks": 2, "tokens": 16384}
+    attention = {**common, "case": "a", "kind": "attention", "documents": 1}
+    records = [
+        {**attention, "way": way, "direction": direction, "ms": ms, "share": share}
+        for way, ms, share in (("one", 4.0, 1.0), ("gather", 2.5, 0.8))
+        for direction in ("forward", "forward+backward")
+    ]
+    wrong = {**attention, "way": "ulysses", "direction": "forward", "reason": "wrong result"}
+    training = {**common, "case": "t", "kind": "training", "model": "8b", "divided": "sharded", "mfu": None}
+    training |= {"peak_memory_gib": 70.04, "predicted_memory_gib": 70.01}
+    ours = {**training, "way": "flash_train", "tokens_per_second": 18000.0, "ratio": 1.2}
+    folder = results("parallel", [*records, wrong, ours, {**training, "way": "one", "tokens_per_second": 15000.0}])
+    assert "| a | 16,384 | 1 | 4.00 · 4.00 | 2.50 · 2.50 | 0.80 · 0.80 | – · – | – · – |\n" in fill(
+        marked("parallel.attention"), folder
+    )
+    row = "| 8b | 16,384 | sharded weights, a row each | 18,000 | – | 70.0 | 70.0 | each GPU alone | 15,000 | 1.20 |\n"
+    assert row in fill(marked("parallel"), folder)
+    assert plot_parallel(records_of(folder / "parallel.json"), tmp_path / "parallel.png").is_file()
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_parallel([wrong], tmp_path / "none.png")
 
 
 def test_without_results_a_table_is_empty(tmp_path):

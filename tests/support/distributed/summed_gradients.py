@@ -55,7 +55,7 @@ class Observed(GradientSums):
 
 
 def check_adds(ranks: int) -> None:
-    """Gradients are added only to those of an earlier backward."""
+    """Gradients are added only if there are some of an earlier backward."""
     layers = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 2))
     module = pl.LightningModule()
     module.layers = layers

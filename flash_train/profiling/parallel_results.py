@@ -1,0 +1,134 @@
+"""Tables and the plot of several GPUs, from the records of ``scripts/bench_parallel.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from flash_train.records.markdown import markdown_table as table
+from flash_train.records.plots import BLUE, GREEN, ORANGE, save_figure
+
+Records = Sequence[dict[str, Any]]
+DIRECTIONS = ("forward", "forward+backward")
+DIVISIONS = {
+    "sharded": "sharded weights, a row each",
+    "context": "sharded weights, one row",
+    "replicated": "whole weights, a row each",
+}
+OTHERS = {"transformers": "transformers + Liger + FSDP2", "one": "each GPU alone"}
+COLORS = {"gather": BLUE, "ulysses": ORANGE}
+
+
+def attention_table(records: Records) -> str:
+    """A row per case: milliseconds on one GPU, and of each method the milliseconds and the share of the ideal."""
+    cases = _attention(records)
+    rows = []
+    for case, ways in cases.items():
+        first = next(iter(ways["one"].values()))
+        cells = [_pair(ways["one"], "ms", ".2f")]
+        for method in COLORS:
+            found = ways.get(method, {})
+            cells += [_pair(found, "ms", ".2f"), _pair(found, "share", ".2f")]
+        rows.append((case, f"{first['tokens']:,}", f"{first['documents']}", *cells))
+    header = ("case", "tokens", "documents", "one GPU (ms)", "`gather` (ms)", "share", "`ulysses` (ms)", "share")
+    return table(header, rows)
+
+
+def training_table(records: Records) -> str:
+    """A row per case: ours, and what it is compared with."""
+    rows = []
+    for ways in _training(records).values():
+        ours = ways["flash_train"]
+        other = next((record for way, record in ways.items() if way != "flash_train"), {})
+        rows.append(
+            (
+                ours["model"],
+                f"{ours['tokens']:,}",
+                DIVISIONS[ours["divided"]],
+                _number(ours, "tokens_per_second", ",.0f"),
+                _number(ours, "mfu", ".1%"),
+                _number(ours, "peak_memory_gib", ".1f"),
+                _number(ours, "predicted_memory_gib", ".1f"),
+                OTHERS.get(other.get("way", ""), "–"),
+                _number(other, "tokens_per_second", ",.0f"),
+                _number(ours, "ratio", ".2f"),
+            )
+        )
+    ours_header = ("model", "seq_len", "plan", "tokens/s", "MFU", "peak GiB", "predicted")
+    return table((*ours_header, "compared with", "tokens/s", "ratio"), rows, left=3)
+
+
+def plot_parallel(records: Records, path: str | os.PathLike[str], *, metadata: dict[str, str] | None = None) -> Path:
+    """Draw the shares of the ideal of each attention case, and the rates of training.
+
+    Raises:
+        ValueError: no record has a rate.
+    """
+    cases, runs = _attention(records), _training(records)
+    if not cases and not runs:
+        raise ValueError("no record has a rate: there is nothing to draw")
+    figure = Figure(figsize=(11, 1.8 + 0.45 * max(len(cases), len(runs))), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for place, ways in enumerate(cases.values()):
+        for offset, (method, color) in zip((-0.13, 0.13), COLORS.items(), strict=True):
+            for direction, mark in zip(DIRECTIONS, ("o", "D"), strict=True):
+                if (record := ways.get(method, {}).get(direction)) is not None:
+                    label = f"{method}, {direction}" if place == 0 else None
+                    left.scatter(record["share"], place + offset, color=color, marker=mark, s=34, label=label, zorder=3)
+    left.axvline(1, color="0.6", linewidth=1)
+    left.set_yticks(range(len(cases)), list(cases))
+    left.set_xlim(0, 1.1)
+    left.set_xlabel("attention: share of the ideal, one GPU's time / GPUs")
+    figure.legend(fontsize=8, frameon=False, loc="outside upper left", ncols=4)
+    for place, ways in enumerate(runs.values()):
+        ours = ways["flash_train"]
+        found = [("this project", BLUE, ours)]
+        found += [(OTHERS[way], GREEN, record) for way, record in ways.items() if way != "flash_train"]
+        for offset, (label, color, record) in zip((-0.2, 0.2), found, strict=False):
+            rate = record["tokens_per_second"]
+            right.barh(place + offset, rate, height=0.36, color=color)
+            right.text(rate, place + offset, f" {label}: {rate:,.0f}", va="center", fontsize=8)
+    names = [ways["flash_train"] for ways in runs.values()]
+    right.set_yticks(range(len(runs)), [f"{r['model']}, {r['tokens']:,}\n{DIVISIONS[r['divided']]}" for r in names])
+    highest = max((record["tokens_per_second"] for ways in runs.values() for record in ways.values()), default=1)
+    right.set_xlim(0, 1.9 * highest)
+    right.xaxis.set_major_locator(MaxNLocator(4))
+    right.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    right.set_xlabel("training: tokens/s of all GPUs")
+    for panel, count in ((left, len(cases)), (right, len(runs))):
+        panel.set_ylim(count - 0.4, -0.6)  # the first case at the top
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="x", alpha=0.25)
+    return save_figure(figure, path, metadata=metadata)
+
+
+def _attention(records: Records) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Records with a rate by case, way and direction."""
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for record in records:
+        if record["kind"] == "attention" and "ms" in record:
+            found.setdefault(record["case"], {}).setdefault(record["way"], {})[record["direction"]] = record
+    return found
+
+
+def _training(records: Records) -> dict[str, dict[str, dict[str, Any]]]:
+    """Records with a rate by case and way."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        if record["kind"] == "training" and "tokens_per_second" in record:
+            found.setdefault(record["case"], {})[record["way"]] = record
+    return found
+
+
+def _pair(found: dict[str, dict[str, Any]], key: str, form: str) -> str:
+    return " · ".join(_number(found.get(direction, {}), key, form) for direction in DIRECTIONS)
+
+
+def _number(record: dict[str, Any], key: str, form: str) -> str:
+    value = record.get(key)
+    return "–" if value is None else format(value, form)
