@@ -1,5 +1,6 @@
 """`flash-train-memory`: where the memory of a training step goes, measured and predicted."""
 
+import os
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -27,6 +28,7 @@ HELP = """Where the memory of a training step goes: weights, gradients, optimize
 takes the options of train.py (its --help lists them), runs three steps, records the last, and writes to run_dir:
   memory.json  memory.md  memory.html  memory.png    measured and predicted memory; the page needs no network
   snapshot.pickle                                    on CUDA, for https://pytorch.org/memory_viz
+With trainer.devices=2 or more it records the first device's part of the step.
 
   python scripts/profile_memory.py find_max=true model=1b3
 
@@ -63,9 +65,6 @@ def refuse(line: CommandLine) -> None:
     for key in ("resume", "validate_only", "stop_after"):
         if line.given(key):
             raise UsageError(f"{key}={line.given(key)}: a profile is a new run up to its end; leave it out")
-    for key in ("trainer.devices", "trainer.num_nodes"):
-        if line.given(key) not in (None, "1"):
-            raise UsageError(f"{key}={line.given(key)}: a profile is of one device; allowed: 1")
 
 
 def search(line: CommandLine) -> None:
@@ -74,6 +73,8 @@ def search(line: CommandLine) -> None:
     if request is None:
         profile_memory(compose(line))
         return
+    if "LOCAL_RANK" in os.environ or line.given("trainer.num_nodes") not in (None, "1"):
+        raise UsageError("find_max=true starts the devices of this machine itself: leave out torchrun and num_nodes")
     from flash_train.cli.sweep.find_max import TRIAL_STEPS, find_max  # imports PyTorch, which takes seconds
 
     if line.given("run_dir") is None:
@@ -93,7 +94,8 @@ def compose(line: CommandLine) -> DictConfig:
     for key, value in (DEFAULTS | {"run_dir": f"runs/memory_{now}"}).items():
         if line.given(key) is None:
             line = line.with_override(key, value)
-    line = read(prepare(line.arguments()))
+    sys.argv[1:] = prepare(line.arguments())  # Lightning starts the processes of other ranks with these
+    line = read(sys.argv[1:])
     config = compose_config(line.overrides, line.config_dir)
     if config.max_steps < RECORDED:
         raise UsageError(
@@ -104,7 +106,7 @@ def compose(line: CommandLine) -> DictConfig:
 
 
 def profile_memory(config: DictConfig) -> None:
-    """Run, record the last step, and write the report."""
+    """Run, record the last step on the first rank, and write the report."""
     from flash_train.cli.run.build import build
     from flash_train.cli.run.failures import known_failures
     from flash_train.cli.run.memory_files import only_measure, write_memory
@@ -123,9 +125,10 @@ def profile_memory(config: DictConfig) -> None:
         watched.begin(step, run, run_dir)
         with locked(run_dir):
             run.trainer.fit(run.module, datamodule=run.data)
-            if not recorded:
+            if not recorded and run.trainer.is_global_zero:
                 raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
-            write_memory(config, run, recorded[-1], run_dir)
+            if recorded:
+                write_memory(config, run, recorded[-1], run_dir)
     finish(run.logger)
 
 

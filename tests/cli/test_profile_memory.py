@@ -92,6 +92,19 @@ def test_a_step_of_two_ranks_is_predicted_and_recorded(tiny, tmp_path, plan):
         assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.05)
 
 
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_profile_of_two_ranks_is_written_once(tiny, tmp_path, torchrun):
+    script = str(ROOT / "scripts" / "profile_memory.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    command = [sys.executable, *launcher, script, *tiny, "parallel=fsdp", "trainer.devices=2", "seq_len=256"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("MiB measured") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "corpus", "run"}
+    found = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.05)
+
+
 def test_help_needs_no_run(monkeypatch, capsys):
     run(monkeypatch, "--help")
     assert "seq_len=16384" in capsys.readouterr().out
@@ -238,12 +251,19 @@ def test_flash_is_proposed_if_it_can_run():
     assert not command.flash_runs(step, torch.device("cpu")) and not command.flash_runs(step, None)
 
 
-@pytest.mark.parametrize("argument", ["stop_after=1", "resume=last", "validate_only=True", "trainer.devices=2", "-m"])
+@pytest.mark.parametrize("argument", ["stop_after=1", "resume=last", "validate_only=True", "-m"])
 def test_options_that_a_profile_refuses(monkeypatch, capsys, tiny, argument):
     with pytest.raises(SystemExit):
         run(monkeypatch, *tiny, argument)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"flash-train: {argument}")
+
+
+def test_a_search_starts_the_devices_itself(monkeypatch, capsys, tiny):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "find_max=true", "trainer.devices=2")
+    assert "find_max=true starts the devices of this machine itself" in capsys.readouterr().err
 
 
 def test_a_run_that_ends_before_the_recorded_step_says_so(monkeypatch, capsys, tiny):

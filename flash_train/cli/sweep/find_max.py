@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from flash_train.cli.components.loggers import log_table
 from flash_train.cli.components.model_config import device_of
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
-from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity, step_before_run
+from flash_train.cli.config.parallel import parallel_plan
+from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity, limit_of, step_before_run
 from flash_train.cli.run.outcome import require_success
+from flash_train.cli.run.parallel_choice import of_plan, possible_plans
 from flash_train.cli.sweep.find_max_options import Search
 from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trial
 from flash_train.files import write_json, write_text
@@ -55,12 +59,15 @@ def find_max(line: CommandLine, request: Search, run_dir: Path) -> None:
     """
     config = compose_config((*line.overrides, f"seq_len={SHORT}"), line.config_dir)
     device = device_of(config.trainer.accelerator)
+    devices = device_name(device)
+    if config.trainer.devices > 1:
+        devices = f"{config.trainer.devices} {'×' if device.type == 'cuda' else 'processes on'} {devices}"
     limit, attentions = request.on(device.type == "cuda")
     rows: list[Row] = []
     for attention, memory in ((a, m) for a in attentions for m in request.memory):
         rows.append(_search(line, limit, run_dir, attention, memory))
         print(f"attention={attention} memory={memory}: {describe_row(rows[-1])}", flush=True)
-        _write(rows, run_dir, device_name(device))
+        _write(rows, run_dir, devices)
     print(f"{run_dir}: {', '.join(FILES)}, trials/")
     if config.logger.name == "wandb":
         records = [to_record(row, TOLERANCE) for row in rows]
@@ -75,10 +82,9 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
     try:
-        step, device = step_before_run(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir))
+        guess = predicted_length(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir), limit)
     except UnavailableError as error:
         return Row(attention, memory, NOTHING, None, None, False, limit, "unavailable", str(error))
-    guess = predicted_longest(step, capacity(device), limit)
     results: dict[int, Result] = {}
 
     def fits(length: int) -> bool:
@@ -105,6 +111,21 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     peak = results[found.seq_len].summary.get("peak_memory_gib")
     exact = found.seq_len < limit and found.within(TOLERANCE, limit)
     return Row(attention, memory, found, guess, peak, exact, limit)
+
+
+def predicted_length(config: DictConfig, limit: int) -> int:
+    """The longest row that is predicted to fit; of several devices, with the plan that fits the longest row.
+
+    Raises:
+        UnavailableError: the attention does not run here.
+    """
+    step, device = step_before_run(config)
+    plan = parallel_plan(config)
+    if plan.dims.ranks == 1:
+        return predicted_longest(step, capacity(device), limit)
+    plans = possible_plans(config, step) if plan.is_open else [plan]
+    most = limit_of(config, device) or capacity(device)
+    return max(predicted_longest(of_plan(step, plan), most, limit) for plan in plans)
 
 
 def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:

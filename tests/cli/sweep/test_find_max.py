@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError
 from flash_train.cli.config.overrides import read
 from flash_train.cli.sweep import find_max as command
@@ -73,6 +74,22 @@ def test_the_guess_is_the_longest_that_is_predicted_to_fit(memory):
     assert predict(Step(MODEL, guess, memory=memory)).peak_bytes <= limit
     assert predict(Step(MODEL, guess + UNIT, memory=memory)).peak_bytes > limit
     assert command.predicted_longest(step, limit, 1000) == 960
+
+
+def test_several_devices_are_predicted_with_the_best_plan(tiny, monkeypatch):
+    seen = []
+
+    def longest(step, most, limit):
+        seen.append((step.dims.shard, step.dims.context))
+        return 100 * step.dims.shard - step.dims.context
+
+    monkeypatch.setattr(command, "predicted_longest", longest)
+    config = compose_config((*tiny, "trainer.devices=2", "attention=standard"), None)
+    assert command.predicted_length(config, 1 << 20) == 199
+    assert seen == [(1, 1), (2, 1), (2, 2)]
+    seen.clear()
+    command.predicted_length(compose_config((*tiny, "trainer.devices=2", "parallel=ddp"), None), 1 << 20)
+    assert seen == [(1, 1)]
 
 
 def test_interrupted_search_continues(tiny, tmp_path, monkeypatch, capsys):
