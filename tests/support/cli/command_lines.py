@@ -177,6 +177,7 @@ def _with_mutated_options(draw: random.Random, command: str, checkpoint: str, fo
     positional = {
         "export": [checkpoint, f"{folder}/exported"],
         "tune_attention": ["64"],
+        "bench_parallel": ["attention"],
         "collect_runs": [checkpoint, "--out", f"{folder}/records.json"],
     }.get(command, [])
     arguments, mutated = list(positional), list(positional)  # an error may name these, as there is no finished run
@@ -193,7 +194,7 @@ def _with_mutated_options(draw: random.Random, command: str, checkpoint: str, fo
         elif kind == "positional":
             added = [value]
         else:
-            mutated += ["folder", "head_dims", "RUN_DIR", "checkpoint", *arguments[:1]]
+            mutated += ["folder", "head_dims", "RUN_DIR", "checkpoint", "what", *arguments[:1]]
             arguments, added = arguments[1:], []
         arguments += added
         mutated += added
