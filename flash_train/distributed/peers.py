@@ -32,6 +32,7 @@ class Peer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.has_ended, self._unread = connection, False, b""
+        self._messages: list[Message] = []
         for level, option, value in _PROBES:
             connection.setsockopt(level, option, value)
 
@@ -41,19 +42,31 @@ class Peer:
 
     def receive(self, timeout: float = CONNECT) -> list[Message]:
         """Return the messages that have arrived; waits for at least a part of one, or for the end."""
+        self._read(timeout)
+        return self.left_over()
+
+    def first(self) -> Message | None:
+        """Return the first message, or None if only a part of it has arrived; the messages behind it are left over."""
+        self._read(CONNECT)
+        return self._messages.pop(0) if self._messages else None
+
+    def left_over(self) -> list[Message]:
+        """Return the messages that arrived together with an earlier one."""
+        found, self._messages = self._messages, []
+        return found
+
+    def _read(self, timeout: float) -> None:
         self.connection.settimeout(max(timeout, 0.001))
         try:
             arrived = self.connection.recv(65536)
         except TimeoutError:
-            return []
+            return
         except OSError:
             arrived = b""
         self.has_ended = not arrived
         *lines, self._unread = (self._unread + arrived).split(b"\n")
-        try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
-            return []
+        with suppress(ValueError):  # another program's text
+            self._messages += [json.loads(line) for line in lines]
 
 
 def _probes() -> list[tuple[int, int, int]]:
@@ -106,12 +119,14 @@ def wait_for_peers(server: socket.socket, ranks: int, token: str, *, seconds: fl
                         selector.register(peer.connection, selectors.EVENT_READ, peer)
                     continue
                 peer = key.data
-                match peer.receive():
-                    case [{"rank": int(rank), "token": str(given)}] if hmac.compare_digest(given, token):
+                match peer.first():
+                    case {"rank": int(rank), "token": str(given)} if hmac.compare_digest(given, token):
                         peers[rank] = peer
                         unknown.remove(peer)
                         selector.unregister(peer.connection)
-                    case _ if peer.has_ended:
+                    case None if not peer.has_ended:  # the rest of the message comes later
+                        pass
+                    case _:
                         selector.unregister(peer.connection)
     for peer in unknown:
         peer.connection.close()

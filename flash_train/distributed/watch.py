@@ -156,6 +156,8 @@ class RankWatch:
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._peers.items():
                 selector.register(peer.connection, selectors.EVENT_READ, rank)
+                for message in peer.left_over():  # a rank has begun to work while others were still connecting
+                    self._handle(rank, message)
             while not self._is_over:
                 for key, _ in selector.select(POLL):
                     rank = key.data

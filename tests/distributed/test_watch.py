@@ -1,5 +1,6 @@
 """The watch ends every rank when one fails, dies or hangs, although the others wait in no collective."""
 
+import json
 import os
 import signal
 import socket
@@ -92,7 +93,10 @@ def test_slow_ranks_connect_in_spite_of_other_programs():
     def say_hello(seconds, **hello):
         peer = Peer(socket.create_connection(server.getsockname()[:2]))
         time.sleep(seconds)
-        peer.send(hello)
+        text = json.dumps(hello).encode() + b"\n"
+        peer.connection.sendall(text[:9])
+        time.sleep(0.1)
+        peer.connection.sendall(text[9:] + b'{"begun": 5}\n')  # the next message may arrive together with the first
         return peer
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -105,6 +109,7 @@ def test_slow_ranks_connect_in_spite_of_other_programs():
         for thread in slow:
             thread.join()
         assert sorted(peers) == [1, 2] and strangers
+        assert [peers[rank].left_over() for rank in (1, 2)] == [[{"begun": 5}]] * 2
         with pytest.raises(TimeoutError, match="^ranks 1, 2 did not connect within 0.2 s$"):
             wait_for_peers(server, 3, "known", seconds=0.2)
 
