@@ -13,12 +13,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flash_train.attention.kernels.families import FAMILIES, PORTABLE
-from flash_train.profiling import parallel_results
+from flash_train.profiling import parallel_results, training_results
 from flash_train.profiling.ablation import table as ablation
 from flash_train.profiling.ablation.plot import plot_ablation
 from flash_train.profiling.attention.plot import fingerprint, plot_attention
@@ -26,6 +26,7 @@ from flash_train.profiling.memory import longest
 from flash_train.profiling.memory import results as memory_results
 from flash_train.profiling.memory.longest import plot_longest
 from flash_train.profiling.memory.results import plot_memory_results
+from flash_train.records.markdown import joined, number
 from flash_train.records.markdown import markdown_table as table
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +35,6 @@ DIRECTIONS = ("forward", "backward")
 OURS = "this project"
 OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "… portable"}
 NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "flex": "FlexAttention", "varlen_attn": "varlen_attn"}
-PEERS = {"flash_train": "this project", "transformers": "transformers + Liger"}
-PARTS = ("forward", "backward", "optimizer")
 #: cases of the short table of attention, in the words of a reader who does not know the names of the cases
 SHORT_CASES = {
     "d128-h16-n16384-causal": "head_dim 128, causal",
@@ -48,79 +47,6 @@ SHORT_PEERS = ("fa2", "cudnn", "flex")
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
-def training_table(records: Records) -> str:
-    """A row per run."""
-    rows = [
-        (
-            record["attention"],
-            f"{record['seq_len']:,}",
-            number(record["tokens_per_second"], ",.0f"),
-            number(record["mfu"], ".1%"),
-            number(record["peak_memory_gib"], ".1f"),
-            number(record["train_loss_last_10"], ".3f"),
-        )
-        for record in records
-    ]
-    return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
-
-
-def training_peer_table(records: Records) -> str:
-    """What was compared, and a row per case and implementation."""
-    words = (
-        "The peer is what one would write today: a Llama of `transformers` with Liger's operations. Both have the\n"
-        "same weights (`1b3` with a vocabulary of 32,768), tokens and AdamW, in bf16, with one document per row.\n"
-        "Where ours keeps less for the backward, the peer checkpoints its layers. Ours runs in Lightning's `Trainer`,\n"
-        "with the norm of the gradients and logging. The losses of every step agree within 0.5 %\n"
-        f"({records[0]['gpu']}).\n\n"
-    )
-    rows = [
-        (
-            f"{record['seq_len']:,}",
-            record["memory"],
-            PEERS[record["implementation"]],
-            number(record.get("tokens_per_second"), ",.0f"),
-            number(record.get("mfu"), ".1%"),
-            number(record.get("peak_memory_gib"), ".1f"),
-            joined([milliseconds(record, part) for part in PARTS], ",.0f"),
-            number(milliseconds(record, "attention"), ",.0f"),
-            number(record.get("ratio_to_transformers"), ".2f"),
-        )
-        for record in records
-    ]
-    parts = f"{' · '.join(PARTS)} (ms)"
-    return words + table(
-        ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "attention (ms)", "ratio"), rows
-    )
-
-
-def training_peer_short(records: Records) -> str:
-    """A row per case, both implementations in it."""
-    words = (
-        "Training 1.3 B parameters in bf16, compared with a Llama of `transformers` with Liger's operations. With\n"
-        "`memory=selective` the peer checkpoints its layers. The losses agree within 0.5 % "
-        f"({records[0]['gpu']}):\n\n"
-    )
-    by_case: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in records:
-        by_case.setdefault(record["case"], {})[record["implementation"]] = record
-    rows = []
-    for found in by_case.values():
-        both = [found.get(name, {}) for name in PEERS]
-        first = next(iter(found.values()))
-        rows.append(
-            (
-                f"{first['seq_len']:,}",
-                first["memory"],
-                *(number(one.get("tokens_per_second"), ",.0f") for one in both),
-                number(both[0].get("ratio_to_transformers"), ".2f"),
-                *(number(one.get("mfu"), ".1%") for one in both),
-                *(number(one.get("peak_memory_gib"), ".1f") for one in both),
-            )
-        )
-    header = ("seq_len", "memory=", "tokens/s", "peer", "ratio", "MFU", "peer", "peak GiB", "peer")
-    return words + table(header, rows, left=2)
-
-
 def start_sentences(records: Records) -> str:
     """A sentence per case."""
     cold, warm = ([record for record in records if record["cache"] == cache] for cache in ("cold", "warm"))
@@ -130,11 +56,6 @@ def start_sentences(records: Records) -> str:
         f"the first time, with kernels to compile and text to tokenise, {first['seconds']:.0f} s.\n"
         for first, again in zip(cold, warm, strict=True)
     )
-
-
-def milliseconds(record: dict[str, Any], part: str) -> float | None:
-    seconds = record.get(f"{part}_seconds")
-    return None if seconds is None else seconds * 1e3
 
 
 def attention_table(records: Records) -> str:
@@ -303,26 +224,10 @@ def compile_tier_cell(record: dict[str, Any] | None) -> str:
     return f"{good} of {record['kernels']} · {record['stack']} B · {record['shared'] / 1024:.0f} KiB"
 
 
-def parallel_training(records: Records) -> str:
-    ranks, gpu = records[0]["ranks"], records[0]["gpu"]
-    words = (
-        f"Training on {ranks} {gpu}, in bf16, rows of one document. Ours runs in Lightning's `Trainer`;\n"
-        "`memory=selective memory.keep=auto` (`none` with whole weights). The peer is a Llama of `transformers` with\n"
-        "Liger's operations and all layers checkpointed; it has the same weights and tokens.\n\n"
-    )
-    picture = "![Attention as a share of the ideal, and tokens per second of training](results/parallel.png)"
-    return f"{words}{parallel_results.training_table(records)}\n{picture}\n"
-
-
-def parallel_attention(records: Records) -> str:
-    words = f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}:\n\n"
-    return words + parallel_results.attention_table(records)
-
-
 TABLES: dict[str, Callable[[Records], str]] = {
-    "training": training_table,
-    "training_peer": training_peer_table,
-    "training_peer.summary": training_peer_short,
+    "training": training_results.runs_table,
+    "training_peer": training_results.peer_table,
+    "training_peer.summary": training_results.peer_summary,
     "start": start_sentences,
     "attention_h200": attention_table,
     "attention_h200.summary": attention_short,
@@ -337,8 +242,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "ablation": ablation_summary,
     "ablation.details": ablation_details,
     "compile_tier": compile_tier_table,
-    "parallel": parallel_training,
-    "parallel.attention": parallel_attention,
+    "parallel": parallel_results.training_section,
+    "parallel.attention": parallel_results.attention_section,
 }
 
 
@@ -373,14 +278,6 @@ PICTURES: dict[str, Callable[[Path, Path], Any]] = {
 
 def records_of(source: Path) -> Records:
     return json.loads(source.read_text(encoding="utf-8"))["records"]
-
-
-def number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def joined(values: Iterable[float | None], form: str) -> str:
-    return " · ".join(number(value, form) for value in values)
 
 
 def fill(page: str, results: Path) -> str:

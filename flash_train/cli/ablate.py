@@ -90,9 +90,8 @@ def predicted_result(planned: PlannedTrial) -> Result | None:
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
     from flash_train.cli.run.memory_check import (  # imports Lightning
-        capacity,
+        capacity_of_rank,
         documents_decide,
-        limit_of,
         step_before_run,
     )
     from flash_train.profiling.memory.prediction import predict
@@ -108,9 +107,9 @@ def predicted_result(planned: PlannedTrial) -> Result | None:
         return None
     if documents_decide(config, step):
         return None
-    limit = capacity(device) if given.dims.ranks == 1 else limit_of(config, device)
+    limit = capacity_of_rank(device, given.dims.ranks, config.trainer.devices)
     predicted = predict(step).peak_bytes
-    if limit is None or predicted <= (1 + RELATIVE) * limit:
+    if predicted <= (1 + RELATIVE) * limit:
         return None
     reason = f"a step would take {bytes_in_words(predicted)} and there are {bytes_in_words(limit)}"
     return Result("oom", f"predicted, not run: {reason}")

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from flash_train.records.markdown import joined, number
 from flash_train.records.markdown import markdown_table as table
 from flash_train.records.plots import BLUE, GREEN, ORANGE, save_figure
 
@@ -22,6 +23,22 @@ DIVISIONS = {
 }
 OTHERS = {"transformers": "transformers + Liger + FSDP2", "one": "each GPU alone"}
 COLORS = {"gather": BLUE, "ulysses": ORANGE}
+
+
+def training_section(records: Records) -> str:
+    ranks, gpu = records[0]["ranks"], records[0]["gpu"]
+    words = (
+        f"Training on {ranks} {gpu}, in bf16, rows of one document. Ours runs in Lightning's `Trainer`;\n"
+        "`memory=selective memory.keep=auto` (`none` with whole weights). The peer is a Llama of `transformers` with\n"
+        "Liger's operations and all layers checkpointed; it has the same weights and tokens.\n\n"
+    )
+    picture = "![Attention as a share of the ideal, and tokens per second of training](results/parallel.png)"
+    return f"{words}{training_table(records)}\n{picture}\n"
+
+
+def attention_section(records: Records) -> str:
+    words = f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}:\n\n"
+    return words + attention_table(records)
 
 
 def attention_table(records: Records) -> str:
@@ -50,13 +67,13 @@ def training_table(records: Records) -> str:
                 ours["model"],
                 f"{ours['tokens']:,}",
                 DIVISIONS[ours["divided"]],
-                _number(ours, "tokens_per_second", ",.0f"),
-                _number(ours, "mfu", ".1%"),
-                _number(ours, "peak_memory_gib", ".1f"),
-                _number(ours, "predicted_memory_gib", ".1f"),
+                number(ours.get("tokens_per_second"), ",.0f"),
+                number(ours.get("mfu"), ".1%"),
+                number(ours.get("peak_memory_gib"), ".1f"),
+                number(ours.get("predicted_memory_gib"), ".1f"),
                 OTHERS.get(other.get("way", ""), "–"),
-                _number(other, "tokens_per_second", ",.0f"),
-                _number(ours, "ratio", ".2f"),
+                number(other.get("tokens_per_second"), ",.0f"),
+                number(ours.get("ratio"), ".2f"),
             )
         )
     ours_header = ("model", "seq_len", "plan", "tokens/s", "MFU", "peak GiB", "predicted")
@@ -126,9 +143,4 @@ def _training(records: Records) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _pair(found: dict[str, dict[str, Any]], key: str, form: str) -> str:
-    return " · ".join(_number(found.get(direction, {}), key, form) for direction in DIRECTIONS)
-
-
-def _number(record: dict[str, Any], key: str, form: str) -> str:
-    value = record.get(key)
-    return "–" if value is None else format(value, form)
+    return joined([found.get(direction, {}).get(key) for direction in DIRECTIONS], form)

@@ -27,7 +27,7 @@ from flash_train.attention import attended_pairs
 from flash_train.attention.kernels.families import fastest_on
 from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.run.memory_check import OUTSIDE, capacity, workspace_of
+from flash_train.cli.run.memory_check import capacity_of_rank, workspace_of
 from flash_train.cli.run.parallel_choice import most_kept
 from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.sharding import shard_like
@@ -52,7 +52,7 @@ Losses = tuple[list[float], list[float]]  #: of each step, and its seconds
 
 
 @dataclass(frozen=True)
-class TrainingCase:
+class ParallelCase:
     """A training run on all GPUs.
 
     Attributes:
@@ -96,19 +96,19 @@ class TrainingCase:
 
 
 CASES = (
-    TrainingCase("8b-n16384-sharded", "8b", 128256, 16384, "sharded", "selective", 7, "transformers"),
-    TrainingCase("8b-n32768-sharded", "8b", 128256, 32768, "sharded", "selective", 6, "transformers"),
-    TrainingCase("8b-n131072-context", "8b", 128256, 131072, "context", "selective", 4),
-    TrainingCase("1b3-n16384-replicated", "1b3", 32768, 16384, "replicated", "none", 12, "one"),
+    ParallelCase("8b-n16384-sharded", "8b", 128256, 16384, "sharded", "selective", 7, "transformers"),
+    ParallelCase("8b-n32768-sharded", "8b", 128256, 32768, "sharded", "selective", 6, "transformers"),
+    ParallelCase("8b-n131072-context", "8b", 128256, 131072, "context", "selective", 4),
+    ParallelCase("1b3-n16384-replicated", "1b3", 32768, 16384, "replicated", "none", 12, "one"),
 )
 TINY_CASES = (
-    TrainingCase("tiny-n64-sharded", "tiny", 64, 64, "sharded", "selective", 3, "transformers"),
-    TrainingCase("tiny-n64-context", "tiny", 64, 64, "context", "selective", 3),
-    TrainingCase("tiny-n64-replicated", "tiny", 64, 64, "replicated", "none", 3, "one"),
+    ParallelCase("tiny-n64-sharded", "tiny", 64, 64, "sharded", "selective", 3, "transformers"),
+    ParallelCase("tiny-n64-context", "tiny", 64, 64, "context", "selective", 3),
+    ParallelCase("tiny-n64-replicated", "tiny", 64, 64, "replicated", "none", 3, "one"),
 )
 
 
-class StepTimes(pl.Callback):
+class TimedSteps(pl.Callback):
     """The seconds and the loss of each step."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ class StepTimes(pl.Callback):
         self.losses.append(float(pl_module.last_step.loss))
 
 
-def measure_training(case: TrainingCase, group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
     """Train ours, and what it is compared with, on all ranks of the group, which call it together.
 
     Returns:
@@ -166,7 +166,7 @@ def measure_training(case: TrainingCase, group: dist.ProcessGroup, device: torch
     return records
 
 
-def _add_rates(case: TrainingCase, records: list[dict[str, Any]], ranks: int, device: torch.device) -> None:
+def _add_rates(case: ParallelCase, records: list[dict[str, Any]], ranks: int, device: torch.device) -> None:
     with torch.device("meta"):
         flops = Transformer(case.shape()).model_flops(case.seq_len, attended_pairs((case.seq_len,)))
     peak = peak_flops(device_name(device), torch.bfloat16)
@@ -187,7 +187,7 @@ def _add_rates(case: TrainingCase, records: list[dict[str, Any]], ranks: int, de
         ours["ratio"] = others[0]["step_seconds"] / ours["step_seconds"]
 
 
-def step_of(case: TrainingCase, ranks: int, device: torch.device) -> Step:
+def step_of(case: ParallelCase, ranks: int, device: torch.device) -> Step:
     """The step of ours, with as many blocks that keep everything as `memory.keep=auto` chooses."""
     on_cuda = device.type == "cuda"
     step = Step(
@@ -196,17 +196,17 @@ def step_of(case: TrainingCase, ranks: int, device: torch.device) -> Step:
     )  # fmt: skip
     if case.memory == "none":
         return step
-    return replace(step, keep=most_kept(step, capacity(device) - OUTSIDE) / step.model.n_layers)
+    return replace(step, keep=most_kept(step, capacity_of_rank(device, ranks, ranks)) / step.model.n_layers)
 
 
 def train_ours(
-    case: TrainingCase, keep: float, device: torch.device, *, alone: bool
+    case: ParallelCase, keep: float, device: torch.device, *, alone: bool
 ) -> tuple[list[float], list[float]]:
     """Return the losses and the seconds of the steps; ``alone`` trains on this rank's GPU without the others."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     strategy: Any = SingleDeviceStrategy(device) if alone else case.strategy(ranks)
     shards = isinstance(strategy, ShardedStrategy)
-    times = StepTimes(lambda: wait(device))
+    times = TimedSteps(lambda: wait(device))
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             default_root_dir=folder, accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -227,7 +227,7 @@ def train_ours(
     return times.losses, times.seconds
 
 
-def train_peer(case: TrainingCase, device: torch.device) -> Losses:
+def train_peer(case: ParallelCase, device: torch.device) -> Losses:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -141,12 +141,16 @@ def available(device: torch.device) -> int | None:
 
 def limit_of(config: DictConfig, device: torch.device) -> int | None:
     """Bytes available to a rank of a run, None if unknown; on several devices the same for all ranks."""
-    processes = config.trainer.devices
-    if processes * config.trainer.num_nodes == 1:
-        return available(device)
-    if device.type == "cuda":
-        return capacity(device) - OUTSIDE
-    return capacity(device) // processes
+    local_ranks = config.trainer.devices
+    ranks = local_ranks * config.trainer.num_nodes
+    return available(device) if ranks == 1 else capacity_of_rank(device, ranks, local_ranks)
+
+
+def capacity_of_rank(device: torch.device, ranks: int, local_ranks: int) -> int:
+    """Bytes that each of so many ranks has, if nothing else runs; `local_ranks` are on one machine."""
+    if ranks == 1:
+        return capacity(device)
+    return capacity(device) - OUTSIDE if device.type == "cuda" else capacity(device) // local_ranks
 
 
 @rank_zero_only

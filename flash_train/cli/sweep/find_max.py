@@ -12,7 +12,7 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.config.parallel import parallel_plan
-from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity, limit_of, step_before_run
+from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity_of_rank, step_before_run
 from flash_train.cli.run.outcome import require_success
 from flash_train.cli.run.parallel_choice import of_plan, possible_plans
 from flash_train.cli.sweep.find_max_options import Search
@@ -121,10 +121,8 @@ def predicted_length(config: DictConfig, limit: int) -> int:
     """
     step, device = step_before_run(config)
     plan = parallel_plan(config)
-    if plan.dims.ranks == 1:
-        return predicted_longest(step, capacity(device), limit)
     plans = possible_plans(config, step) if plan.is_open else [plan]
-    most = limit_of(config, device) or capacity(device)
+    most = capacity_of_rank(device, plan.dims.ranks, config.trainer.devices)
     return max(predicted_longest(of_plan(step, plan), most, limit) for plan in plans)
 
 
