@@ -22,14 +22,17 @@ class LaunchModule(Protocol):
     """The functions that the ``launch`` module of a family defines.
 
     ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and backward; they return None
-    if the kernels can. Every family's backward takes the ``out`` and ``lse`` of any family's forward.
+    if the kernels can. Every family's backward takes the ``out`` and ``lse`` of any family's forward, which writes to
+    ``out`` if it is given.
     """
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
 
     def backward_refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self,

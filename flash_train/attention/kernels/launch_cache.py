@@ -77,18 +77,22 @@ def clear_plans() -> None:
 
 
 def launch_all(
-    build: Build, inputs: Sequence[Tensor | None], made: Sequence[Tensor | None], call: Call, *options: Any
+    build: Build,
+    inputs: Sequence[Tensor | None],
+    made: Sequence[Tensor | None],
+    call: Call | None = None,
+    *options: Any,
 ) -> None:
-    """Run the launches of ``build(*inputs, *made, call, *options)`` in order.
+    """Run the launches of ``build(*inputs, *made, call, *options)`` in order, without ``call`` if it is None.
 
     Args:
         build: returns the launches. They must depend on its arguments only; for a cached call it does not run.
-        inputs: the caller's tensors.
+        inputs: the caller's tensors; the first is not None.
         made: tensors allocated for this call. Their shapes, strides and dtypes must follow from the other arguments.
         options: hashable.
     """
     key = _key(build, inputs, made, call, options)
-    tensors = (*inputs, *made, *call.tensors)
+    tensors = (*inputs, *made) if call is None else (*inputs, *made, *call.tensors)
     call_plan = None if key is None else _plans.get(key)
     if call_plan is not None:
         if call_plan.made:
@@ -97,16 +101,21 @@ def launch_all(
             plan.compiled[plan.grid](*_fill_arguments(plan, tensors))
         return
     if key is None or key in _plans:
-        for launch in build(*inputs, *made, call, *options):
+        for launch in build(*inputs, *made, *_given(call), *options):
             launch.run()
         return
     distinct = _without_aliases(tensors)
     n_tensors = len(inputs) + len(made)
-    call = Call.of(distinct[n_tensors:], call.settings)
-    launched = [(launch, launch.start()) for launch in _in_launch_order(build(*distinct[:n_tensors], call, *options))]
+    call = None if call is None else Call.of(distinct[n_tensors:], call.settings)
+    launches = build(*distinct[:n_tensors], *_given(call), *options)
+    launched = [(launch, launch.start()) for launch in _in_launch_order(launches)]
     if len(_plans) >= present_options().cached_plans:
         _plans.clear()
     _plans[key] = _make_call_plan(launched, distinct)
+
+
+def _given(call: Call | None) -> tuple[Call, ...]:
+    return () if call is None else (call,)
 
 
 def _in_launch_order(launches: Iterable[Launch]) -> Iterator[Launch]:
@@ -126,13 +135,14 @@ def _key(
     build: Build,
     inputs: Sequence[Tensor | None],
     made: Sequence[Tensor | None],
-    call: Call,
+    call: Call | None,
     options: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
     """Return everything that determines the launches.
 
     None if they are not cached: the device is not CUDA, or the ``LaunchOptions`` allow no cached plans.
     """
+    tensors = inputs if call is None else (*inputs, *call.tensors)
     device, planning = inputs[0].device, present_options()
     if device.type != "cuda" or not planning.cached_plans:
         return None
@@ -143,10 +153,10 @@ def _key(
         device,
         knobs.runtime.debug,  # this and the next knob change the compiled code
         knobs.compilation.instrumentation_mode,
-        call.settings,
+        None if call is None else call.settings,
         *[x is None for x in made],
         # the fields of `signature_of`, as a plain tuple because that is faster
-        *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in (*inputs, *call.tensors)],
+        *[x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
 
 

@@ -67,9 +67,9 @@ class SharedKeys:
         first[:, 0] += entry
         return EntryOrigins(first, self.origins.aligned)
 
-    def groups(self, q: Tensor, k: Tensor, v: Tensor, group_bytes: int) -> list[HeadGroup]:
+    def groups(self, q: Tensor, k: Tensor, v: Tensor, group_bytes: int, backward: bool) -> list[HeadGroup]:
         row_bytes = k.shape[1] * (k.shape[2] + v.shape[2]) * k.element_size()
-        return head_groups(q.shape[1], k.shape[1], self.largest * row_bytes, group_bytes)
+        return head_groups(q.shape[1], k.shape[1], self.largest * row_bytes, group_bytes, sends_results=backward)
 
 
 def forward(
@@ -78,11 +78,9 @@ def forward(
     """Compute out (tokens, heads, head_dim) and the log-sum-exp of ``GroupAttention.forward``, without gradients."""
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lses = []
-    for group, keys, values in _fetched(q, k, v, row):
+    for group, keys, values in _fetched(q, k, v, row, backward=False):
         heads = group.heads
-        found, lse = attend.forward(q[:, heads], keys, values, part(sinks, heads), heads.start)
-        out = place(found, out, heads)
-        lses.append(lse)
+        lses.append(attend.forward(q[:, heads], keys, values, part(sinks, heads), heads.start, out[:, heads])[1])
     return out, torch.cat(lses)
 
 
@@ -104,7 +102,7 @@ def backward(
 
     def computed() -> Iterator[tuple[HeadGroup, Tensor, Tensor, Transfer]]:
         nonlocal dq
-        for group, keys, values in _fetched(q, k, v, row):
+        for group, keys, values in _fetched(q, k, v, row, backward=True):
             heads = group.heads
             found, dkeys, dvalues, for_sinks = attend.backward(
                 dout[:, heads], q[:, heads], keys, values, out[:, heads], lse[heads], part(sinks, heads), heads.start
@@ -121,10 +119,12 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-def _fetched(q: Tensor, k: Tensor, v: Tensor, row: SharedRow) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+def _fetched(
+    q: Tensor, k: Tensor, v: Tensor, row: SharedRow, *, backward: bool
+) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
     """Yield each group with the keys and values of its call."""
     shared = row.once(SharedKeys.of)
-    groups = shared.groups(q, k, v, row.group_bytes)
+    groups = shared.groups(q, k, v, row.group_bytes, backward)
     transfers = one_ahead(shared.fetch.start(k[:, group.kv_heads], v[:, group.kv_heads]) for group in groups)
     for group, transfer in zip(groups, transfers, strict=True):
         own, received = (k[:, group.kv_heads], v[:, group.kv_heads]), transfer.wait()

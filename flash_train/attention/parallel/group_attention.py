@@ -37,18 +37,22 @@ class GroupAttention:
     head: int
     origins: EntryOrigins | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attend, without gradients; ``head`` is the number of q's first head.
 
         Returns:
-            out, and the log-sum-exp (heads, total_q); that is empty if the backend's backward does not read it.
+            the output, written to ``out`` if that is given; the log-sum-exp (heads, total_q), which is empty if the
+            backend's backward does not read it.
         """
         if not is_own(self.backend):
-            return self._run(q, k, v, sinks, head), q.new_empty((q.shape[1], 0), dtype=torch.float32)
+            found = self._run(q, k, v, sinks, head)
+            return found if out is None else out.copy_(found), q.new_empty((q.shape[1], 0), dtype=torch.float32)
         from flash_train.attention.kernels.select import forward_of
 
         call = self._call(q, k, sinks, head)
-        return forward_of(self.backend, q, k, v, call)(q, k, v, call)
+        return forward_of(self.backend, q, k, v, call)(q, k, v, call, out)
 
     def backward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ from torch import Tensor
 
 MOST_GROUPS = 8
 #: Bytes that a rank receives for a group, at least. On NVLink an exchange takes about 0.07 ms plus its bytes at
-#: 277 GiB/s (H100). A group takes the host about 0.6 ms, longer than a GPU computes on a group of 16 MiB.
+#: 277 GiB/s (H100), and each group costs the host some launches.
 GROUP_BYTES = 64 * 2**20
+SMALL = 4  #: a first or last group has GROUP_BYTES / SMALL: nothing is computed while it travels
 
 
 class HeadGroup(NamedTuple):
@@ -20,16 +22,25 @@ class HeadGroup(NamedTuple):
     kv_heads: slice
 
 
-def head_groups(heads: int, kv_heads: int, transfer: int, group_bytes: int = GROUP_BYTES) -> list[HeadGroup]:
-    """Divide heads into groups of nearly equal size.
+def head_groups(
+    heads: int, kv_heads: int, transfer: int, group_bytes: int = GROUP_BYTES, *, sends_results: bool = False
+) -> list[HeadGroup]:
+    """Divide heads into groups: a small one first, and then groups of nearly equal size.
 
     Args:
         heads, kv_heads: of the attention; kv_heads divides heads.
         transfer: bytes of all heads that the rank with the largest exchange receives.
         group_bytes: bytes of a group, at least.
+        sends_results: each group's results travel, too. The last group is then as small as the first.
     """
-    count = max(1, min(kv_heads, MOST_GROUPS, transfer // group_bytes))
-    bounds = [i * kv_heads // count for i in range(count + 1)]
+    small, ends = max(1, group_bytes // SMALL), 1 + sends_results
+    bounds = [0, kv_heads]
+    if transfer >= 2 * ends * small:
+        first = math.ceil(kv_heads * small / transfer)
+        last = max(first, kv_heads - first) if sends_results else kv_heads
+        middle = transfer * (last - first) // kv_heads
+        count = max(1, min(MOST_GROUPS - ends, middle // group_bytes))
+        bounds = sorted({0, kv_heads, *(first + i * (last - first) // count for i in range(count + 1))})
     queries = heads // kv_heads
     return [HeadGroup(slice(a * queries, b * queries), slice(a, b)) for a, b in pairwise(bounds)]
 

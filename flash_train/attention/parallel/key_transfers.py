@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -18,9 +16,8 @@ class KeyTransfers:
     Attributes:
         send: for each rank, the rows of this rank that it needs, in the order of the row; none for this rank itself.
         receive: for each rank, the number of rows that it sends to this one.
-        rounds: the rows that the attention call reads as its keys, in parts: the call's keys are their concatenation.
-            Numbers below the rank's token count are its own rows; the received rows follow in the order of the ranks.
-            No row occurs twice in a part, so that gradients can be added part by part, in a fixed order.
+        keys: the rows that the attention call reads as its keys. Numbers below the rank's token count are its own
+            rows; the received rows follow in the order of the ranks.
         cu_seqlens_q, cu_seqlens_k: boundaries of the call's entries; each piece of the rank is an entry. A
             rank that holds only padding has one empty entry.
         origins: (entries, 3): the document, the first query and the first key of each entry.
@@ -30,7 +27,7 @@ class KeyTransfers:
 
     send: tuple[np.ndarray, ...]
     receive: tuple[int, ...]
-    rounds: tuple[np.ndarray, ...]
+    keys: np.ndarray
     cu_seqlens_q: np.ndarray
     cu_seqlens_k: np.ndarray
     origins: np.ndarray
@@ -40,11 +37,6 @@ class KeyTransfers:
     @property
     def sent_rows(self) -> int:
         return sum(map(len, self.send))
-
-    @cached_property
-    def keys(self) -> np.ndarray:
-        """The rows that the call reads as its keys, of all rounds."""
-        return np.concatenate(self.rounds)
 
     @property
     def is_local(self) -> bool:
@@ -98,12 +90,10 @@ def plan_transfers(plan: RowPlan, rank: int) -> KeyTransfers:
     row_of[received] = plan.seq_len // plan.ranks + np.arange(len(received))
     pieces = plan.attending(rank)
     keys = [row_of[plan.begins[p.document] + np.arange(plan.first_key(p), p.stop)] for p in pieces]
-    rounds = [i for i in range(1, len(pieces)) if pieces[i].document <= pieces[i - 1].document]
-    nothing = [np.empty(0, np.int64)]
     return KeyTransfers(
         send=tuple(local[rows[owner[rows] == rank]] for rows in needed),
         receive=tuple(int((owner[received] == other).sum()) for other in range(plan.ranks)),
-        rounds=tuple(np.concatenate(keys[i:j] or nothing) for i, j in pairwise((0, *rounds, len(pieces)))),
+        keys=np.concatenate(keys or [np.empty(0, np.int64)]),
         cu_seqlens_q=np.cumsum([0, *map(len, pieces)] if pieces else [0, 0]),
         cu_seqlens_k=np.cumsum([0, *map(len, keys)] if pieces else [0, 0]),
         origins=np.array([(p.document, p.start, plan.first_key(p)) for p in pieces] or [(0, 0, 0)], np.int64),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from flash_train.attention.parallel.head_groups import head_groups
+from flash_train.attention.parallel.head_groups import HeadGroup, head_groups
 from flash_train.attention.parallel.row_plan import RowPlan
 
 Method = Literal["auto", "gather", "ulysses"]
@@ -13,6 +13,7 @@ Method = Literal["auto", "gather", "ulysses"]
 #: Measured on H100s. A slower link or GPU changes both methods' times alike, unless the link is the limit.
 LINK = 250e9  # bytes per second that a rank receives over NVLink
 RATE = 500e12  # FLOP per second of attention, forward and backward
+BUSY = 1 / 8  # of a GPU's processors run NCCL's kernel during an exchange
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Cost:
 
     Attributes:
         received: bytes that the rank receives.
-        exchange: seconds of its exchanges that no computation hides.
+        exchange: seconds that its exchanges add, because nothing hides them or they occupy processors.
         attention: seconds of its attention.
     """
 
@@ -54,8 +55,8 @@ def choose_method(plan: RowPlan, sizes: Sizes) -> Method:
 def costs(plan: RowPlan, sizes: Sizes) -> dict[Method, Cost]:
     """Predict the cost of each method that the sizes allow.
 
-    The exchange of one group of heads runs while another group is computed, so the first exchange always takes time,
-    and the others do if they take longer than the attention.
+    The exchange of one group of heads runs while another group is computed. Nothing hides the first group's, and the
+    last group's results. The others slow the attention, and take time if they take longer than it.
     """
     found: dict[Method, Cost] = {"gather": _cost(_gathered(plan, sizes), plan.imbalance, plan, sizes)}
     if can_divide_heads(sizes.heads, sizes.kv_heads, plan.ranks):
@@ -68,32 +69,47 @@ def can_divide_heads(heads: int, kv_heads: int, ranks: int) -> bool:
     return kv_heads > 0 and heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def _gathered(plan: RowPlan, sizes: Sizes) -> tuple[int, int]:
-    """Return the bytes of `gather`, and its groups: keys and values twice, and their gradients."""
-    once = plan.most_fetched * sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.element_bytes
-    return 3 * once, len(head_groups(sizes.heads, sizes.kv_heads, once))
+class _Exchange(NamedTuple):
+    """Bytes that a rank receives, and how many of them travel while nothing is computed."""
+
+    received: float
+    exposed: float
 
 
-def _exchanged(plan: RowPlan, sizes: Sizes) -> tuple[int, int]:
-    """Return the bytes of `ulysses`, and its groups.
+def _gathered(plan: RowPlan, sizes: Sizes) -> _Exchange:
+    """Return the exchange of `gather`: keys and values twice, and their gradients."""
+    kv_heads = sizes.kv_heads
+    once = plan.most_fetched * kv_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.element_bytes
+    forward, backward = (head_groups(sizes.heads, kv_heads, once, sends_results=way) for way in (False, True))
+    exposed = sum(_share(group, kv_heads) for group in (forward[0], backward[0], backward[-1]))
+    return _Exchange(3 * once, exposed * once)
+
+
+def _exchanged(plan: RowPlan, sizes: Sizes) -> _Exchange:
+    """Return the exchange of `ulysses`.
 
     q, k, v and the output travel in the forward; q, k, v, the output and its gradient, and then the gradients of q, k
     and v in the backward.
     """
     ranks, kv_heads = plan.ranks, max(sizes.kv_heads, plan.ranks)
-    tokens = plan.seq_len // ranks * (ranks - 1) // ranks
+    row_bytes = plan.seq_len // ranks * (ranks - 1) // ranks * sizes.element_bytes
     keys = kv_heads * (sizes.head_dim + sizes.v_head_dim)
-    columns = 3 * (sizes.heads * (sizes.head_dim + sizes.v_head_dim) + keys)
-    transfer = tokens * (sizes.heads * sizes.head_dim + keys) * sizes.element_bytes  # of q, k and v in the forward
-    groups = head_groups(sizes.heads // ranks, kv_heads // ranks, transfer)
-    return tokens * columns * sizes.element_bytes, len(groups)
+    q, out = sizes.heads * sizes.head_dim, sizes.heads * sizes.v_head_dim
+    fetched, results = row_bytes * (2 * (q + keys) + 2 * out), row_bytes * (out + q + keys)
+    forward = row_bytes * (q + keys)
+    groups = head_groups(sizes.heads // ranks, kv_heads // ranks, forward, sends_results=True)
+    first, last = (_share(group, kv_heads // ranks) for group in (groups[0], groups[-1]))
+    return _Exchange(fetched + results, first * fetched + last * results)
 
 
-def _cost(exchange: tuple[int, int], imbalance: float, plan: RowPlan, sizes: Sizes) -> Cost:
-    received, groups = exchange
+def _share(group: HeadGroup, kv_heads: int) -> float:
+    return (group.kv_heads.stop - group.kv_heads.start) / kv_heads
+
+
+def _cost(exchange: _Exchange, imbalance: float, plan: RowPlan, sizes: Sizes) -> Cost:
     pairs = imbalance * sum(plan.pairs) / plan.ranks
     # two products of each pair in the forward, five in the backward
     flops = pairs * sizes.heads * (2 * (sizes.head_dim + sizes.v_head_dim) + 6 * sizes.head_dim + 4 * sizes.v_head_dim)
-    moved, computed = received / LINK, flops / RATE
-    first = moved / groups
-    return Cost(received, first + max(0.0, moved - first - computed), computed)
+    computed, exposed = flops / RATE, exchange.exposed / LINK
+    others = exchange.received / LINK - exposed
+    return Cost(int(exchange.received), exposed + max(BUSY * others, others - computed), computed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,19 +38,18 @@ def zigzag(length: int, ranks: int) -> list[list[tuple[int, int]]]:
     return [[chunk for chunk in (chunks[r], chunks[-1 - r]) if chunk[0] < chunk[1]] for r in range(ranks)]
 
 
-def in_rounds(pieces: Iterable[Piece], padding: int) -> tuple[Piece, ...]:
-    """Join and order pieces: the first of each document, then the second of each, and so on; ``padding`` last."""
+def longest_first(pieces: Iterable[Piece], padding: int) -> tuple[Piece, ...]:
+    """Join adjacent pieces, and order them by the keys that their last query sees; ``padding`` last.
+
+    Kernels compute an entry's late queries first, and entries in their order. So work that takes long begins early, and
+    the processors end together.
+    """
     joined: list[Piece] = []
     for piece in sorted(pieces):
         if joined and (joined[-1].document, joined[-1].stop) == (piece.document, piece.start):
             piece = Piece(piece.document, joined.pop().start, piece.stop)
         joined.append(piece)
-    numbers = Counter[int]()
-    keyed = []
-    for piece in joined:
-        keyed.append((piece.document == padding, numbers[piece.document], piece))
-        numbers[piece.document] += 1
-    return tuple(piece for *_, piece in sorted(keyed))
+    return tuple(sorted(joined, key=lambda piece: (piece.document == padding, -piece.stop, piece)))
 
 
 class Shares:

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from flash_train.attention.parallel.row_division import CUT, Piece, RowDivision, Shares, count_pairs, in_rounds
+from flash_train.attention.parallel.row_division import CUT, Piece, RowDivision, Shares, count_pairs, longest_first
 
 BALANCED = 1.01  #: largest over mean number of pairs below which no further document is split
 
@@ -29,8 +29,8 @@ class RowPlan:
     Attributes:
         lengths: tokens of each document; the documents lie one after the other in the row.
         seq_len: tokens of the row. Those past the last document are padding, which attends to nothing.
-        pieces: for each rank, its pieces in the order in which it stores them: the first piece of each document, then
-            the second piece of each, and so on. Padding comes last, as pieces of the document ``len(lengths)``.
+        pieces: for each rank, its pieces in the order in which it stores them: first those whose last query sees most
+            keys. Padding comes last, as pieces of the document ``len(lengths)``.
         window: a query sees its own token and this many before it; None: all before it.
     """
 
@@ -133,7 +133,7 @@ def plan_row(lengths: Sequence[int], seq_len: int, ranks: int, window: int | Non
             f"{seq_len} tokens"
         )
     shares = _divide(RowDivision(lengths, seq_len, ranks, window))
-    return RowPlan(lengths, seq_len, tuple(in_rounds(own, len(lengths)) for own in shares.pieces), window)
+    return RowPlan(lengths, seq_len, tuple(longest_first(own, len(lengths)) for own in shares.pieces), window)
 
 
 def _divide(row: RowDivision) -> Shares:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.attention.kernels.arguments import Launch, contiguous_columns, on_device, strided
+from flash_train.attention.kernels.launch_cache import launch_all
 
 TILE = 2048  # elements of a program: 16 of each thread, two loads of 16 bytes in 16 bits
 
@@ -56,13 +58,17 @@ def _pointers(x, row, used, columns, BLOCK_D: tl.constexpr):
 
 def launch(lists: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
     """Run ``row_sums.sum_rows`` on a GPU, or in Triton's interpreter; a part is a ``row_sums.Part``."""
-    made = launch_of(lists, parts)
-    if all(made.grid):
+    if lists.shape[1] > 0:
         with on_device(lists):
-            made.run()
+            launch_all(_launches, (lists, *chain(*parts)), ())
 
 
-def launch_of(lists: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Launch:
+def _launches(lists: Tensor, *tensors: Tensor | None) -> tuple[Launch, ...]:
+    """Return the launch for a part from each three tensors."""
+    return (launch_of(lists, [tensors[i : i + 3] for i in range(0, len(tensors), 3)]),)
+
+
+def launch_of(lists: Tensor, parts: Sequence[Sequence[Any]]) -> Launch:
     columns = max(out.shape[2] for out, *_ in parts)
     block_d = triton.next_power_of_2(columns)
     block_rows = max(1, TILE // block_d)

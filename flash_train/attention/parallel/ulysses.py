@@ -120,7 +120,7 @@ def _exchanged(
     queries, keys = ([_by_rank(x, ranks) for x in tensors] for tensors in (queries, keys))
     columns = sum(x.shape[1] * x.shape[2] for x in (queries[0], *keys))
     transfer_bytes = len(queries[0]) * columns * queries[0].element_size() * (ranks - 1) // ranks
-    groups = head_groups(queries[0].shape[1], keys[0].shape[1], transfer_bytes, row.group_bytes)
+    groups = head_groups(queries[0].shape[1], keys[0].shape[1], transfer_bytes, row.group_bytes, sends_results=True)
 
     def start(group: HeadGroup) -> Transfer:
         return shared.to_heads.start(*(x[:, group.heads] for x in queries), *(x[:, group.kv_heads] for x in keys))

@@ -6,6 +6,7 @@ is computed, and when Python drops the last reference to a group's tensors.
 
 from __future__ import annotations
 
+from flash_train.attention.kernels.families import is_own
 from flash_train.attention.parallel import Method, Sizes, choose_method
 from flash_train.attention.parallel.head_groups import HeadGroup, head_groups
 from flash_train.precision import PRECISIONS
@@ -33,7 +34,8 @@ class SharedAttentionWalk(AttentionWalk):
         else:
             heads, kv_heads = m.n_heads, m.n_kv_heads
             transfer = self.share.largest * 2 * kv_heads * self.row_bytes
-        self.groups = head_groups(heads, kv_heads, transfer)
+        self.forward_groups = head_groups(heads, kv_heads, transfer, sends_results=self.ulysses)
+        self.backward_groups = head_groups(heads, kv_heads, transfer, sends_results=True)
 
     @property
     def is_local(self) -> bool:
@@ -73,18 +75,16 @@ class SharedAttentionWalk(AttentionWalk):
         if f"{layer}.out" in self.ledger.held:  # kept by `memory=selective`
             return
         self.ledger.hold(f"{layer}.out", "attention", self.activation_bytes * self.heads)
-        for number, group in enumerate(self.groups):
-            self._bring(layer, number, queries=1)
+        for number, group in enumerate(self.forward_groups):
+            self._bring(layer, self.forward_groups, number, queries=1)
             found = f"{layer}.found {number}"
             self.ledger.hold_briefly(f"{layer}.scores", "attention workspace", self._scores(group))
-            self.ledger.hold(found, "attention", self._query_rows * _count(group.heads) * self.row_bytes)
+            if not self._writes_output:
+                self.ledger.hold(found, "attention", self._query_rows * _count(group.heads) * self.row_bytes)
             self.ledger.hold(f"{layer}.lse {number}", "attention", 4 * self._query_rows * _count(group.heads))
             self._drop(f"{layer}.found {number - 1}")
             if self.ulysses:
                 self._send_back(layer, number, _count(group.heads))
-            elif len(self.groups) == 1:  # the result is the output
-                self.ledger.release(f"{layer}.out")
-                self.ledger.rename(found, f"{layer}.out")
         self.ledger.hold(f"{layer}.lse", "attention", 4 * self.step.tokens * self.model.n_heads)
         self._drop(*(name for name in self.ledger.held if name.startswith(f"{layer}.lse ")))
         self._end(layer)
@@ -99,8 +99,8 @@ class SharedAttentionWalk(AttentionWalk):
         ledger.hold(f"{layer}.d q", "attention", self.activation_bytes * self.heads)
         for name in ("k", "v"):
             ledger.hold(f"{layer}.d {name}", "attention", ledger.size_of(f"{layer}.{name}"))
-        for number, group in enumerate(self.groups):
-            self._bring(layer, number, queries=3)
+        for number, group in enumerate(self.backward_groups):
+            self._bring(layer, self.backward_groups, number, queries=3)
             heads, kv_heads = map(_count, group)
             queries = self._query_rows * heads * self.row_bytes
             ledger.hold(f"{layer}.found {number}", "attention", queries)
@@ -111,7 +111,7 @@ class SharedAttentionWalk(AttentionWalk):
                 self._drop(f"{layer}.d keys {number - 1}")
                 self._send_back(layer, number, heads + 2 * kv_heads)
             else:
-                if len(self.groups) == 1:
+                if len(self.backward_groups) == 1:
                     ledger.release(f"{layer}.d q")
                     ledger.rename(f"{layer}.found 0", f"{layer}.d q")
                 size = (self.share.sent + self.share.received) * 2 * kv_heads * self.row_bytes
@@ -138,22 +138,21 @@ class SharedAttentionWalk(AttentionWalk):
     def _key_rows(self) -> int:
         return self.step.row_tokens if self.ulysses else self.share.keys
 
-    def _bring(self, layer: int, number: int, *, queries: int) -> None:
+    def _bring(self, layer: int, groups: list[HeadGroup], number: int, *, queries: int) -> None:
         """Bring a group's heads to the device; the next group's begin to travel before.
 
         With ulysses these are `queries` tensors of the queries' shape, keys and values; otherwise keys and values.
         """
         if number == 0:
-            self._start(layer, 0, queries)
-        if number + 1 < len(self.groups):
-            self._start(layer, number + 1, queries)
+            self._start(layer, 0, groups[0], queries)
+        if number + 1 < len(groups):
+            self._start(layer, number + 1, groups[number + 1], queries)
         self._drop(f"{layer}.transfer {number - 1}")
-        self.ledger.hold(f"{layer}.brought {number}", KIND, self._brought(self.groups[number], queries))
+        self.ledger.hold(f"{layer}.brought {number}", KIND, self._brought(groups[number], queries))
         self._drop(f"{layer}.brought {number - 1}")
 
-    def _start(self, layer: int, number: int, queries: int) -> None:
+    def _start(self, layer: int, number: int, group: HeadGroup, queries: int) -> None:
         """Start the transfer of a group: a buffer for what is sent and one for what arrives."""
-        group = self.groups[number]
         if self.ulysses:
             size = 2 * self._brought(group, queries)
         else:
@@ -181,6 +180,11 @@ class SharedAttentionWalk(AttentionWalk):
         self.ledger.release(*(name for name in names if name in self.ledger.held))
 
     # -- attention calls
+
+    @property
+    def _writes_output(self) -> bool:
+        """Whether a group's forward writes to the layer's output, not to a tensor of its own."""
+        return not self.ulysses and is_own(self.step.attention)
 
     def _workspace(self, group: HeadGroup) -> int:
         """Return the bytes of a call's backward in addition to its gradients."""

@@ -1,5 +1,7 @@
 """The plan of a row that several ranks share, and the transfers of keys that follow from it."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -27,20 +29,20 @@ def test_ranks_hold_every_position_once_and_all_pairs(block):
         assert plan.imbalance == pytest.approx(max(plan.pairs) / mean), case
 
 
-def test_ranks_store_the_first_piece_of_each_document_then_the_second_and_padding_last():
+def test_ranks_store_the_pieces_that_see_most_keys_first_and_padding_last():
     for seed in (*DRAWS, *UNUSUAL):
         lengths, seq_len, ranks, window = draw(seed)
         plan = plan_row(lengths, seq_len, ranks, window)
         for rank in range(ranks):
             pieces = plan.pieces[rank]
             assert all(len(piece) > 0 for piece in pieces), seed
-            numbered = []
-            for i, piece in enumerate(pieces):
-                before = [p for p in pieces[:i] if p.document == piece.document]
-                assert all(p.stop < piece.start for p in before), seed  # apart: else they would be one piece
-                numbered.append((piece.document == len(lengths), len(before), piece.document))
-            assert numbered == sorted(numbered), seed
-            assert plan.attending(rank) == tuple(p for p in pieces if p.document < len(lengths)), seed
+            for before, after in pairwise(sorted(pieces)):  # apart: else they would be one piece
+                assert before.document < after.document or before.stop < after.start, seed
+            attending = plan.attending(rank)
+            assert pieces[: len(attending)] == attending, seed
+            assert all(piece.document == len(lengths) for piece in pieces[len(attending) :]), seed
+            stops = [piece.stop for piece in attending]
+            assert stops == sorted(stops, reverse=True), seed
 
 
 def test_pairs_are_those_of_a_brute_force_count():
@@ -159,7 +161,7 @@ def test_equal_inputs_give_equal_plans():
         assert plan == again
         for rank in range(ranks):
             one, two = plan_transfers(plan, rank), plan_transfers(again, rank)
-            assert all(map(np.array_equal, (*one.send, *one.rounds), (*two.send, *two.rounds)))
+            assert all(map(np.array_equal, (*one.send, one.keys), (*two.send, two.keys)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -175,7 +177,7 @@ def test_equal_documents_stay_whole_and_need_no_transfer(ranks, length):
         transfers = plan_transfers(plan, rank)
         assert transfers.sent_rows == 0
         assert transfers.receive == (0,) * ranks
-        assert [part.tolist() for part in transfers.rounds] == [list(range(len(lengths) // ranks * length))]
+        assert transfers.keys.tolist() == list(range(len(lengths) // ranks * length))
 
 
 def test_only_the_longest_document_is_split():
@@ -229,10 +231,8 @@ def test_entries_read_the_keys_of_their_document(block):
             for part in received:
                 assert np.array_equal(part, np.unique(part)), seed  # in the order of the row, each once
             rows = np.concatenate([plan.positions(rank), *received])
-            assert all(len(np.unique(part)) == len(part) for part in own.rounds), seed
-            keys = rows[np.concatenate(own.rounds)]
-            check_entries(plan, rank, own, keys, seed)
-            read = np.unique(np.concatenate(own.rounds))
+            check_entries(plan, rank, own, rows[own.keys], seed)
+            read = np.unique(own.keys)
             assert set(range(seq_len // ranks, len(rows))) <= set(read.tolist()), seed  # nothing is sent in vain
 
 
@@ -252,5 +252,5 @@ def check_entries(plan, rank, own, keys, seed):
         entry = keys[own.cu_seqlens_k[i] : own.cu_seqlens_k[i + 1]]
         assert entry.tolist() == list(range(begin + first, begin + piece.stop)), seed
         assert own.origins[i].tolist() == [piece.document, piece.start, first], seed
-    assert all(x.dtype == np.int64 for x in (*own.send, *own.rounds, own.origins)), seed
+    assert all(x.dtype == np.int64 for x in (*own.send, own.keys, own.origins)), seed
     assert own.cu_seqlens_q.dtype == own.cu_seqlens_k.dtype == np.int64, seed

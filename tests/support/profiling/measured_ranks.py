@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 from flash_train.attention.kernels.families import fastest_on
+from flash_train.attention.parallel.head_groups import HeadGroup, head_groups
 from flash_train.cli.run.memory_check import workspace_of
 from flash_train.data.dataset import as_row, collate
 from flash_train.distributed import gradient_sums
@@ -275,6 +276,11 @@ def measure(step: Step, folder: str, *, on_gpu: bool) -> Found:
     return Found(predict(step).peak_bytes, int(largest))
 
 
+def small_head_groups(heads: int, kv_heads: int, transfer: int, *_: int, sends_results: bool) -> list[HeadGroup]:
+    """Make several groups of the few heads of small steps."""
+    return head_groups(heads, kv_heads, transfer, 2**18, sends_results=sends_results)
+
+
 def on_device(step: Step, device: torch.device) -> Step:
     """Return the step with what its memory depends on of a GPU."""
     if device.type == "cpu":
@@ -328,6 +334,8 @@ def main(arguments: list[str]) -> None:
     fused_on_cpu(patch, lambda *_, **__: None)
     for module in ("exchange", "gather", "ulysses"):  # the sum of rows is one kernel on a GPU
         patch.setattr(f"flash_train.attention.parallel.{module}.sum_rows", lambda *_: None)
+    for module in ("attention.parallel.gather", "attention.parallel.ulysses", "profiling.memory.shared_attention_walk"):
+        patch.setattr(f"flash_train.{module}.head_groups", small_head_groups)
     # On a CPU only, these allocate
     patch.setattr("flash_train.model.kernels.cross_entropy._add_product", lambda *_: None)
     patch.setitem(gradient_sums._REDUCE, dist.ReduceOp.AVG, lambda *_, **__: None)

@@ -45,7 +45,7 @@ from flash_train.attention.kernels.hopper.tiles import (
 from flash_train.attention.kernels.launch_cache import TensorSignature, launch_all, signature_of
 from flash_train.attention.kernels.portable.launch import (
     lengths_of,
-    make_output,
+    outputs,
     sink_gradient,
     slope_gradient,
     slots_of,
@@ -54,12 +54,16 @@ from flash_train.attention.kernels.portable.tiles import block_d
 from flash_train.attention.kernels.tile_lists import lists_launch
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do the same as ``portable.launch.forward``, for a call that ``refusal`` accepts."""
-    out, lse = make_output(q, v)
+    if out is not None and not describable(signature_of(out)):
+        found, lse = forward(q, k, v, call)
+        return out.copy_(found), lse
+    given, made = outputs(q, v, out)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            launch_all(_forward_launches, (q, k, v), (out, lse, _work_tile_counter(q)), call)
+            launch_all(_forward_launches, (q, k, v, *given), (*made, _work_tile_counter(q)), call)
+    out, lse = (*given, *made)
     return out, lse
 
 

@@ -32,16 +32,20 @@ from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, c
 from flash_train.attention.kernels.tile_lists import lists_launch
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None, *, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output, like q with v's head_dim, and the natural log-sum-exp.
 
-    The log-sum-exp is fp32 (batch, heads, seqlen) or, packed, (heads, total).
+    The log-sum-exp is fp32 (batch, heads, seqlen) or, packed, (heads, total). If ``out`` is given, the output is
+    written there; its heads may be a slice.
     """
     q, k, v = addressable(q), addressable(k), addressable(v)
-    out, lse = make_output(q, v)
+    given, made = outputs(q, v, out)
     if q.shape[:-1].numel() > 0:
         with on_device(q):
-            launch_all(_forward_launches, (q, k, v), (out, lse), call, _tiles(q, v, call, tiles).forward)
+            launch_all(_forward_launches, (q, k, v, *given), made, call, _tiles(q, v, call, tiles).forward)
+    out, lse = (*given, *made)
     return out, lse
 
 
@@ -207,9 +211,10 @@ def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
     return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.sinks.dtype)
 
 
-def make_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output and its log-sum-exp."""
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+def outputs(q: Tensor, v: Tensor, out: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the outputs of a forward that are given and those allocated here; together out and its log-sum-exp."""
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    return ((), (q.new_empty((*q.shape[:-1], v.shape[-1])), lse)) if out is None else ((out,), (lse,))
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
