@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -22,8 +23,9 @@ class LaunchModule(Protocol):
     """The functions that the ``launch`` module of a family defines.
 
     ``refusal`` and ``backward_refusal`` say why the kernels cannot run a call's forward and backward; they return None
-    if the kernels can. Every family's backward takes the ``out`` and ``lse`` of any family's forward, which writes to
-    ``out`` if it is given.
+    if the kernels can. Every family's backward takes the ``out`` and ``lse`` of any family's forward. If ``out``
+    or gradients ``into`` are given, the kernels write there; a gradient must be contiguous and start at a multiple of
+    16 bytes.
     """
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None: ...
@@ -45,6 +47,7 @@ class LaunchModule(Protocol):
         lse: Tensor,
         call: Call,
         needs_slopes: bool = False,
+        into: Sequence[Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -35,10 +36,11 @@ class Route:
         sent, received = (
             sources[0].new_empty((sum(rows), sum(widths))) for rows in (self.send, self.receive)
         )  # the sources' rows lie side by side, so that one exchange serves all of them
-        packed, unpacked = (
-            [rows.unflatten(1, x.shape[1:]) for rows, x in zip(buffer.split(widths, 1), sources, strict=True)]
-            for buffer in (sent, received)
-        )
+        packed, unpacked = [], []
+        for x, start in zip(sources, accumulate(widths, initial=0), strict=False):
+            for buffer, parts in ((sent, packed), (received, unpacked)):
+                strides = (buffer.shape[1], x.shape[2], 1)
+                parts.append(buffer.as_strided((buffer.shape[0], *x.shape[1:]), strides, start))
         sum_rows(self.lists, [Part(out, x) for out, x in zip(packed, sources, strict=True)])
         work = dist.all_to_all_single(
             received, sent, list(self.receive), list(self.send), group=self.group, async_op=True

@@ -1,13 +1,15 @@
 """Attention of a rank's queries to all keys that they see: the rank fetches those that others hold.
 
-The heads form groups, and the keys of the next group travel while a group is computed. The backward keeps no fetched
-key. It fetches them again, and sends their gradients back to the ranks that hold them.
+Documents that a rank holds whole need no fetched keys. Half of them are computed before the exchange begins, and half
+while keys travel. Of the shared documents, the heads form groups, and the keys of the next group travel while a group
+is computed. The backward keeps no fetched key. It fetches them again, and sends their gradients back to the ranks that
+hold them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,31 +18,44 @@ from torch import Tensor
 from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.packing import Packing
 from flash_train.attention.parallel.exchange import Route, Transfer, one_ahead
-from flash_train.attention.parallel.group_attention import Gradients, GroupAttention
-from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, part, place
+from flash_train.attention.parallel.group_attention import Entries, Gradients, GroupAttention
+from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, part
 from flash_train.attention.parallel.key_transfers import plan_transfers
 from flash_train.attention.parallel.row_sums import Part, sum_rows
 from flash_train.attention.parallel.shared_row import SharedRow
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Some of the rank's rows, and their attention call."""
+
+    rows: slice
+    entries: Entries
+
+    def from_entry(self, entry: int) -> Documents:
+        return replace(self, entries=self.entries.from_entry(entry))
+
+
+@dataclass(frozen=True)
 class SharedKeys:
-    """``KeyTransfers`` on the device.
+    """A rank's documents and ``KeyTransfers`` on the device.
 
     Attributes:
+        shared: the rank's parts of shared documents.
+        whole: the documents that it holds whole, as in ``RowPlan.calls_for_whole``.
         fetch: the route of keys and values to the ranks that read them.
         bring_back: the route of their gradients to the ranks that hold them.
-        keys, gradients: lists of ``sum_rows`` for the keys of the call, and for the gradients of the rank's rows.
-        packing, origins: the entries of the call.
-        largest, is_local: as in ``KeyTransfers``.
+        keys, gradients: lists of ``sum_rows`` for the keys that ``shared`` reads, and for the gradients of its rows.
+        largest: as in ``KeyTransfers``.
+        is_local: whether no rank shares a document with another, so that nothing travels.
     """
 
+    shared: Documents
+    whole: tuple[Documents, ...]
     fetch: Route
     bring_back: Route
     keys: Tensor
     gradients: Tensor
-    packing: Packing
-    origins: EntryOrigins
     largest: int
     is_local: bool
 
@@ -48,24 +63,30 @@ class SharedKeys:
     def of(cls, row: SharedRow) -> SharedKeys:
         found = plan_transfers(row.plan, row.rank)
         send = tuple(map(len, found.send))
+        shared = Entries(
+            Packing(row.numbers(found.cu_seqlens_q), row.numbers(found.cu_seqlens_k)),
+            EntryOrigins(row.numbers(found.origins), aligned=not (found.origins[:, 1:] % 16).any()),
+        )
         return cls(
+            shared=Documents(slice(0, found.tokens), shared),
+            whole=_whole_documents(row, found.tokens),
             fetch=Route(row.numbers(np.concatenate(found.send)[None]), send, found.receive, row.group),
             bring_back=Route(row.numbers(found.key_lists), found.receive, send, row.group),
             keys=row.numbers(found.keys[None]),
             gradients=row.numbers(found.gradient_lists),
-            packing=Packing(row.numbers(found.cu_seqlens_q), row.numbers(found.cu_seqlens_k)),
-            origins=EntryOrigins(row.numbers(found.origins), aligned=not (found.origins[:, 1:] % 16).any()),
             largest=found.largest,
-            is_local=found.is_local,
+            is_local=not any(map(row.plan.parts, range(row.plan.ranks))),
         )
 
-    def origins_from(self, entry: int) -> EntryOrigins:
-        """Return the entries' places in the dropout mask if the row's first document is this entry of it."""
+    def from_entry(self, entry: int) -> SharedKeys:
+        """Return the same with the row's first document at this entry of the dropout mask."""
         if entry == 0:
-            return self.origins
-        first = self.origins.first.clone()
-        first[:, 0] += entry
-        return EntryOrigins(first, self.origins.aligned)
+            return self
+        return replace(
+            self,
+            shared=self.shared.from_entry(entry),
+            whole=tuple(documents.from_entry(entry) for documents in self.whole),
+        )
 
     def groups(self, q: Tensor, k: Tensor, v: Tensor, group_bytes: int, backward: bool) -> list[HeadGroup]:
         row_bytes = k.shape[1] * (k.shape[2] + v.shape[2]) * k.element_size()
@@ -76,12 +97,26 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attend: GroupAttention, row: SharedRow
 ) -> tuple[Tensor, Tensor]:
     """Compute out (tokens, heads, head_dim) and the log-sum-exp of ``GroupAttention.forward``, without gradients."""
+    held = row.once(SharedKeys.of).from_entry(attend.entry)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
-    lses = []
-    for group, keys, values in _fetched(q, k, v, row, backward=False):
-        heads = group.heads
-        lses.append(attend.forward(q[:, heads], keys, values, part(sinks, heads), heads.start, out[:, heads])[1])
-    return out, torch.cat(lses)
+    lse_of_whole, lse_of_shared = [], []
+
+    def attend_whole(documents: Documents) -> None:
+        rows = documents.rows
+        lse_of_whole.append(attend.forward(documents.entries, q[rows], k[rows], v[rows], sinks, 0, out[rows])[1])
+
+    for documents in held.whole[:1]:
+        attend_whole(documents)
+    rows = held.shared.rows
+    fetched = _fetch(q[rows], k[rows], v[rows], held, row, backward=False)
+    for documents in held.whole[1:]:
+        attend_whole(documents)
+    for (heads, _), keys, values in fetched:
+        found = attend.forward(
+            held.shared.entries, q[rows, heads], keys, values, part(sinks, heads), heads.start, out[rows, heads]
+        )
+        lse_of_shared.append(found[1])
+    return out, _joined([_joined(lse_of_shared, 0), *lse_of_whole], 1)
 
 
 def backward(
@@ -96,38 +131,76 @@ def backward(
     row: SharedRow,
 ) -> Gradients:
     """Compute the gradients. The gradients of k and v are sums in fp32 in a fixed order, rounded once."""
-    shared = row.once(SharedKeys.of)
+    held = row.once(SharedKeys.of).from_entry(attend.entry)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dsinks = None if sinks is None else torch.empty_like(sinks)
+    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
+
+    def attend_whole(documents: Documents) -> None:
+        rows = documents.rows
+        *_, for_sinks = attend.backward(
+            documents.entries, dout[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows], sinks, 0,
+            (dq[rows], dk[rows], dv[rows]),
+        )  # fmt: skip
+        if dsinks is not None:
+            dsinks.add_(for_sinks)
+
+    rows = held.shared.rows
+    fetched = _fetch(q[rows], k[rows], v[rows], held, row, backward=True)
+    for documents in held.whole[:1]:
+        attend_whole(documents)
 
     def computed() -> Iterator[tuple[HeadGroup, Tensor, Tensor, Transfer]]:
-        nonlocal dq
-        for group, keys, values in _fetched(q, k, v, row, backward=True):
+        for group, keys, values in fetched:
             heads = group.heads
-            found, dkeys, dvalues, for_sinks = attend.backward(
-                dout[:, heads], q[:, heads], keys, values, out[:, heads], lse[heads], part(sinks, heads), heads.start
-            )
-            dq = place(found, dq, heads)
+            _, dkeys, dvalues, for_sinks = attend.backward(
+                held.shared.entries, dout[rows, heads], q[rows, heads], keys, values, out[rows, heads],
+                lse[heads, rows], part(sinks, heads), heads.start, (dq[rows, heads], None, None),
+            )  # fmt: skip
             if dsinks is not None:
-                dsinks[heads] = for_sinks
-            yield group, dkeys, dvalues, shared.bring_back.start(dkeys, dvalues)
+                dsinks[heads] += for_sinks
+            yield group, dkeys, dvalues, held.bring_back.start(dkeys, dvalues)
+        for documents in held.whole[1:]:  # while the last gradients travel
+            attend_whole(documents)
 
     for group, dkeys, dvalues, transfer in one_ahead(computed()):
         heads, (from_others, values_from_others) = group.kv_heads, transfer.wait()
-        parts = [Part(dk[:, heads], dkeys, from_others), Part(dv[:, heads], dvalues, values_from_others)]
-        sum_rows(shared.gradients, parts)
-    return dq, dk, dv, dsinks
+        parts = [Part(dk[rows, heads], dkeys, from_others), Part(dv[rows, heads], dvalues, values_from_others)]
+        sum_rows(held.gradients, parts)
+    return dq, dk, dv, None if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
 
 
-def _fetched(
-    q: Tensor, k: Tensor, v: Tensor, row: SharedRow, *, backward: bool
+def _fetch(
+    q: Tensor, k: Tensor, v: Tensor, held: SharedKeys, row: SharedRow, *, backward: bool
 ) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-    """Yield each group with the keys and values of its call."""
-    shared = row.once(SharedKeys.of)
-    groups = shared.groups(q, k, v, row.group_bytes, backward)
-    transfers = one_ahead(shared.fetch.start(k[:, group.kv_heads], v[:, group.kv_heads]) for group in groups)
-    for group, transfer in zip(groups, transfers, strict=True):
-        own, received = (k[:, group.kv_heads], v[:, group.kv_heads]), transfer.wait()
-        keys, values = (x.new_empty((shared.keys.shape[1], *x.shape[1:])) for x in own)
-        sum_rows(shared.keys, [Part(keys, own[0], received[0]), Part(values, own[1], received[1])])
-        yield group, keys, values
+    """Begin the exchange; return each group with the keys and values of its call."""
+    groups = held.groups(q, k, v, row.group_bytes, backward)
+    transfers = one_ahead(held.fetch.start(k[:, group.kv_heads], v[:, group.kv_heads]) for group in groups)
+    begun = [next(transfers)]
+
+    def assembled() -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
+        for group in groups:
+            transfer = begun.pop() if begun else next(transfers)
+            own, received = (k[:, group.kv_heads], v[:, group.kv_heads]), transfer.wait()
+            keys, values = (x.new_empty((held.keys.shape[1], *x.shape[1:])) for x in own)
+            sum_rows(held.keys, [Part(keys, own[0], received[0]), Part(values, own[1], received[1])])
+            yield group, keys, values
+
+    return assembled()
+
+
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _whole_documents(row: SharedRow, first: int) -> tuple[Documents, ...]:
+    """Return the calls for whole documents; ``first`` is their first row. Padding belongs to the last call."""
+    calls = row.plan.calls_for_whole(row.rank)
+    found = []
+    for number, pieces in enumerate(calls, 1):
+        cu = np.cumsum([0, *(map(len, pieces) if pieces else [0])])
+        stop = first + int(cu[-1]) if number < len(calls) else row.plan.seq_len // row.plan.ranks
+        origins = np.array([(piece.document, 0, 0) for piece in pieces] or [(0, 0, 0)])
+        entries = Entries(Packing(row.numbers(cu), row.numbers(cu)), EntryOrigins(row.numbers(origins), aligned=True))
+        found.append(Documents(slice(first, stop), entries))
+        first = stop
+    return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,26 +20,50 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  #: of q, k, v and the 
 
 
 @dataclass(frozen=True)
+class Entries:
+    """The packed entries of a call.
+
+    Attributes:
+        origins: the entries' places in the dropout mask. None: they follow the mask's entry ``GroupAttention.entry``.
+    """
+
+    packing: Packing
+    origins: EntryOrigins | None = None
+
+    def from_entry(self, entry: int) -> Entries:
+        """Return the same with the first entry's place moved by this many entries of the mask."""
+        if entry == 0 or self.origins is None:
+            return self
+        first = self.origins.first.clone()
+        first[:, 0] += entry
+        return Entries(self.packing, EntryOrigins(first, self.origins.aligned))
+
+
+@dataclass(frozen=True)
 class GroupAttention:
-    """What the calls for all groups of heads have in common.
+    """What the calls of a layer have in common.
 
     Attributes:
         backend: a name that ``resolve_backend`` returned.
         state: dropout's seed and offset, int64 (2,); None without dropout.
-        entry, head: place of the call's first entry and of head 0 in the dropout mask.
-        origins: the entries' places in the dropout mask, if they are pieces.
+        entry, head: place of the row's first document and of head 0 in the dropout mask.
     """
 
     spec: AttentionSpec
-    packing: Packing
     backend: str
     state: Tensor | None
     entry: int
     head: int
-    origins: EntryOrigins | None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int, out: Tensor | None = None
+        self,
+        entries: Entries,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        head: int,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend, without gradients; ``head`` is the number of q's first head.
 
@@ -47,15 +72,16 @@ class GroupAttention:
             backend's backward does not read it.
         """
         if not is_own(self.backend):
-            found = self._run(q, k, v, sinks, head)
+            found = self._run(entries, q, k, v, sinks, head)
             return found if out is None else out.copy_(found), q.new_empty((q.shape[1], 0), dtype=torch.float32)
         from flash_train.attention.kernels.select import forward_of
 
-        call = self._call(q, k, sinks, head)
+        call = self._call(entries, q, k, sinks, head)
         return forward_of(self.backend, q, k, v, call)(q, k, v, call, out)
 
     def backward(
         self,
+        entries: Entries,
         dout: Tensor,
         q: Tensor,
         k: Tensor,
@@ -64,37 +90,50 @@ class GroupAttention:
         lse: Tensor,
         sinks: Tensor | None,
         head: int,
+        into: Sequence[Tensor | None] = (None, None, None),
     ) -> Gradients:
-        """Compute the gradients; the backends in PyTorch run the forward again."""
-        if not is_own(self.backend):
-            return self._differentiate(dout, q, k, v, sinks, head)
-        call = self._call(q, k, sinks, head)
-        if is_observed(dout):
-            dq, dk, dv, _, dsinks = attention_backward(
-                dout, None, q, k, v, out, lse, *call.arguments, self.backend, False
-            )
-        else:
-            from flash_train.attention.kernels.select import backward_of
+        """Compute the gradients; the backends in PyTorch run the forward again.
 
-            run = backward_of(self.backend, q, k, v, call)
-            dq, dk, dv, _, dsinks = run(dout, None, q, k, v, out, lse, call)
+        Returns:
+            dq, dk and dv, written ``into`` the tensors that are given, and the gradient of the sinks.
+        """
+        dsinks: Tensor | None
+        if not is_own(self.backend):
+            *found, dsinks = self._differentiate(entries, dout, q, k, v, sinks, head)
+        else:
+            call = self._call(entries, q, k, sinks, head)
+            if is_observed(dout):
+                arguments = (dout, None, q, k, v, out, lse, *call.arguments, self.backend, False)
+                *found, _, dsinks = attention_backward(*arguments)
+            else:
+                from flash_train.attention.kernels.select import backward_of
+
+                usable = [x if x is not None and x.is_contiguous() and x.data_ptr() % 16 == 0 else None for x in into]
+                run = backward_of(self.backend, q, k, v, call)
+                *found, _, dsinks = run(dout, None, q, k, v, out, lse, call, False, usable)
+        for number, (x, given) in enumerate(zip(found, into, strict=True)):
+            if given is not None and x is not given:
+                found[number] = given.copy_(x)
+        dq, dk, dv = found
         return dq, dk, dv, None if sinks is None else dsinks
 
-    def _call(self, q: Tensor, k: Tensor, sinks: Tensor | None, head: int) -> Call:
-        origin = (self.entry, self.head + head, 0, 0)
-        return operands_of(q, k, self.spec, self.packing, self.state, origin, None, sinks, self.origins).readable()
+    def _call(self, entries: Entries, q: Tensor, k: Tensor, sinks: Tensor | None, head: int) -> Call:
+        origin = (0 if entries.origins is not None else self.entry, self.head + head, 0, 0)
+        origins = None if self.state is None else entries.origins
+        return operands_of(q, k, self.spec, entries.packing, self.state, origin, None, sinks, origins).readable()
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int) -> Tensor:
+    def _run(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int) -> Tensor:
         rng = None
         if self.state is not None:
-            rng = RngState(self.state[0], self.state[1], entry=self.entry, head=self.head + head, entries=self.origins)
-        return attention(q, k, v, self.spec, packing=self.packing, rng=rng, sinks=sinks, backend=self.backend)
+            entry = 0 if entries.origins is not None else self.entry
+            rng = RngState(self.state[0], self.state[1], entry=entry, head=self.head + head, entries=entries.origins)
+        return attention(q, k, v, self.spec, packing=entries.packing, rng=rng, sinks=sinks, backend=self.backend)
 
     def _differentiate(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int
+        self, entries: Entries, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int
     ) -> Gradients:
         leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
         with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # the forward has cast q, k and v
-            out = self._run(leaves[0], leaves[1], leaves[2], None if sinks is None else leaves[3], head)
+            out = self._run(entries, leaves[0], leaves[1], leaves[2], None if sinks is None else leaves[3], head)
         dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
         return dq, dk, dv, dsinks[0] if dsinks else None

@@ -11,17 +11,19 @@ from flash_train.attention.parallel.row_plan import RowPlan
 
 @dataclass(frozen=True)
 class KeyTransfers:
-    """One rank's transfers of keys and values. All arrays are int64.
+    """One rank's transfers of keys and values, for the documents that it shares. All arrays are int64.
+
+    Rows are numbered as the rank stores them; the first ``tokens`` are those of shared documents.
 
     Attributes:
         send: for each rank, the rows of this rank that it needs, in the order of the row; none for this rank itself.
         receive: for each rank, the number of rows that it sends to this one.
-        keys: the rows that the attention call reads as its keys. Numbers below the rank's token count are its own
-            rows; the received rows follow in the order of the ranks.
-        cu_seqlens_q, cu_seqlens_k: boundaries of the call's entries; each piece of the rank is an entry. A
-            rank that holds only padding has one empty entry.
+        keys: the rows that the attention call reads as its keys. Numbers below ``tokens`` are the rank's own rows; the
+            received rows follow in the order of the ranks.
+        cu_seqlens_q, cu_seqlens_k: boundaries of the call's entries. Each piece of a shared document is an entry; a
+            rank without such pieces has one empty entry.
         origins: (entries, 3): the document, the first query and the first key of each entry.
-        tokens: number of this rank's rows.
+        tokens: number of this rank's rows of shared documents.
         largest: the number of rows that the rank with the most of them receives.
     """
 
@@ -39,11 +41,6 @@ class KeyTransfers:
         return sum(map(len, self.send))
 
     @property
-    def is_local(self) -> bool:
-        """Whether no rank receives anything, and the call's keys are this rank's first rows in order."""
-        return self.largest == 0 and np.array_equal(self.keys, np.arange(len(self.keys)))
-
-    @property
     def key_lists(self) -> np.ndarray:
         """For each received row, the keys of the call that are this row, as lists of ``sum_rows``."""
         received = np.flatnonzero(self.keys >= self.tokens)
@@ -51,7 +48,7 @@ class KeyTransfers:
 
     @property
     def gradient_lists(self) -> np.ndarray:
-        """For each of this rank's rows, its gradients, as lists of ``sum_rows``.
+        """For each of this rank's rows of shared documents, its gradients, as lists of ``sum_rows``.
 
         The source is the gradients of the call's keys, followed by those that come back for the sent rows. So a list
         has the rank's own gradients first; the other ranks' gradients follow in the order of the ranks.
@@ -85,10 +82,11 @@ def plan_transfers(plan: RowPlan, rank: int) -> KeyTransfers:
         owner[plan.positions(other)], local[plan.positions(other)] = other, np.arange(plan.seq_len // plan.ranks)
     needed = [_needed(plan, other, owner) for other in range(plan.ranks)]
 
+    pieces = plan.parts(rank)
+    tokens = sum(map(len, pieces))
     received = needed[rank][np.argsort(owner[needed[rank]], kind="stable")]
     row_of = local.copy()  # position in the row -> row of the call's keys; of use for own and received ones only
-    row_of[received] = plan.seq_len // plan.ranks + np.arange(len(received))
-    pieces = plan.attending(rank)
+    row_of[received] = tokens + np.arange(len(received))
     keys = [row_of[plan.begins[p.document] + np.arange(plan.first_key(p), p.stop)] for p in pieces]
     return KeyTransfers(
         send=tuple(local[rows[owner[rows] == rank]] for rows in needed),
@@ -97,7 +95,7 @@ def plan_transfers(plan: RowPlan, rank: int) -> KeyTransfers:
         cu_seqlens_q=np.cumsum([0, *map(len, pieces)] if pieces else [0, 0]),
         cu_seqlens_k=np.cumsum([0, *map(len, keys)] if pieces else [0, 0]),
         origins=np.array([(p.document, p.start, plan.first_key(p)) for p in pieces] or [(0, 0, 0)], np.int64),
-        tokens=plan.seq_len // plan.ranks,
+        tokens=tokens,
         largest=max(map(len, needed)),
     )
 

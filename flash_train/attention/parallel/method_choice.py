@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from flash_train.attention.parallel.head_groups import HeadGroup, head_groups
-from flash_train.attention.parallel.row_plan import RowPlan
+from flash_train.attention.parallel.row_plan import RowPlan, count_pairs
 
 Method = Literal["auto", "gather", "ulysses"]
 
@@ -55,12 +55,14 @@ def choose_method(plan: RowPlan, sizes: Sizes) -> Method:
 def costs(plan: RowPlan, sizes: Sizes) -> dict[Method, Cost]:
     """Predict the cost of each method that the sizes allow.
 
-    The exchange of one group of heads runs while another group is computed. Nothing hides the first group's, and the
-    last group's results. The others slow the attention, and take time if they take longer than it.
+    The exchange of one group of heads runs while another group is computed. The first group's, and the last group's
+    results, take time unless the rank has whole documents to compute. The others slow the attention, and take time if
+    they take longer than it.
     """
-    found: dict[Method, Cost] = {"gather": _cost(_gathered(plan, sizes), plan.imbalance, plan, sizes)}
+    least_whole = min(sum(count_pairs(p, plan.window) for p in plan.whole(rank)) for rank in range(plan.ranks))
+    found: dict[Method, Cost] = {"gather": _cost(_gathered(plan, sizes), plan.imbalance, plan, sizes, least_whole)}
     if can_divide_heads(sizes.heads, sizes.kv_heads, plan.ranks):
-        found["ulysses"] = _cost(_exchanged(plan, sizes), 1.0, plan, sizes)
+        found["ulysses"] = _cost(_exchanged(plan, sizes), 1.0, plan, sizes, 0)
     return found
 
 
@@ -106,10 +108,11 @@ def _share(group: HeadGroup, kv_heads: int) -> float:
     return (group.kv_heads.stop - group.kv_heads.start) / kv_heads
 
 
-def _cost(exchange: _Exchange, imbalance: float, plan: RowPlan, sizes: Sizes) -> Cost:
-    pairs = imbalance * sum(plan.pairs) / plan.ranks
+def _cost(exchange: _Exchange, imbalance: float, plan: RowPlan, sizes: Sizes, whole: int) -> Cost:
+    """Return the cost for a rank with this many pairs of whole documents."""
     # two products of each pair in the forward, five in the backward
-    flops = pairs * sizes.heads * (2 * (sizes.head_dim + sizes.v_head_dim) + 6 * sizes.head_dim + 4 * sizes.v_head_dim)
-    computed, exposed = flops / RATE, exchange.exposed / LINK
+    flops = sizes.heads * (2 * (sizes.head_dim + sizes.v_head_dim) + 6 * sizes.head_dim + 4 * sizes.v_head_dim)
+    computed = imbalance * sum(plan.pairs) / plan.ranks * flops / RATE
+    exposed = max(0.0, exchange.exposed / LINK - whole * flops / RATE)
     others = exchange.received / LINK - exposed
     return Cost(int(exchange.received), exposed + max(BUSY * others, others - computed), computed)

@@ -55,12 +55,9 @@ def _calls(heads: int, state: Tensor | None, row: SharedRow, settings: Settings)
     mask = Causal() if row.plan.window is None else Window(row.plan.window, 0)
     spec = AttentionSpec(mask, settings.scale, settings.softcap, settings.dropout)
     entry, head = settings.entry, settings.head
-    if settings.method == "gather":
-        keys = row.once(gather.SharedKeys.of)
-        origins = None if state is None else keys.origins_from(entry)
-        return GroupAttention(spec, keys.packing, settings.backend, state, 0, head, origins)
-    head += ulysses.first_head(heads, row)
-    return GroupAttention(spec, row.row_packing, settings.backend, state, entry, head, None)
+    if settings.method == "ulysses":
+        head += ulysses.first_head(heads, row)
+    return GroupAttention(spec, settings.backend, state, entry, head)
 
 
 def _operator(

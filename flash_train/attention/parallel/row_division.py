@@ -38,18 +38,24 @@ def zigzag(length: int, ranks: int) -> list[list[tuple[int, int]]]:
     return [[chunk for chunk in (chunks[r], chunks[-1 - r]) if chunk[0] < chunk[1]] for r in range(ranks)]
 
 
-def longest_first(pieces: Iterable[Piece], padding: int) -> tuple[Piece, ...]:
-    """Join adjacent pieces, and order them by the keys that their last query sees; ``padding`` last.
+def in_order(pieces: Iterable[Piece], lengths: Sequence[int]) -> tuple[Piece, ...]:
+    """Join adjacent pieces, and order them: parts of documents, whole documents, padding.
 
-    Kernels compute an entry's late queries first, and entries in their order. So work that takes long begins early, and
-    the processors end together.
+    Each kind is ordered by the keys that its last query sees, most first. Kernels compute an entry's late queries
+    first, and entries in their order, so work that takes long begins early, and the processors end together.
     """
     joined: list[Piece] = []
     for piece in sorted(pieces):
         if joined and (joined[-1].document, joined[-1].stop) == (piece.document, piece.start):
             piece = Piece(piece.document, joined.pop().start, piece.stop)
         joined.append(piece)
-    return tuple(sorted(joined, key=lambda piece: (piece.document == padding, -piece.stop, piece)))
+
+    def kind(piece: Piece) -> int:
+        if piece.document == len(lengths):
+            return 2
+        return int(len(piece) == lengths[piece.document])
+
+    return tuple(sorted(joined, key=lambda piece: (kind(piece), -piece.stop, piece)))
 
 
 class Shares:

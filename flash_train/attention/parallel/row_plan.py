@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from flash_train.attention.parallel.row_division import CUT, Piece, RowDivision, Shares, count_pairs, longest_first
+from flash_train.attention.parallel.row_division import CUT, Piece, RowDivision, Shares, count_pairs, in_order
 
 BALANCED = 1.01  #: largest over mean number of pairs below which no further document is split
 
@@ -29,8 +29,8 @@ class RowPlan:
     Attributes:
         lengths: tokens of each document; the documents lie one after the other in the row.
         seq_len: tokens of the row. Those past the last document are padding, which attends to nothing.
-        pieces: for each rank, its pieces in the order in which it stores them: first those whose last query sees most
-            keys. Padding comes last, as pieces of the document ``len(lengths)``.
+        pieces: for each rank, its pieces in the order in which it stores them: parts of documents, whole documents, and
+            padding, as pieces of the document ``len(lengths)``. See ``in_order``.
         window: a query sees its own token and this many before it; None: all before it.
     """
 
@@ -46,6 +46,27 @@ class RowPlan:
     def attending(self, rank: int) -> tuple[Piece, ...]:
         """Return the rank's pieces without padding."""
         return tuple(piece for piece in self.pieces[rank] if piece.document < len(self.lengths))
+
+    def parts(self, rank: int) -> tuple[Piece, ...]:
+        """Return the rank's pieces of documents that it shares with other ranks."""
+        return tuple(piece for piece in self.attending(rank) if len(piece) < self.lengths[piece.document])
+
+    def whole(self, rank: int) -> tuple[Piece, ...]:
+        """Return the documents that the rank holds whole."""
+        return tuple(piece for piece in self.attending(rank) if len(piece) == self.lengths[piece.document])
+
+    def calls_for_whole(self, rank: int) -> tuple[tuple[Piece, ...], ...]:
+        """Return the rank's whole documents in two parts with about half of the pairs each.
+
+        There is one part if no rank shares a document, or with one document. Without documents it is empty if the rank
+        has padding, and else there is no part.
+        """
+        whole, has_padding = self.whole(rank), len(self.attending(rank)) < len(self.pieces[rank])
+        if len(whole) < 2 or not any(map(self.parts, range(self.ranks))):
+            return (whole,) if whole or has_padding else ()
+        pairs = np.cumsum([count_pairs(piece, self.window) for piece in whole])
+        middle = 1 + int(np.abs(pairs[:-1] - pairs[-1] / 2).argmin())
+        return whole[:middle], whole[middle:]
 
     def first_key(self, piece: Piece) -> int:
         """Return the first position of the document whose key the piece needs, a multiple of 16."""
@@ -133,7 +154,7 @@ def plan_row(lengths: Sequence[int], seq_len: int, ranks: int, window: int | Non
             f"{seq_len} tokens"
         )
     shares = _divide(RowDivision(lengths, seq_len, ranks, window))
-    return RowPlan(lengths, seq_len, tuple(longest_first(own, len(lengths)) for own in shares.pieces), window)
+    return RowPlan(lengths, seq_len, tuple(in_order(own, lengths) for own in shares.pieces), window)
 
 
 def _divide(row: RowDivision) -> Shares:

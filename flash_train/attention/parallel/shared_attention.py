@@ -56,10 +56,11 @@ def shared_attention(
     if method == "auto":
         method = row.choose(Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size()))
     _check(q, k, v, spec, row, method, rng, sinks)
-    if method == "gather" and (keys := row.once(SharedKeys.of)).is_local:  # no rank needs anything from another
+    if method == "gather" and (held := row.once(SharedKeys.of)).is_local:  # no rank needs anything from another
+        entries = held.whole[0].entries
         if rng is not None:
-            rng = replace(rng, entry=0, entries=keys.origins_from(rng.entry))
-        return attention(q, k, v, spec, packing=keys.packing, rng=rng, sinks=sinks, backend=backend)
+            rng = replace(rng, entry=0, entries=entries.from_entry(rng.entry).origins)
+        return attention(q, k, v, spec, packing=entries.packing, rng=rng, sinks=sinks, backend=backend)
     (q, k, v), (name, _) = prepare(q, k, v, spec, row.own_packing, rng, None, sinks, backend, False)
     if method == "ulysses":  # each rank needs at least one key head
         k, v = (x.repeat_interleave(max(1, row.plan.ranks // x.shape[1]), 1) for x in (k, v))

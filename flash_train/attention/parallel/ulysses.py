@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.parallel.exchange import Route, Transfer, one_ahead
-from flash_train.attention.parallel.group_attention import Gradients, GroupAttention
+from flash_train.attention.parallel.group_attention import Entries, Gradients, GroupAttention
 from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, part
 from flash_train.attention.parallel.row_sums import Part, sum_rows
 from flash_train.attention.parallel.shared_row import SharedRow
@@ -58,14 +58,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attend: GroupAttention, row: SharedRow
 ) -> tuple[Tensor, Tensor]:
     """Compute out (tokens, heads, head_dim), and the log-sum-exp of the rank's heads, without gradients."""
-    shared, ranks = row.once(SharedHeads.of), row.plan.ranks
+    shared, ranks, entries = row.once(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lses = []
 
     def computed() -> Iterator[tuple[HeadGroup, Transfer]]:
         for group, (q_own, k_own, v_own) in _exchanged((q,), (k, v), row):
             mine = part(_own(sinks, row), group.heads)
-            found, lse = attend.forward(q_own, k_own, v_own, mine, group.heads.start)
+            found, lse = attend.forward(entries, q_own, k_own, v_own, mine, group.heads.start)
             lses.append(lse)
             yield group, shared.to_tokens.start(found)
 
@@ -86,7 +86,7 @@ def backward(
     row: SharedRow,
 ) -> Gradients:
     """Compute the gradients; the sinks of other ranks' heads get 0."""
-    shared, ranks = row.once(SharedHeads.of), row.plan.ranks
+    shared, ranks, entries = row.once(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks)
 
@@ -94,7 +94,7 @@ def backward(
         for group, (q_own, out_own, dout_own, k_own, v_own) in _exchanged((q, out, dout), (k, v), row):
             heads, mine = group.heads, part(_own(sinks, row), group.heads)
             dq_own, dk_own, dv_own, found = attend.backward(
-                dout_own, q_own, k_own, v_own, out_own, lse[heads], mine, heads.start
+                entries, dout_own, q_own, k_own, v_own, out_own, lse[heads], mine, heads.start
             )
             if dsinks is not None:
                 _own(dsinks, row)[heads] = found

@@ -13,14 +13,18 @@ class RowShare:
     """Counts of rows, a row being one token's keys or values.
 
     Args:
-        keys: that the device's attention call reads; a token that two of its pieces see counts twice.
+        shared: of documents that the device shares with others.
+        keys: that the call for these documents reads; a token that two of its pieces see counts twice.
         sent, received: that the device sends to others and receives from them.
+        calls: of each call for documents that it holds whole.
         largest: the most that any device receives.
     """
 
+    shared: int
     keys: int
     sent: int
     received: int
+    calls: tuple[int, ...]
     largest: int
 
 
@@ -33,16 +37,21 @@ def plan_of(lengths: tuple[int, ...], row_tokens: int, ranks: int) -> RowPlan:
 def largest_share(lengths: tuple[int, ...], row_tokens: int, ranks: int) -> RowShare:
     """Return the share of the device that needs the most memory, for documents of these lengths."""
     plan = plan_of(lengths, row_tokens, ranks)
-    keys, sent, received = max((_share(plan, rank) for rank in range(ranks)), key=sum)
-    return RowShare(keys, sent, received, plan.most_fetched)
+    shares = [_share(plan, rank) for rank in range(ranks)]
+    return max(shares, key=lambda share: share.keys + share.sent + share.received)
 
 
-def _share(plan: RowPlan, rank: int) -> tuple[int, int, int]:
-    """Count the keys, the sent and the received rows of a device. A query sees all tokens before it."""
-    own, sent = plan.attending(rank), 0
+def _share(plan: RowPlan, rank: int) -> RowShare:
+    """Count the rows of a device. A query sees all tokens before it."""
+    own, sent = plan.parts(rank), 0
     for other in range(plan.ranks):
         ends: dict[int, int] = {}  # where the tokens end that the other device sees, by document
-        for piece in plan.attending(other) if other != rank else ():
+        for piece in plan.parts(other) if other != rank else ():
             ends[piece.document] = max(piece.stop, ends.get(piece.document, 0))
         sent += sum(max(0, min(piece.stop, ends.get(piece.document, 0)) - piece.start) for piece in own)
-    return sum(piece.stop for piece in own), sent, plan.fetched(rank)
+    shared = sum(map(len, own))
+    calls = [sum(map(len, pieces)) for pieces in plan.calls_for_whole(rank)]
+    if calls:  # padding belongs to the last one
+        calls[-1] = plan.seq_len // plan.ranks - shared - sum(calls[:-1])
+    keys = sum(piece.stop for piece in own)
+    return RowShare(shared, keys, sent, plan.fetched(rank), tuple(calls), plan.most_fetched)

@@ -53,8 +53,10 @@ class SharedAttentionWalk(AttentionWalk):
     def begin(self) -> None:
         hold = self.ledger.hold
         hold("own part of the batch", "batch and tables", 4 * 8 * self.step.tokens)  # also the positions in the row
-        share, tokens = self.share, self.step.tokens
-        lists = 4 * self.step.row_tokens if self.ulysses else share.keys + share.sent + 2 * (share.received + tokens)
+        share = self.share
+        lists = (
+            4 * self.step.row_tokens if self.ulysses else share.keys + share.sent + 2 * (share.received + share.shared)
+        )
         hold("lists of rows", "batch and tables", 4 * lists)
 
     def after_forward(self, layer: int) -> None:
@@ -75,6 +77,8 @@ class SharedAttentionWalk(AttentionWalk):
         if f"{layer}.out" in self.ledger.held:  # kept by `memory=selective`
             return
         self.ledger.hold(f"{layer}.out", "attention", self.activation_bytes * self.heads)
+        for number, rows in enumerate(self._whole_calls):
+            self.ledger.hold(f"{layer}.lse whole {number}", "attention", 4 * rows * self.model.n_heads)
         for number, group in enumerate(self.forward_groups):
             self._bring(layer, self.forward_groups, number, queries=1)
             found = f"{layer}.found {number}"
@@ -85,8 +89,12 @@ class SharedAttentionWalk(AttentionWalk):
             self._drop(f"{layer}.found {number - 1}")
             if self.ulysses:
                 self._send_back(layer, number, _count(group.heads))
-        self.ledger.hold(f"{layer}.lse", "attention", 4 * self.step.tokens * self.model.n_heads)
-        self._drop(*(name for name in self.ledger.held if name.startswith(f"{layer}.lse ")))
+        parts = [name for name in self.ledger.held if name.startswith(f"{layer}.lse ")]
+        if len(parts) > 1 or self.ulysses:
+            self.ledger.hold(f"{layer}.lse", "attention", 4 * self.step.tokens * self.model.n_heads)
+            self._drop(*parts)
+        else:
+            self.ledger.rename(parts[0], f"{layer}.lse")
         self._end(layer)
 
     # -- backward
@@ -101,22 +109,25 @@ class SharedAttentionWalk(AttentionWalk):
             ledger.hold(f"{layer}.d {name}", "attention", ledger.size_of(f"{layer}.{name}"))
         for number, group in enumerate(self.backward_groups):
             self._bring(layer, self.backward_groups, number, queries=3)
+            if number == 0:
+                self._whole_backward(layer, self._whole_calls[:1])
             heads, kv_heads = map(_count, group)
             queries = self._query_rows * heads * self.row_bytes
-            ledger.hold(f"{layer}.found {number}", "attention", queries)
             ledger.hold(f"{layer}.d keys {number}", KIND, 2 * self._key_rows * kv_heads * self.row_bytes)
-            ledger.hold_briefly(f"{layer}.rows", "attention workspace", self._workspace(group) + self._scores(group))
-            self._drop(f"{layer}.found {number - 1}")
+            workspace = self._workspace(self._query_rows * heads) + self._scores(group)
             if self.ulysses:
-                self._drop(f"{layer}.d keys {number - 1}")
+                ledger.hold(f"{layer}.found {number}", "attention", queries)
+            elif not (self._writes_output and len(self.backward_groups) == 1):
+                workspace += queries
+            ledger.hold_briefly(f"{layer}.rows", "attention workspace", workspace)
+            if self.ulysses:
+                self._drop(f"{layer}.found {number - 1}", f"{layer}.d keys {number - 1}")
                 self._send_back(layer, number, heads + 2 * kv_heads)
             else:
-                if len(self.backward_groups) == 1:
-                    ledger.release(f"{layer}.d q")
-                    ledger.rename(f"{layer}.found 0", f"{layer}.d q")
                 size = (self.share.sent + self.share.received) * 2 * kv_heads * self.row_bytes
                 ledger.hold(f"{layer}.back {number}", KIND, size)
                 self._drop(f"{layer}.d keys {number - 2}", f"{layer}.back {number - 2}")
+        self._whole_backward(layer, self._whole_calls[1:])
         self._end(layer)
         ledger.release(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", "d mixed")))
         if self.ulysses and self.call_kv_heads != m.n_kv_heads:  # gradients of repeated heads are added up
@@ -131,8 +142,18 @@ class SharedAttentionWalk(AttentionWalk):
 
     @property
     def _query_rows(self) -> int:
-        """Rows of the queries of an attention call."""
-        return self.step.row_tokens if self.ulysses else self.step.tokens
+        """Rows of the queries of a call for a group of heads."""
+        return self.step.row_tokens if self.ulysses else self.share.shared
+
+    @property
+    def _whole_calls(self) -> tuple[int, ...]:
+        """Rows of each call for documents that the device holds whole."""
+        return () if self.ulysses else self.share.calls
+
+    def _whole_backward(self, layer: int, calls: tuple[int, ...]) -> None:
+        for rows in calls:
+            workspace = self._workspace(rows * self.model.n_heads)
+            self.ledger.hold_briefly(f"{layer}.rows", "attention workspace", workspace)
 
     @property
     def _key_rows(self) -> int:
@@ -186,9 +207,9 @@ class SharedAttentionWalk(AttentionWalk):
         """Whether a group's forward writes to the layer's output, not to a tensor of its own."""
         return not self.ulysses and is_own(self.step.attention)
 
-    def _workspace(self, group: HeadGroup) -> int:
-        """Return the bytes of a call's backward in addition to its gradients."""
-        return 4 * self.backward_rows(self._query_rows * _count(group.heads)) + self.chunk()
+    def _workspace(self, queries: int) -> int:
+        """Return the bytes of a call's backward in addition to its gradients, for queries of one head."""
+        return 4 * self.backward_rows(queries) + self.chunk()
 
     def _scores(self, group: HeadGroup) -> int:
         """Return the bytes of a score matrix of the longest document, in a backend that has one."""

@@ -29,7 +29,7 @@ def test_ranks_hold_every_position_once_and_all_pairs(block):
         assert plan.imbalance == pytest.approx(max(plan.pairs) / mean), case
 
 
-def test_ranks_store_the_pieces_that_see_most_keys_first_and_padding_last():
+def test_ranks_store_parts_of_documents_then_whole_ones_then_padding():
     for seed in (*DRAWS, *UNUSUAL):
         lengths, seq_len, ranks, window = draw(seed)
         plan = plan_row(lengths, seq_len, ranks, window)
@@ -39,10 +39,11 @@ def test_ranks_store_the_pieces_that_see_most_keys_first_and_padding_last():
             for before, after in pairwise(sorted(pieces)):  # apart: else they would be one piece
                 assert before.document < after.document or before.stop < after.start, seed
             attending = plan.attending(rank)
-            assert pieces[: len(attending)] == attending, seed
+            assert pieces[: len(attending)] == attending == plan.parts(rank) + plan.whole(rank), seed
             assert all(piece.document == len(lengths) for piece in pieces[len(attending) :]), seed
-            stops = [piece.stop for piece in attending]
-            assert stops == sorted(stops, reverse=True), seed
+            for own in (plan.parts(rank), plan.whole(rank)):  # those that see most keys first
+                assert [piece.stop for piece in own] == sorted((piece.stop for piece in own), reverse=True), seed
+            assert all(piece == Piece(piece.document, 0, lengths[piece.document]) for piece in plan.whole(rank)), seed
 
 
 def test_pairs_are_those_of_a_brute_force_count():
@@ -177,7 +178,7 @@ def test_equal_documents_stay_whole_and_need_no_transfer(ranks, length):
         transfers = plan_transfers(plan, rank)
         assert transfers.sent_rows == 0
         assert transfers.receive == (0,) * ranks
-        assert transfers.keys.tolist() == list(range(len(lengths) // ranks * length))
+        assert transfers.tokens == len(transfers.keys) == 0
 
 
 def test_only_the_longest_document_is_split():
@@ -230,14 +231,14 @@ def test_entries_read_the_keys_of_their_document(block):
             received = [plan.positions(other)[transfers.send[rank]] for other, transfers in enumerate(found)]
             for part in received:
                 assert np.array_equal(part, np.unique(part)), seed  # in the order of the row, each once
-            rows = np.concatenate([plan.positions(rank), *received])
+            rows = np.concatenate([plan.positions(rank)[: own.tokens], *received])
             check_entries(plan, rank, own, rows[own.keys], seed)
             read = np.unique(own.keys)
-            assert set(range(seq_len // ranks, len(rows))) <= set(read.tolist()), seed  # nothing is sent in vain
+            assert set(range(own.tokens, len(rows))) <= set(read.tolist()), seed  # nothing is sent in vain
 
 
 def check_entries(plan, rank, own, keys, seed):
-    pieces = plan.attending(rank)
+    pieces = plan.parts(rank)
     if not pieces:
         assert own.cu_seqlens_q.tolist() == own.cu_seqlens_k.tolist() == [0, 0], seed
         assert own.origins.tolist() == [[0, 0, 0]] and len(keys) == 0, seed

@@ -80,6 +80,7 @@ def small_steps(ranks: int) -> dict[str, Step]:
         "fsdp-keep": replace(base, dims=sharded, memory="checkpoint", keep=0.5),
         "gather": long,
         "gather-batch": replace(long, seq_len=512, batch_size=ranks),
+        "gather-whole": replace(long, seq_len=512, batch_size=ranks + 1),  # a document for each rank, and a shared one
         "gather-true-checkpoint": replace(long, precision="bf16-true", memory="checkpoint"),
         "gather-selective-tied": replace(long, memory="selective", model=TIED),
         "gather-groups": replace(long, model=many, memory="checkpoint", seq_len=1024 * ranks, precision="bf16-true"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ from flash_train.attention.kernels.hopper.tiles import (
 )
 from flash_train.attention.kernels.launch_cache import TensorSignature, launch_all, signature_of
 from flash_train.attention.kernels.portable.launch import (
+    gradients,
     lengths_of,
     outputs,
     sink_gradient,
@@ -99,6 +100,7 @@ def backward(
     lse: Tensor,
     call: Call,
     needs_slopes: bool = False,
+    into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Do the same as ``portable.launch.backward``, for a call that ``backward_refusal`` accepts.
 
@@ -109,7 +111,7 @@ def backward(
     dout = dout if describable(signature_of(dout)) else dout.clone(memory_format=torch.contiguous_format)
     out, lse = contiguous_columns(out), contiguous_columns(lse)
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = gradients(q, k, v, into)
     separate_dq = (
         block_d(q.shape[-1]) > WIDEST_DQ_ACCUMULATOR or needs_slopes or torch.are_deterministic_algorithms_enabled()
     )

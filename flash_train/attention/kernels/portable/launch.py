@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,15 +71,17 @@ def backward(
     lse: Tensor,
     call: Call,
     needs_slopes: bool = False,
+    into: Sequence[Tensor | None] = (None, None, None),
+    *,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return dq, dk, dv, and the gradients of slopes (None unless ``needs_slopes``) and of sinks (None without sinks).
 
-    They are bitwise the same in every call.
+    They are bitwise the same in every call. The first three are written ``into`` the tensors that are given.
     """
     q, k, v, out, dout = addressable(q), addressable(k), addressable(v), addressable(out), addressable(dout)
     lse, dlse = contiguous_columns(lse), None if dlse is None else dlse.contiguous()
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = gradients(q, k, v, into)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     dslope = torch.zeros_like(lse) if needs_slopes else None
     made = (delta, lse2, dq, dk, dv, dslope)
@@ -215,6 +217,11 @@ def outputs(q: Tensor, v: Tensor, out: Tensor | None) -> tuple[tuple[Tensor, ...
     """Return the outputs of a forward that are given and those allocated here; together out and its log-sum-exp."""
     lse = q.new_empty(lse_shape(q), dtype=torch.float32)
     return ((), (q.new_empty((*q.shape[:-1], v.shape[-1])), lse)) if out is None else ((out,), (lse,))
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, into: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return dq, dk and dv, allocated here unless ``into`` has them."""
+    return tuple([x.new_empty(x.shape) if dx is None else dx for x, dx in zip((q, k, v), into, strict=True)])
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
