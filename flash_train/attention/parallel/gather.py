@@ -8,8 +8,9 @@ hold them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -105,10 +106,13 @@ def forward(
         rows = documents.rows
         lse_of_whole.append(attend.forward(documents.entries, q[rows], k[rows], v[rows], sinks, 0, out[rows])[1])
 
+    rows = held.shared.rows
+    groups = held.groups(q, k, v, row.group_bytes, backward=False)
+    packed = held.fetch.pack(*_of_group(groups[0], k[rows], v[rows]))
     for documents in held.whole[:1]:
         attend_whole(documents)
-    rows = held.shared.rows
-    fetched = _fetch(q[rows], k[rows], v[rows], held, row, backward=False)
+    fetched = _fetched(packed.start(), groups, k[rows], v[rows], held)
+    del packed  # its memory is of use after the first group
     for documents in held.whole[1:]:
         attend_whole(documents)
     for (heads, _), keys, values in fetched:
@@ -145,7 +149,8 @@ def backward(
             dsinks.add_(for_sinks)
 
     rows = held.shared.rows
-    fetched = _fetch(q[rows], k[rows], v[rows], held, row, backward=True)
+    groups = held.groups(q, k, v, row.group_bytes, backward=True)
+    fetched = _fetched(held.fetch.start(*_of_group(groups[0], k[rows], v[rows])), groups, k[rows], v[rows], held)
     for documents in held.whole[:1]:
         attend_whole(documents)
 
@@ -169,23 +174,28 @@ def backward(
     return dq, dk, dv, None if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
 
 
-def _fetch(
-    q: Tensor, k: Tensor, v: Tensor, held: SharedKeys, row: SharedRow, *, backward: bool
+def _fetched(
+    transfer: Transfer | None, groups: list[HeadGroup], k: Tensor, v: Tensor, held: SharedKeys
 ) -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-    """Begin the exchange; return each group with the keys and values of its call."""
-    groups = held.groups(q, k, v, row.group_bytes, backward)
-    transfers = one_ahead(held.fetch.start(k[:, group.kv_heads], v[:, group.kv_heads]) for group in groups)
-    begun = [next(transfers)]
+    """Yield each group with the keys and values of its call; ``transfer`` is the first group's, which runs."""
+    for group, following in zip_longest(groups, groups[1:]):
+        # before the attention, because an exchange cannot begin while that fills the GPU
+        next_transfer = None if following is None else held.fetch.start(*_of_group(following, k, v))
+        assert group is not None and transfer is not None
+        keys, values = _assembled(*_of_group(group, k, v), transfer.wait(), held)
+        transfer = next_transfer
+        yield group, keys, values
 
-    def assembled() -> Iterator[tuple[HeadGroup, Tensor, Tensor]]:
-        for group in groups:
-            transfer = begun.pop() if begun else next(transfers)
-            own, received = (k[:, group.kv_heads], v[:, group.kv_heads]), transfer.wait()
-            keys, values = (x.new_empty((held.keys.shape[1], *x.shape[1:])) for x in own)
-            sum_rows(held.keys, [Part(keys, own[0], received[0]), Part(values, own[1], received[1])])
-            yield group, keys, values
 
-    return assembled()
+def _of_group(group: HeadGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return k[:, group.kv_heads], v[:, group.kv_heads]
+
+
+def _assembled(k: Tensor, v: Tensor, received: Sequence[Tensor], held: SharedKeys) -> tuple[Tensor, ...]:
+    """Return the keys and values that the call for shared documents reads, from the rank's own and the others'."""
+    keys, values = (x.new_empty((held.keys.shape[1], *x.shape[1:])) for x in (k, v))
+    sum_rows(held.keys, [Part(keys, k, received[0]), Part(values, v, received[1])])
+    return keys, values
 
 
 def _joined(tensors: list[Tensor], dim: int) -> Tensor:

@@ -170,6 +170,8 @@ class SharedAttentionWalk(AttentionWalk):
             self._start(layer, number + 1, groups[number + 1], queries)
         self._drop(f"{layer}.transfer {number - 1}")
         self.ledger.hold(f"{layer}.brought {number}", KIND, self._brought(groups[number], queries))
+        if not self.ulysses:
+            self._drop(f"{layer}.transfer {number}")
         self._drop(f"{layer}.brought {number - 1}")
 
     def _start(self, layer: int, number: int, group: HeadGroup, queries: int) -> None:
