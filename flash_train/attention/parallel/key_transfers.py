@@ -13,7 +13,7 @@ from flash_train.attention.parallel.row_plan import RowPlan
 class KeyTransfers:
     """One rank's transfers of keys and values, for the documents that it shares. All arrays are int64.
 
-    Rows are numbered as the rank stores them; the first ``tokens`` are those of shared documents.
+    Rows are numbered as the rank stores them; the first ``tokens`` are the ones of shared documents.
 
     Attributes:
         send: for each rank, the rows of this rank that it needs, in the order of the row; none for this rank itself.
