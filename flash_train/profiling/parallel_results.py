@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -37,12 +39,18 @@ def training_section(records: Records) -> str:
 
 
 def attention_section(records: Records) -> str:
-    words = f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}:\n\n"
+    words = (
+        f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}. `packed` is the median of\n"
+        "ten rows, with the worst share in brackets:\n\n"
+    )
     return words + attention_table(records)
 
 
 def attention_table(records: Records) -> str:
-    """A row per case: milliseconds on one GPU, and of each method the milliseconds and the share of the ideal."""
+    """A row per case: milliseconds on one GPU, and of each method the milliseconds and the share of the ideal.
+
+    Of several rows with the same name these are medians, and the worst share follows in brackets.
+    """
     cases = _attention(records)
     rows = []
     for case, ways in cases.items():
@@ -50,8 +58,11 @@ def attention_table(records: Records) -> str:
         cells = [_pair(ways["one"], "ms", ".2f")]
         for method in COLORS:
             found = ways.get(method, {})
-            cells += [_pair(found, "ms", ".2f"), _pair(found, "share", ".2f")]
-        rows.append((case, f"{first['tokens']:,}", f"{first['documents']}", *cells))
+            shares = _pair(found, "share", ".2f")
+            if found and first["rows"] > 1:
+                shares += f" ({_pair(found, 'worst', '.2f')})"
+            cells += [_pair(found, "ms", ".2f"), shares]
+        rows.append((case, f"{first['tokens']:,}", f"{first['documents']:g}", *cells))
     header = ("case", "tokens", "documents", "one GPU (ms)", "`gather` (ms)", "share", "`ulysses` (ms)", "share")
     return table(header, rows)
 
@@ -99,7 +110,7 @@ def plot_parallel(records: Records, path: str | os.PathLike[str], *, metadata: d
                     left.scatter(record["share"], place + offset, color=color, marker=mark, s=34, label=label, zorder=3)
     left.axvline(1, color="0.6", linewidth=1)
     left.set_yticks(range(len(cases)), list(cases))
-    left.set_xlim(0, 1.1)
+    left.set_xlim(0, 1.15)
     left.set_xlabel("attention: share of the ideal, one GPU's time / GPUs")
     figure.legend(fontsize=8, frameon=False, loc="outside upper left", ncols=4)
     for place, ways in enumerate(runs.values()):
@@ -125,12 +136,22 @@ def plot_parallel(records: Records, path: str | os.PathLike[str], *, metadata: d
 
 
 def _attention(records: Records) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Records with a rate by case, way and direction."""
-    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    """Records with a rate by case, way and direction. Rows that differ only in their seed are one case."""
+    found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {}
     for record in records:
         if record["kind"] == "attention" and "ms" in record:
-            found.setdefault(record["case"], {}).setdefault(record["way"], {})[record["direction"]] = record
-    return found
+            ways = found.setdefault(re.sub(r"-seed\d+", "", record["case"]), {})
+            ways.setdefault(record["way"], {}).setdefault(record["direction"], []).append(record)
+    return {
+        case: {way: {key: _of_rows(own) for key, own in by_direction.items()} for way, by_direction in ways.items()}
+        for case, ways in found.items()
+    }
+
+
+def _of_rows(records: Records) -> dict[str, Any]:
+    """Return one record for several rows: the medians, and the worst share."""
+    medians = {key: median(record[key] for record in records) for key in ("ms", "share", "documents")}
+    return {**records[0], **medians, "worst": min(record["share"] for record in records), "rows": len(records)}
 
 
 def _training(records: Records) -> dict[str, dict[str, dict[str, Any]]]:
