@@ -28,14 +28,14 @@ def check(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     exchanges = 0
-    start = Route.start
+    pack = Route.pack
 
     def counted(self: Route, *sources: Tensor) -> object:
         nonlocal exchanges
         exchanges += 1
-        return start(self, *sources)
+        return pack(self, *sources)
 
-    Route.start = counted  # type: ignore[method-assign]
+    Route.pack = counted  # type: ignore[method-assign]
     for method in ("gather", "ulysses"):
         plan = plan_row([100, 28], TOKENS, RANKS)
         row = SharedRow(plan, dist.group.WORLD, torch.device("cpu"), method, group_bytes=1)  # a group per key head
