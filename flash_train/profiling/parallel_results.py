@@ -39,10 +39,9 @@ def training_section(records: Records) -> str:
 
 
 def attention_section(records: Records) -> str:
-    words = (
-        f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}. `packed` is the median of\n"
-        "ten rows, with the worst share in brackets:\n\n"
-    )
+    rows = max(record["rows"] for ways in _attention(records).values() for record in ways["one"].values())
+    words = f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}"
+    words += f". `packed` is the median of\n{rows} rows, with the worst share in brackets:\n\n" if rows > 1 else ":\n\n"
     return words + attention_table(records)
 
 

@@ -318,6 +318,13 @@ def test_several_gpus(results, tmp_path):
         for way, ms, share in (("one", 4.0, 1.0), ("gather", 2.5, 0.8))
         for direction in ("forward", "forward+backward")
     ]
+    for seed, documents, share in ((0, 3, 0.7), (1, 5, 0.9), (2, 4, 0.6)):  # rows of one case: medians, and the worst
+        packed = {**attention, "case": f"p-seed{seed}-dropout0.1", "documents": documents}
+        records += [
+            {**packed, "way": way, "direction": direction, "ms": 2 + seed, "share": own}
+            for way, own in (("one", 1.0), ("gather", share))
+            for direction in ("forward", "forward+backward")
+        ]
     wrong = {**attention, "way": "ulysses", "direction": "forward", "reason": "wrong result"}
     training = {**common, "case": "t", "kind": "training", "model": "8b", "divided": "sharded", "mfu": None}
     training |= {"peak_memory_gib": 70.04, "predicted_memory_gib": 70.01}
@@ -326,6 +333,8 @@ def test_several_gpus(results, tmp_path):
     assert "| a | 16,384 | 1 | 4.00 · 4.00 | 2.50 · 2.50 | 0.80 · 0.80 | – · – | – · – |\n" in fill(
         marked("parallel.attention"), folder
     )
+    row = "| p-dropout0.1 | 16,384 | 4 | 3.00 · 3.00 | 3.00 · 3.00 | 0.70 · 0.70 (0.60 · 0.60) | – · – | – · – |\n"
+    assert row in fill(marked("parallel.attention"), folder)
     row = "| 8b | 16,384 | sharded weights, a row each | 18,000 | – | 70.0 | 70.0 | each GPU alone | 15,000 | 1.20 |\n"
     assert row in fill(marked("parallel"), folder)
     assert plot_parallel(records_of(folder / "parallel.json"), tmp_path / "parallel.png").is_file()

@@ -45,9 +45,8 @@ class Route:
                 strides = (buffer.shape[1], x.shape[2], 1)
                 parts.append(buffer.as_strided((buffer.shape[0], *x.shape[1:]), strides, start))
         sum_rows(self.lists, [Part(out, x) for out, x in zip(packed, sources, strict=True)])
-        return Packed(
-            self, sent, received, unpacked, torch.cuda.current_stream().record_event() if sent.is_cuda else None
-        )
+        done = torch.cuda.current_stream(sent.device).record_event() if sent.is_cuda else None
+        return Packed(self, sent, received, unpacked, done)
 
     def start(self, *sources: Tensor) -> Transfer:
         """Pack rows and start their exchange."""

@@ -48,7 +48,6 @@ class SharedKeys:
         bring_back: the route of their gradients to the ranks that hold them.
         keys, gradients: lists of ``sum_rows`` for the keys that ``shared`` reads, and for the gradients of its rows.
         largest: as in ``KeyTransfers``.
-        is_local: whether no rank shares a document with another, so that nothing travels.
     """
 
     shared: Documents
@@ -58,7 +57,6 @@ class SharedKeys:
     keys: Tensor
     gradients: Tensor
     largest: int
-    is_local: bool
 
     @classmethod
     def of(cls, row: SharedRow) -> SharedKeys:
@@ -76,7 +74,6 @@ class SharedKeys:
             keys=row.numbers(found.keys[None]),
             gradients=row.numbers(found.gradient_lists),
             largest=found.largest,
-            is_local=not any(map(row.plan.parts, range(row.plan.ranks))),
         )
 
     def from_entry(self, entry: int) -> SharedKeys:

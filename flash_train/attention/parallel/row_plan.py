@@ -55,14 +55,19 @@ class RowPlan:
         """Return the documents that the rank holds whole."""
         return tuple(piece for piece in self.attending(rank) if len(piece) == self.lengths[piece.document])
 
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether no rank shares a document with another, so that nothing travels."""
+        return not any(map(self.parts, range(self.ranks)))
+
     def calls_for_whole(self, rank: int) -> tuple[tuple[Piece, ...], ...]:
         """Return the rank's whole documents in two parts with about half of the pairs each.
 
-        There is one part if no rank shares a document, or with one document. Without documents it is empty if the rank
-        has padding, and else there is no part.
+        There is one part if the row ``is_local``, or with one document. Without documents it is empty if the rank has
+        padding, and else there is no part.
         """
         whole, has_padding = self.whole(rank), len(self.attending(rank)) < len(self.pieces[rank])
-        if len(whole) < 2 or not any(map(self.parts, range(self.ranks))):
+        if len(whole) < 2 or self.is_local:
             return (whole,) if whole or has_padding else ()
         pairs = np.cumsum([count_pairs(piece, self.window) for piece in whole])
         middle = 1 + int(np.abs(pairs[:-1] - pairs[-1] / 2).argmin())

@@ -56,8 +56,8 @@ def shared_attention(
     if method == "auto":
         method = row.choose(Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size()))
     _check(q, k, v, spec, row, method, rng, sinks)
-    if method == "gather" and (held := row.once(SharedKeys.of)).is_local:  # no rank needs anything from another
-        entries = held.whole[0].entries
+    if method == "gather" and row.plan.is_local:
+        entries = row.once(SharedKeys.of).whole[0].entries
         if rng is not None:
             rng = replace(rng, entry=0, entries=entries.from_entry(rng.entry).origins)
         return attention(q, k, v, spec, packing=entries.packing, rng=rng, sinks=sinks, backend=backend)

@@ -54,10 +54,8 @@ class SharedAttentionWalk(AttentionWalk):
         hold = self.ledger.hold
         hold("own part of the batch", "batch and tables", 4 * 8 * self.step.tokens)  # also the positions in the row
         share = self.share
-        lists = (
-            4 * self.step.row_tokens if self.ulysses else share.keys + share.sent + 2 * (share.received + share.shared)
-        )
-        hold("lists of rows", "batch and tables", 4 * lists)
+        lists = share.keys + share.sent + 2 * (share.received + share.shared)
+        hold("lists of rows", "batch and tables", 4 * (4 * self.step.row_tokens if self.ulysses else lists))
 
     def after_forward(self, layer: int) -> None:
         if self.ulysses:

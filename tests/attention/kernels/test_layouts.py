@@ -71,6 +71,28 @@ def test_backward_of_strided_out_and_lse(layout, device):
 
 
 @on_devices
+def test_results_are_written_into_given_tensors(device):
+    """An output may be a slice of the heads, and a gradient a contiguous slice; their neighbours stay as they were."""
+    torch.manual_seed(0)
+    n = 140 if device == "cuda" else 40
+    q, k, v, dout = (torch.randn(1, n, 2, 64, device=device, dtype=torch.float16) for _ in range(4))
+    call = launch.Call(*operands_of(q, k, AttentionSpec(Causal()), None, None, (0, 0, 0, 0), None, None))
+    for family in kernel_families(device):
+        right, lse = family.forward(q, k, v, call)
+        heads = torch.full((1, n, 4, 64), float("nan"), device=device, dtype=torch.float16)
+        out, again = family.forward(q, k, v, call, heads[:, :, 1:3])
+        assert torch.equal(heads[:, :, 1:3], right) and torch.equal(out, right) and torch.equal(again, lse)
+        assert heads[:, :, [0, 3]].isnan().all()
+        rows = [torch.full((3, n, 2, 64), float("nan"), device=device, dtype=torch.float16) for _ in range(2)]
+        expected = family.backward(dout, None, q, k, v, right, lse, call)[:3]
+        got = family.backward(dout, None, q, k, v, out, lse, call, False, (rows[0][1:2], None, rows[1][1:2]))[:3]
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        for whole, a in ((rows[0], got[0]), (rows[1], got[2])):
+            assert torch.equal(whole[1:2], a) and whole[[0, 2]].isnan().all()
+
+
+@on_devices
 @pytest.mark.parametrize("entries", [((0, 40), (5, 5), (0, 7)), ((3, 20), (0, 33))], ids=["no-queries", "few-queries"])
 def test_entries_with_fewer_queries_than_a_tile(entries, device):
     """Grouped heads, and loops without a step: no step may be loaded ahead."""
