@@ -66,6 +66,7 @@ class KernelFamily:
             ``torch.use_deterministic_algorithms(True)``.
         widest_dq_accumulator: the largest head dimension for which the backward accumulates dQ in memory, in fp32; 0
             if it never does. Only 16-bit calls whose head dimension is a multiple of 8 do.
+        row_block: the backward that accumulates dQ begins each entry of a packed call at a multiple of so many rows.
     """
 
     name: str
@@ -76,6 +77,7 @@ class KernelFamily:
     has_decode: bool = False
     repeatable: bool = False
     widest_dq_accumulator: int = 0
+    row_block: int = 1
 
     @functools.cached_property
     def launch(self) -> LaunchModule:
@@ -96,6 +98,10 @@ class KernelFamily:
     def accumulates_dq(self, head_dim: int, itemsize: int) -> bool:
         """Whether the backward of such a call accumulates dQ in memory, in fp32."""
         return itemsize == 2 and head_dim % 8 == 0 and head_dim <= self.widest_dq_accumulator
+
+    def accumulated_rows(self, rows: int, entries: int) -> int:
+        """Return the rows of the accumulator of dQ, for a packed call with so many rows and entries, empty ones too."""
+        return self.row_block * (rows // self.row_block + entries + 1)
 
 
 @functools.cache
@@ -124,6 +130,7 @@ HOPPER = KernelFamily(
     capability=(9, 0),
     chip="Hopper",
     widest_dq_accumulator=128,
+    row_block=128,
 )
 
 #: by name, in the order in which ``flash`` tries them; the portable family is last, because it runs every call

@@ -42,14 +42,15 @@ def write_memory(config: DictConfig, run: Run, recorded: RecordedStep, folder: P
     """Write the files of the report on a recorded step, log them to W&B, and print a line."""
     model, device = run.module.model.config, run.module.device
     step = of_plan(step_of(config, model, run.attention[0], device), run.plan)
-    step = replace(step, lengths=recorded.lengths, keep=run.module.model.keep)
+    step = replace(step, lengths=recorded.lengths, row_entries=run.data.info["capacity"], keep=run.module.model.keep)
     found = report(
         recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
     )
     found = {"settings": settings(config, run), **found, "device": device_name(device), "versions": versions()}
+    whole = replace(step, lengths=None, row_entries=None)
     lengths = sorted({max(2, step.seq_len * 2**i // 8) for i in range(7)})
     curves = {
-        mode: (lengths, [predict(replace(step, memory=mode, seq_len=n, lengths=None)).peak_bytes for n in lengths])
+        mode: (lengths, [predict(replace(whole, memory=mode, seq_len=n)).peak_bytes for n in lengths])
         for mode in MEMORY_MODES
     }
     title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {run.attention[0]}"

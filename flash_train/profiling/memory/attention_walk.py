@@ -1,7 +1,7 @@
 """The memory of attention in a training step: from a layer's queries, keys and values to its output, and back."""
 
 from flash_train.attention.dense.chunked import KEY_CHUNK, QUERY_CHUNK
-from flash_train.attention.kernels.families import is_own
+from flash_train.attention.kernels.families import FAMILIES, is_own
 from flash_train.profiling.memory.module_walks import ModuleWalk
 
 
@@ -97,22 +97,27 @@ class AttentionWalk(ModuleWalk):
             _, document = self.pairs()
             widened = document if m.attention_dropout and not self.step.fused else 0  # a CPU's copy of the dropout mask
             ledger.hold_briefly(f"{layer}.d pairs", "attention workspace", e * (document + widened + self.heads))
-        rows = self.backward_rows(self.step.tokens * m.n_heads)
+        rows = self.backward_rows(self.step.tokens, m.n_heads, self._entries)
         ledger.hold(f"{layer}.rows", "attention workspace", 4 * rows + self.chunk())
         ledger.release(*(f"{layer}.{name}" for name in ("q", "k", "v", "out", "lse", *self._pair_names)))
         ledger.release(f"{layer}.rows", f"{layer}.d mixed")
         if m.qk_norm:
             self._norm_heads_backward(layer)
 
-    def backward_rows(self, queries: int) -> int:
-        """Return the fp32 numbers that a kernel needs for its backward; `queries` are rows times heads."""
+    def backward_rows(self, queries: int, heads: int, entries: int) -> int:
+        """Return the fp32 numbers that a kernel needs for its backward.
+
+        Args:
+            queries, heads, entries: of a packed call.
+        """
         head_dim = self.model.head_dim
-        rows = queries * (2 if is_own(self.step.attention) else 1)  # delta, and in ours the log-sum-exp in base 2
+        columns = 2 if is_own(self.step.attention) else 1  # delta, and in ours the log-sum-exp in base 2
         if self.step.attention == "sdpa" and self.step.fused:  # FlashAttention-2 has an accumulator for dQ in fp32
-            rows += queries * head_dim
+            columns += head_dim
         if self.step.accumulates_dq:  # in tiles of 64 or 128 columns
-            rows += queries * (64 if head_dim <= 64 else 128)
-        return rows
+            columns += 64 if head_dim <= 64 else 128
+            queries = FAMILIES[self.step.family].accumulated_rows(queries, entries)
+        return queries * heads * columns
 
     def _norm_heads_backward(self, layer: int) -> None:
         ledger = self.ledger
@@ -122,6 +127,11 @@ class AttentionWalk(ModuleWalk):
             ledger.rename(f"{layer}.d raw {name}", f"{layer}.d {name}")
 
     # -- how the backends differ
+
+    @property
+    def _entries(self) -> int:
+        """Entries of the call, empty ones included."""
+        return self.step.entries
 
     @property
     def keeps_results(self) -> bool:

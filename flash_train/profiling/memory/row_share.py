@@ -14,17 +14,19 @@ class RowShare:
 
     Args:
         shared: of documents that the device shares with others.
+        pieces: of these documents that it holds, each an entry of their call.
         keys: that the call for these documents reads; a token that two of its pieces see counts twice.
         sent, received: that the device sends to others and receives from them.
-        calls: of each call for documents that it holds whole.
+        calls: of each call for documents that it holds whole, with the number of these documents.
         largest: the most that any device receives.
     """
 
     shared: int
+    pieces: int
     keys: int
     sent: int
     received: int
-    calls: tuple[int, ...]
+    calls: tuple[tuple[int, int], ...]
     largest: int
 
 
@@ -50,8 +52,11 @@ def _share(plan: RowPlan, rank: int) -> RowShare:
             ends[piece.document] = max(piece.stop, ends.get(piece.document, 0))
         sent += sum(max(0, min(piece.stop, ends.get(piece.document, 0)) - piece.start) for piece in own)
     shared = sum(map(len, own))
-    calls = [sum(map(len, pieces)) for pieces in plan.calls_for_whole(rank)]
+    calls = plan.calls_for_whole(rank)
+    rows = [sum(map(len, pieces)) for pieces in calls]
     if calls:  # padding belongs to the last one
-        calls[-1] = plan.seq_len // plan.ranks - shared - sum(calls[:-1])
+        rows[-1] = plan.seq_len // plan.ranks - shared - sum(rows[:-1])
     keys = sum(piece.stop for piece in own)
-    return RowShare(shared, keys, sent, plan.fetched(rank), tuple(calls), plan.most_fetched)
+    entries = [max(1, len(pieces)) for pieces in calls]
+    sizes = tuple(zip(rows, entries, strict=True))
+    return RowShare(shared, max(1, len(own)), keys, sent, plan.fetched(rank), sizes, plan.most_fetched)

@@ -75,7 +75,7 @@ class SharedAttentionWalk(AttentionWalk):
         if f"{layer}.out" in self.ledger.held:  # kept by `memory=selective`
             return
         self.ledger.hold(f"{layer}.out", "attention", self.activation_bytes * self.heads)
-        for number, rows in enumerate(self._whole_calls):
+        for number, (rows, _) in enumerate(self._whole_calls):
             self.ledger.hold(f"{layer}.lse whole {number}", "attention", 4 * rows * self.model.n_heads)
         for number, group in enumerate(self.forward_groups):
             self._bring(layer, self.forward_groups, number, queries=1)
@@ -112,7 +112,7 @@ class SharedAttentionWalk(AttentionWalk):
             heads, kv_heads = map(_count, group)
             queries = self._query_rows * heads * self.row_bytes
             ledger.hold(f"{layer}.d keys {number}", KIND, 2 * self._key_rows * kv_heads * self.row_bytes)
-            workspace = self._workspace(self._query_rows * heads) + self._scores(group)
+            workspace = self._workspace(self._query_rows, heads, self._entries) + self._scores(group)
             if self.ulysses:
                 ledger.hold(f"{layer}.found {number}", "attention", queries)
             elif not (self._writes_output and len(self.backward_groups) == 1):
@@ -144,13 +144,19 @@ class SharedAttentionWalk(AttentionWalk):
         return self.step.row_tokens if self.ulysses else self.share.shared
 
     @property
-    def _whole_calls(self) -> tuple[int, ...]:
-        """Rows of each call for documents that the device holds whole."""
+    def _entries(self) -> int:
+        if self.ulysses:
+            return len(self.step.documents)
+        return self.share.calls[0][1] if self.is_local else self.share.pieces
+
+    @property
+    def _whole_calls(self) -> tuple[tuple[int, int], ...]:
+        """Rows and entries of each call for documents that the device holds whole."""
         return () if self.ulysses else self.share.calls
 
-    def _whole_backward(self, layer: int, calls: tuple[int, ...]) -> None:
-        for rows in calls:
-            workspace = self._workspace(rows * self.model.n_heads)
+    def _whole_backward(self, layer: int, calls: tuple[tuple[int, int], ...]) -> None:
+        for rows, entries in calls:
+            workspace = self._workspace(rows, self.model.n_heads, entries)
             self.ledger.hold_briefly(f"{layer}.rows", "attention workspace", workspace)
 
     @property
@@ -207,9 +213,9 @@ class SharedAttentionWalk(AttentionWalk):
         """Whether a group's forward writes to the layer's output, not to a tensor of its own."""
         return not self.ulysses and is_own(self.step.attention)
 
-    def _workspace(self, queries: int) -> int:
-        """Return the bytes of a call's backward in addition to its gradients, for queries of one head."""
-        return 4 * self.backward_rows(queries) + self.chunk()
+    def _workspace(self, queries: int, heads: int, entries: int) -> int:
+        """Return the bytes of a call's backward in addition to its gradients."""
+        return 4 * self.backward_rows(queries, heads, entries) + self.chunk()
 
     def _scores(self, group: HeadGroup) -> int:
         """Return the bytes of a score matrix of the longest document, in a backend that has one."""

@@ -34,6 +34,7 @@ class Step:
         family: the kernel family whose backward runs on the device, if this project's kernels run.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
         lengths: the documents' lengths, if known; with None, each row is one document.
+        row_entries: documents that the boundaries of a row have room for, if known: see `PackedIndex.capacity`.
         whole_rows: every row is one document, as with `data.packing=concat`.
         dims: how several devices divide weights and rows; `shard` is 1 for whole weights.
         local_ranks: how many of the devices are in one machine; None: all.
@@ -55,6 +56,7 @@ class Step:
     family: str = PORTABLE.name
     workspace: int = 0
     lengths: tuple[int, ...] | None = None
+    row_entries: int | None = None
     whole_rows: bool = False
     dims: ParallelDims = ParallelDims()
     local_ranks: int | None = None
@@ -106,3 +108,8 @@ class Step:
     @property
     def documents(self) -> tuple[int, ...]:
         return self.lengths or (self.seq_len,) * self.batch_size
+
+    @property
+    def entries(self) -> int:
+        """Entries of an attention call that one device makes for its rows, empty ones included."""
+        return len(self.documents) if self.row_entries is None else self.batch_size * self.row_entries

@@ -96,6 +96,11 @@ class Operands:
         return (*tensors, *self.call.tensors)
 
 
+def test_the_accumulator_of_dq_has_the_rows_that_its_memory_is_predicted_with():
+    accumulator = Operands(packed="with one tensor").sums.dq
+    assert accumulator is not None and accumulator.shape[1] == HOPPER.accumulated_rows(160, entries=2) == 4 * 128
+
+
 def same(a, b):
     """Tensors are compared by identity, descriptors by their fields."""
     if isinstance(a, torch.Tensor):

@@ -87,9 +87,9 @@ def test_counts_of_shared_rows_are_those_of_the_transfers():
             lengths.append(draw.randint(1, left))
         plan = plan_row(lengths, row_tokens, ranks)
         transfers = [plan_transfers(plan, rank) for rank in range(ranks)]
-        counts = {(t.tokens, len(t.keys), t.sent_rows, sum(t.receive)) for t in transfers}
+        counts = {(t.tokens, len(t.cu_seqlens_q) - 1, len(t.keys), t.sent_rows, sum(t.receive)) for t in transfers}
         found = largest_share(tuple(lengths), row_tokens, ranks)
-        assert (found.shared, found.keys, found.sent, found.received) in counts
-        assert found.keys + found.sent + found.received == max(sum(count[1:]) for count in counts)
-        assert found.shared + sum(found.calls) == row_tokens // ranks
+        assert (found.shared, found.pieces, found.keys, found.sent, found.received) in counts
+        assert found.keys + found.sent + found.received == max(sum(count[2:]) for count in counts)
+        assert found.shared + sum(rows for rows, _ in found.calls) == row_tokens // ranks
         assert found.largest == transfers[0].largest

@@ -51,6 +51,7 @@ from tests.support.fused import fused_on_cpu
 
 MEASURED = "measured"  # the phase of the measured optimizer step, the second
 MIB = 2**20
+CAPACITY = 8  # documents that the boundaries of a row have room for
 
 SMALL = ModelConfig(
     vocab_size=1024, n_layers=4, width=256, n_heads=4, n_kv_heads=2, head_dim=64, mlp_width=704, tied_embeddings=False
@@ -149,7 +150,7 @@ class Rows(pl.LightningDataModule):
         for number in range(count):
             generator = torch.Generator().manual_seed(number * ranks + rank)
             tokens = torch.randint(step.model.vocab_size, (step.seq_len,), generator=generator).numpy()
-            rows.append(as_row(tokens, tokens, (step.seq_len,), capacity=step.seq_len))
+            rows.append(as_row(tokens, tokens, (step.seq_len,), capacity=CAPACITY))
         return DataLoader([collate(rows[i : i + step.batch_size]) for i in range(0, count, step.batch_size)], None)
 
 
@@ -286,7 +287,7 @@ def on_device(step: Step, device: torch.device) -> Step:
     """Return the step with what its memory depends on of a GPU."""
     if device.type == "cpu":
         return step
-    return replace(step, family=fastest_on(device).name, workspace=workspace_of(device))
+    return replace(step, family=fastest_on(device).name, workspace=workspace_of(device), row_entries=CAPACITY)
 
 
 def print_table(names: list[str], *, on_gpu: bool) -> None:
