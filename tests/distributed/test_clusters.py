@@ -1,4 +1,4 @@
-"""Two torchrun agents on this machine, as two nodes with one rank each."""
+"""Two nodes with one rank each: two torchrun agents on this machine, or two processes with SLURM's variables."""
 
 import csv
 from pathlib import Path
@@ -16,7 +16,21 @@ def on_two_nodes(arguments: list[list[str]], fault: str = "0 0 none") -> list[tu
     options = ("--nnodes", "2", "--nproc-per-node", "1", *where)
     sized = [[*given, "trainer.devices=1", "trainer.num_nodes=2", "parallel=fsdp"] for given in arguments]
     agents = [start(sized[0], torchrun=options), start(sized[1], torchrun=options, fault=fault)]
-    return [finish(agent, timeout=120) for agent in agents]
+    return [finish(agent) for agent in agents]
+
+
+def under_slurm(arguments: list[str]) -> list[tuple[int, str, str]]:
+    """Run one rank on each of two nodes, as `srun` starts them."""
+    job = {
+        **{"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234", "SLURM_NODELIST": "localhost"},
+        **{"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"},
+        "MASTER_PORT": str(free_port()),
+    }
+    sized = [*arguments, "trainer.devices=1", "trainer.num_nodes=2", "parallel=fsdp"]
+    tasks = [
+        start(sized, environment={**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)}) for rank in range(2)
+    ]
+    return [finish(task) for task in tasks]
 
 
 def losses(run_dir: Path) -> list[str]:
@@ -46,6 +60,15 @@ def test_two_nodes_train_as_one_node_with_two_devices(tmp_path, monkeypatch):
     assert len(losses(tmp_path / "one")) == 8 and losses(tmp_path / "two") == losses(tmp_path / "one")
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
     assert prepared(tmp_path) == 2, "each node prepares the corpus once"
+
+
+def test_slurms_tasks_train_as_torchruns_ranks(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    train(overrides(corpus, tmp_path / "one", "trainer.devices=2", "parallel=fsdp"))
+    (code, text, error), other = under_slurm(overrides(corpus, tmp_path / "run"))
+    assert (code, error) == (0, "") and "parallel: 2 devices, weights sharded over 2" in text
+    assert other == (0, "", ""), "only the first rank prints"
+    assert len(losses(tmp_path / "one")) == 8 and losses(tmp_path / "run") == losses(tmp_path / "one")
 
 
 def test_a_node_that_dies_ends_the_other(tmp_path, monkeypatch):

@@ -19,9 +19,8 @@ ROOT = Path(__file__).parents[2]
 RANKS = 3
 
 
-def run(tmp_path: Path, action: str) -> tuple[list[int], list[str], list[str], float]:
-    """Run three ranks: the exit code, standard output and standard error of each, and the seconds until all ended."""
-    begin = time.monotonic()
+def run(tmp_path: Path, action: str) -> tuple[list[int], list[str], list[str]]:
+    """Run three ranks: the exit code, standard output and standard error of each."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.support.distributed.watched_ranks", *map(str, arguments)],
@@ -32,26 +31,27 @@ def run(tmp_path: Path, action: str) -> tuple[list[int], list[str], list[str], f
     ]  # fmt: skip
     try:
         # A stopped rank does not end by itself; where Lightning or torchrun started it, they kill it
-        ended = [rank.communicate(timeout=60) for i, rank in enumerate(ranks) if action != f"stop {i}"]
+        ended = [rank.communicate(timeout=300) for i, rank in enumerate(ranks) if action != f"stop {i}"]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return [rank.returncode for rank in ranks], *map(list, zip(*ended, strict=True)), time.monotonic() - begin
+    return [rank.returncode for rank in ranks], *map(list, zip(*ended, strict=True))
 
 
 @pytest.mark.parametrize(("dead", "speaker"), [(0, 1), (1, 0), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all(tmp_path, dead, speaker):
-    codes, _, errors, seconds = run(tmp_path, f"kill {dead}")
+    codes, _, errors = run(tmp_path, f"kill {dead}")
+    seconds = time.time() - (tmp_path / "store.killed").stat().st_mtime
     assert codes == [-signal.SIGKILL if rank == dead else 1 for rank in range(RANKS)]
     lines = [errors[rank].splitlines() for rank in range(RANKS)]
     assert [len(each) for each in lines] == [int(rank == speaker) for rank in range(RANKS)], errors
-    assert lines[speaker][0].startswith(f"flash-train: rank {dead} has died") and seconds < 40
+    assert lines[speaker][0].startswith(f"flash-train: rank {dead} has died") and seconds < 60
 
 
 @pytest.mark.parametrize("failed", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_exception_ends_all_once_its_rank_has_reported_it(tmp_path, failed):
-    codes, out, _, _ = run(tmp_path, f"error {failed}")
+    codes, out, _ = run(tmp_path, f"error {failed}")
     assert codes == [5] * RANKS
     assert out[failed] == f"reported by {failed}\nlast words\n"
     assert not any(out[rank] for rank in range(RANKS) if rank != failed)
@@ -61,7 +61,7 @@ def test_an_exception_ends_all_once_its_rank_has_reported_it(tmp_path, failed):
 
 @pytest.mark.parametrize("kind", ["error", "shared"])
 def test_one_rank_reports_what_all_have(tmp_path, kind):
-    codes, out, _, _ = run(tmp_path, f"{kind} all")
+    codes, out, _ = run(tmp_path, f"{kind} all")
     assert codes == [5] * RANKS
     assert "".join(out).count("last words") == 1
     assert kind == "error" or "last words" in out[0]
@@ -69,7 +69,7 @@ def test_one_rank_reports_what_all_have(tmp_path, kind):
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_hangs_is_named_and_says_where_it_is(tmp_path, late):
-    codes, _, errors, _ = run(tmp_path, f"hang {late}")
+    codes, _, errors = run(tmp_path, f"hang {late}")
     assert codes == [1] * RANKS
     assert errors[0].startswith(f"flash-train: rank {late} did not arrive at a collective within the timeout of 3 s")
     assert f"rank {late} is here:" in errors[late] and "in sleep_for_ever" in errors[late]
@@ -78,14 +78,14 @@ def test_a_rank_that_hangs_is_named_and_says_where_it_is(tmp_path, late):
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_answer_is_named(tmp_path):
-    codes, _, errors, _ = run(tmp_path, "stop 1")
+    codes, _, errors = run(tmp_path, "stop 1")
     assert codes == [1, -signal.SIGKILL, 1]
     assert errors[0].startswith("flash-train: rank 1 did not arrive at a collective")
 
 
 @pytest.mark.parametrize("action", [pytest.param("wait", marks=pytest.mark.slow), "leave"])
 def test_healthy_ranks_are_left_alone(tmp_path, action):
-    codes, out, errors, _ = run(tmp_path, action)
+    codes, out, errors = run(tmp_path, action)
     assert codes == [0] * RANKS and not any(out) and not any(errors)
 
 

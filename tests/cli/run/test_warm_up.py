@@ -171,12 +171,12 @@ def on_card(monkeypatch):
 
 
 def test_warm_ups_run_in_parallel_to_the_block_and_end_with_it(on_card):
-    began, go_on = threading.Barrier(3, timeout=20), threading.Event()
+    began, go_on = threading.Barrier(3, timeout=120), threading.Event()
     ended = []
 
     def warm() -> None:
         began.wait()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         time.sleep(0.05)
         ended.append(threading.get_ident())
 

@@ -1,15 +1,26 @@
 """`flash-train` on several ranks of this machine, each with a tiny model on the CPU."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from flash_train.training.callbacks.checkpoint import read_checkpoint
 from tests.support.cli.runs import ROOT, TINY_MODEL
 
 PROGRAM = "tests.support.distributed.failing_run"
+ALLOWED = 60.0  # seconds in which all ranks end after one has failed
+
+
+class StartedRun(subprocess.Popen[str]):
+    """A run on several ranks; `fault` is a file that a rank touches when it fails."""
+
+    fault: Path
 
 
 def write_corpus(folder: Path) -> Path:
@@ -36,28 +47,45 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(arguments: list[str], *, fault: str = "0 0 none", torchrun: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start a run. With arguments of `torchrun`, that starts the ranks, otherwise Lightning."""
+def start(
+    arguments: list[str],
+    *,
+    fault: str = "0 0 none",
+    torchrun: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+) -> StartedRun:
+    """Start a run. With arguments of `torchrun`, that starts the ranks, otherwise Lightning, or SLURM's environment."""
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-    return subprocess.Popen(
+    at = Path(tempfile.mkdtemp()) / "fault"
+    run = StartedRun(
         [sys.executable, "-W", "ignore", *launcher, "-m", PROGRAM, *arguments],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault}, text=True,
+        cwd=ROOT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "FAULT_TIME": str(at), **(environment or {})},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    run.fault = at
+    return run
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str, str]:
-    """Wait until all processes of a run have ended: its exit code, standard output and standard error."""
+def finish(run: StartedRun) -> tuple[int, str, str]:
+    """Wait until all processes of a run have ended: its exit code, standard output and standard error.
+
+    All of them must have ended soon after one has failed.
+    """
     try:
-        out, err = process.communicate(timeout=timeout)  # the ranks share the pipes, so it waits for all of them
+        out, err = run.communicate(timeout=300)  # the ranks share the pipes, so it waits for all of them
+        ended = time.time()
     finally:
-        process.kill()
-    return process.returncode, out, err
+        run.kill()
+    if run.fault.exists():
+        assert ended - run.fault.stat().st_mtime < ALLOWED, f"the ranks ended late\n{err}"
+    shutil.rmtree(run.fault.parent)
+    return run.returncode, out, err
 
 
 def train(arguments: list[str]) -> None:
     """Run `flash-train`, which must succeed."""
-    code, _, err = finish(start(arguments), timeout=180)
+    code, _, err = finish(start(arguments))
     assert code == 0, err[-3000:]
 
 

@@ -22,6 +22,7 @@ from flash_train.training import CausalLMModule
 
 
 def fail(kind: str) -> None:
+    Path(os.environ["FAULT_TIME"]).touch()
     match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

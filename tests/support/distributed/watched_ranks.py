@@ -19,11 +19,12 @@ from flash_train.distributed.watch import RankWatch
 TIMEOUT = 3.0
 
 
-def act(action: str, rank: int, watch: RankWatch) -> None:
+def act(action: str, rank: int, watch: RankWatch, killed: Path) -> None:
     kind, _, where = action.partition(" ")
     chosen = where == "all" or where == str(rank)
     match kind:
         case "kill" if chosen:
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop" if chosen:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -61,7 +62,7 @@ def main() -> None:
     )  # fmt: skip
     watch.before_exit.append(Path(f"{store}.reason{rank}").write_text)
     dist.barrier()
-    act(action, rank, watch)
+    act(action, rank, watch, Path(f"{store}.killed"))
     leave_groups()
 
 
