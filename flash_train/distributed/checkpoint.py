@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -36,12 +37,13 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return (path / VALUES).is_file() and (path / METADATA).is_file()
 
 
-def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
+def save_sharded(checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup | None = None) -> None:
     """Write a checkpoint; each rank writes its parts of the `DTensor`s. All ranks call it.
 
     Args:
         checkpoint: nested dictionaries. The first rank's values are saved for everything that is not sharded.
         path: the folder.
+        group: all ranks, for the communication; None: the default group.
 
     Raises:
         OSError: a rank could not write; on all ranks. The folder is then as it was before.
@@ -55,9 +57,9 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
             folder = whole_folder(path, earlier=("*.distcp", METADATA), last=VALUES)
             return str(on_first_rank.enter_context(folder))
 
-        staged = Path(_on_first_rank(begin))
+        staged = Path(_on_first_rank(begin, group))
         try:
-            dcp.save(tensors, storage_writer=FileSystemWriter(staged))
+            dcp.save(tensors, storage_writer=FileSystemWriter(staged), process_group=group)
         except CheckpointException as error:
             raise _cause(error) from error
 
@@ -65,8 +67,8 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
             torch.save(values, staged / VALUES)
             sync_file(staged / VALUES)
 
-        _on_first_rank(save_values)
-        _on_first_rank(on_first_rank.pop_all().close if first else lambda: None)
+        _on_first_rank(save_values, group)
+        _on_first_rank(on_first_rank.pop_all().close if first else lambda: None, group)
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
     return {key: stored for key, stored in found.items() if isinstance(stored, TensorStorageMetadata)}
 
 
-def _on_first_rank(action: Callable[[], T]) -> T:
+def _on_first_rank(action: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run an action on the first rank; its result, or its OSError, reaches all ranks."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -159,7 +161,7 @@ def _on_first_rank(action: Callable[[], T]) -> T:
             outcome[0] = action()
         except OSError as error:
             outcome[1] = (error.errno, error.strerror or str(error))
-    dist.broadcast_object_list(outcome, 0)
+    dist.broadcast_object_list(outcome, 0, group)
     if outcome[1] is not None:
         raise OSError(*outcome[1])
     return outcome[0]

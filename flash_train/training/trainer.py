@@ -57,6 +57,7 @@ def build_trainer(
     limit_val_batches: float | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int | None = 2,
+    async_checkpoints: bool = False,
     checkpoints: bool = True,
     stop_after: int | None = None,
     deterministic: bool = False,
@@ -80,6 +81,7 @@ def build_trainer(
         log_every, val_every, checkpoint_every: optimizer steps. `val_every=None` validates at the end only, and
             `limit_val_batches=0` never; `checkpoint_every=None` saves at the end only.
         keep_checkpoints: how many checkpoints to keep, the newest; None keeps all.
+        async_checkpoints: write checkpoints while training continues (see `StepCheckpoint`).
         checkpoints: False saves none.
         deterministic: raise where PyTorch has no deterministic implementation.
         inference_mode: give False if validation shares compiled code with training.
@@ -107,7 +109,14 @@ def build_trainer(
     standard += [*callbacks, ClosingSample(generate)] if progress else [*callbacks]
     standard.append(MissedValidation())
     if checkpoints:
-        standard.append(StepCheckpoint(Path(run_dir) / "checkpoints", every=checkpoint_every, keep=keep_checkpoints))
+        standard.append(
+            StepCheckpoint(
+                Path(run_dir) / "checkpoints",
+                every=checkpoint_every,
+                keep=keep_checkpoints,
+                asynchronous=async_checkpoints,
+            )
+        )
     trainer = Trainer(
         default_root_dir=str(run_dir),
         accelerator=accelerator,

@@ -64,6 +64,16 @@ def test_the_same_ranks_resume_bit_for_bit(runs, tmp_path):
     assert resumed == two
 
 
+def test_checkpoints_written_in_the_background_are_the_same(runs, tmp_path):
+    folder, two, _ = runs
+    assert run(tmp_path / "run", 2, "--strategy", "sharded", "--write-later") == two
+    for name in (STEP, "step-000004.ckpt"):
+        own, other = (sharded.load_whole(each / "checkpoints" / name) for each in (tmp_path / "run", folder / "two"))
+        for part in ("state_dict", "optimizer_states"):
+            torch.testing.assert_close(own[part], other[part], rtol=0, atol=0)
+        assert own["global_step"] == other["global_step"] == int(name[5:11])
+
+
 @pytest.mark.parametrize(
     ("source", "devices", "options"),
     [

@@ -43,6 +43,7 @@ class TrainerOptions:
     val_every: int | None
     checkpoint_every: int | None
     keep_checkpoints: int | None
+    async_checkpoints: bool
     checkpoints: bool
     deterministic: bool
     inference_mode: bool

@@ -130,6 +130,7 @@ class TrainerSchema:
     strategy: str = "auto"
     checkpoint_every: int | None = None  # null: only at the end, at a stop and on SIGTERM
     keep_checkpoints: int | None = 2  # null: all
+    async_checkpoints: bool = False  # true: a thread writes them while training continues
     checkpoints: bool = True  # false: saves none, so the run cannot resume
     deterministic: bool = False
     progress_bar: bool = True

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flash_train.checks import at_least, check
+from flash_train.distributed.background import BackgroundWriter
 from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
@@ -99,17 +102,29 @@ class StepCheckpoint(StepCallback, Checkpoint):
     that earlier runs left there. If a checkpoint cannot be written, for example because the disk is full, it prints a
     line, keeps the older ones, and training continues; it tries again when training ends.
 
+    With `asynchronous`, training waits only until the checkpoint is copied to the host's memory, which must have room
+    for it: each process takes as much as it writes. A thread writes the copy. The next checkpoint, and the end of
+    training, wait for it. A run that is killed before has the checkpoint before.
+
     Args:
         folder: created if it doesn't exist.
         every: optimizer steps between two checkpoints; None saves only when training stops.
         keep: how many checkpoints to keep, the newest up to the current step; None keeps all. Checkpoints of later
             steps are never removed.
+        asynchronous: write while training continues. Needs `AtomicCheckpointIO` or `ShardedStrategy`.
 
     Attributes:
         unsaved: why the newest checkpoint could not be written; None if it was.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, every: int | None = None, keep: int | None = 2) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int | None = 2,
+        asynchronous: bool = False,
+    ) -> None:
         check("every", every, at_least(1), or_none="or null to save when training stops")
         check("keep", keep, at_least(1), or_none="or null to keep all")
         self.folder = Path(folder)
@@ -118,6 +133,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self.unsaved: str | None = None
         self._saved_step = 0
         self._branch = 0
+        self._writer = BackgroundWriter() if asynchronous else None
+        self._writing: Path | None = None  # the checkpoint that the thread writes
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[BRANCH] = self._branch
@@ -150,28 +167,56 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         # The last epoch ended, which no step announces, or the checkpoint could not be written before.
+        self._await_written(trainer)
         if trainer.global_step != self._saved_step:
             self.save(trainer)
+            self._await_written(trainer)
+        if self._writer is not None:
+            self._writer.close()
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.ckpt"
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the current step, then remove the oldest beyond `keep`. All ranks call it."""
-        step = trainer.global_step
-        path = self.path(step)
+        path = self.path(trainer.global_step)
+        remove_old = partial(self._remove_old, trainer.global_step) if trainer.is_global_zero else lambda: None
+        if self._writer is not None:
+            self._await_written(trainer)
+            self._writer.after, self._writing = remove_old, path
+            self._saved_step = trainer.global_step
+            trainer.save_checkpoint(path, weights_only=False, storage_options=self._writer)
+            return
+        found = None
         try:
             trainer.save_checkpoint(path, weights_only=False)
-            self.unsaved = None
+            remove_old()
         except OSError as error:
-            before, self.unsaved = self.unsaved, f"{path} not written ({error.strerror or error})"
+            found = error
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait at this barrier
+        self._take_outcome(trainer, path, found)
+
+    def _await_written(self, trainer: Trainer) -> None:
+        """Wait for the checkpoint that the thread writes, if there is one. All ranks call it."""
+        if self._writer is not None and self._writing is not None:
+            path, self._writing = self._writing, None
+            error = self._writer.wait()
+            if error is not None and not isinstance(error, OSError):
+                raise error
+            self._take_outcome(trainer, path, error)
+
+    def _take_outcome(self, trainer: Trainer, path: Path, error: OSError | None) -> None:
+        """Note whether a checkpoint could be written, on all ranks; maybe only the first one wrote."""
+        before, self.unsaved = self.unsaved, None
+        if error is not None:
+            self.unsaved = f"{path} not written ({error.strerror or error})"
             if self.unsaved != before:
                 say(f"{self.unsaved}; the run continues")
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait at this barrier
-        if trainer.strategy.broadcast(self.unsaved) is not None:  # only the first rank writes
-            return
-        self._saved_step = step
-        if self.keep is not None and trainer.is_global_zero:
+        written = trainer.strategy.broadcast(self.unsaved) is None
+        self._saved_step = step_of(path) if written else -1
+
+    def _remove_old(self, step: int) -> None:
+        if self.keep is not None:
             candidates = [other for other in checkpoints_by_step(self.folder) if step_of(other) <= step]
             for old in candidates[: -self.keep]:
                 remove_checkpoint(old)
@@ -186,10 +231,12 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        if storage_options is not None:
-            raise TypeError(f"storage_options={storage_options!r}: must be None, AtomicCheckpointIO has no options")
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            _save(checkpoint, file)
+        if isinstance(storage_options, BackgroundWriter):
+            storage_options.start(checkpoint, partial(_write, path=path))
+        elif storage_options is None:
+            _write(checkpoint, path)
+        else:
+            raise TypeError(f"storage_options={storage_options!r}: must be None or a BackgroundWriter")
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = "cpu", weights_only: bool | None = None
@@ -224,7 +271,12 @@ class _Writer:
         self.file.flush()
 
 
-def _save(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
+def _write(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        _save(checkpoint, file)
+
+
+def _save(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
     writer = _Writer(file)
     try:
         torch.save(checkpoint, writer)  # type: ignore[arg-type]

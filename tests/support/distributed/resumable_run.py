@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from flash_train.distributed import checkpoint
 from flash_train.distributed.dims import data_share
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
 from tests.training.tiny_run import packed_row, tiny_config, tiny_module, tiny_trainer
@@ -43,6 +45,18 @@ class SharedData(pl.LightningDataModule):
         self.start = state["steps"]
 
 
+def write_after_the_next_step(trainer: pl.Trainer, step: int) -> None:
+    """Hold back the checkpoint of a step until training has taken the next one."""
+    plain = checkpoint.FileSystemWriter.write_data
+
+    def write_data(self: Any, *arguments: Any) -> Any:
+        while f"step-{step:06}" in str(self.path) and trainer.global_step == step:
+            time.sleep(0.01)
+        return plain(self, *arguments)
+
+    checkpoint.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
@@ -52,6 +66,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--resume")
+    parser.add_argument("--write-later", action="store_true", help="in a thread, after the next step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     strategies: dict[str, Any] = {
@@ -67,7 +82,10 @@ def main() -> None:
         strategy=strategies[options.strategy](),
         checkpoint_every=2,
         keep_checkpoints=None,
+        async_checkpoints=options.write_later,
     )
+    if options.write_later:
+        write_after_the_next_step(trainer, step=2)
     module = tiny_module(config=tiny_config(attention_dropout=0.0, residual_dropout=0.0))
     trainer.fit(module, datamodule=SharedData(), ckpt_path=options.resume)
     weights = {

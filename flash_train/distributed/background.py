@@ -1,0 +1,99 @@
+"""Writes checkpoints in the background, from a copy in the host's memory, while training continues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+Write = Callable[[Mapping[str, Any]], None]
+
+
+class BackgroundWriter:
+    """Copies a checkpoint to the host's memory, and writes the copy in a thread; one checkpoint at a time.
+
+    Give it as `storage_options` to `Trainer.save_checkpoint`: `AtomicCheckpointIO` and `ShardedStrategy` then write
+    with it. The copies of tensors are pinned where there is a GPU, and their memory is used again for the next
+    checkpoint.
+
+    Attributes:
+        after: called in the thread once a checkpoint is written.
+    """
+
+    def __init__(self) -> None:
+        self.after: Callable[[], None] | None = None
+        self._stager: DefaultStager | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._group: ProcessGroup | None = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group in which the threads of all ranks communicate; all ranks ask for it together.
+
+        They cannot share the groups of the training, whose collectives run at the same time.
+        """
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def start(self, checkpoint: Mapping[str, Any], write: Write) -> None:
+        """Wait for the checkpoint before, copy this one and begin to write it.
+
+        Args:
+            checkpoint: nested dictionaries and lists; training may change the tensors once this returns.
+            write: called in the thread with the copy.
+
+        Raises:
+            BaseException: the error of the checkpoint before, if nobody asked `wait` for it.
+        """
+        if (error := self.wait()) is not None:
+            raise error
+        copy = self._copy(checkpoint)
+        # Where there are other ranks, a thread that waits for them must not keep the process from ending.
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._thread = threading.Thread(target=self._run, args=(copy, write), name="checkpoint", daemon=several)
+        self._thread.start()
+
+    def wait(self) -> BaseException | None:
+        """Wait until the checkpoint is written; returns the error, once, if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def close(self) -> None:
+        """Wait, and free the host's memory."""
+        self.wait()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def _run(self, checkpoint: Mapping[str, Any], write: Write) -> None:
+        try:
+            write(checkpoint)
+            if self.after is not None:
+                self.after()
+        except BaseException as error:  # `wait` hands it to the training thread
+            self._error = error
+
+    def _copy(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._stager is None:
+            gpu = torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=gpu,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=gpu,
+                )
+            )
+        copy = self._stager.stage(dict(checkpoint))
+        assert isinstance(copy, Mapping)  # a future only with `use_async_staging`
+        return copy
