@@ -56,7 +56,7 @@ LOSS_TOLERANCE = 5e-3  # relative, at every step; two runs of one implementation
 WARM_UP = 2  # steps: the first compiles, the second is the first with the allocator's blocks in place
 # The defaults of PyTorch's AdamW, but no weight decay: ours would not decay the norms.
 OPTIMIZER = OptimizerConfig(
-    lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None
+    lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None, master="none"
 )
 
 

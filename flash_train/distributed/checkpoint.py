@@ -86,12 +86,12 @@ def load_whole(path: Path) -> dict[str, Any]:
     return values
 
 
-def load_sharded(path: Path, destination: Callable[[Place], Tensor | None]) -> dict[str, Any]:
+def load_sharded(path: Path, destination: Callable[[Place, torch.Size, torch.dtype], Tensor | None]) -> dict[str, Any]:
     """Return a checkpoint whose sharded tensors were read into given ones; all ranks call it.
 
     Args:
-        destination: takes the place of a tensor in the checkpoint; returns the tensor to read into, sharded in any way,
-            or None to leave it out.
+        destination: takes a tensor's place in the checkpoint, its shape and its dtype; returns the tensor to read into,
+            sharded in any way, or None to leave it out.
 
     Raises:
         ValueError: a tensor has another shape than the one to read into.
@@ -100,7 +100,7 @@ def load_sharded(path: Path, destination: Callable[[Place], Tensor | None]) -> d
     found: dict[str, Tensor] = {}
     for key, stored in _stored(path).items():
         place = _place(key)
-        tensor = destination(place)
+        tensor = destination(place, stored.size, stored.properties.dtype)
         if tensor is None:
             continue
         if tensor.shape != stored.size:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.overrides import TorchFunctionMode
 
 from flash_train.distributed.gradient_sums import GradientSums
@@ -134,6 +134,25 @@ def shard_like(whole: Tensor, target: DTensor) -> DTensor:
     """Return this rank's part of a whole tensor, sharded as ``target`` is and in its dtype."""
     whole = whole.to(target.dtype)
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def new_state(parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros for an entry of a parameter's optimizer state, sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+
+
+def state_like(value: Any, parameter: Tensor) -> Any:
+    """Shard a whole tensor of a parameter's optimizer state as the parameter is; return other values as they are.
+
+    Such a tensor has a row for each row of the parameter.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0 or value.shape[0] != parameter.shape[0]:
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def local(x: Tensor) -> Tensor:

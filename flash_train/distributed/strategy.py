@@ -34,7 +34,7 @@ from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.launcher import WatchedLauncher, end_with_parent
 from flash_train.distributed.leave import leave_groups
 from flash_train.distributed.mesh import CONTEXT, rows_mesh, weights_mesh
-from flash_train.distributed.sharding import is_sharded, like, load_state, materialize, shard_module
+from flash_train.distributed.sharding import is_sharded, load_state, materialize, new_state, shard_module, state_like
 from flash_train.distributed.watch import RankWatch
 
 # The watch ends a run whose ranks wait for one of them, and names it. The collective's own timeout comes later.
@@ -279,18 +279,18 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
             return load_sharded(path, self._destinations())
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
-    def _destinations(self) -> Callable[[Place], Tensor | None]:
+    def _destinations(self) -> Callable[[Place, torch.Size, torch.dtype], Tensor | None]:
         """Return what says where to read a tensor of a checkpoint into: the weights, or new optimizer state."""
         assert self.lightning_module is not None
         weights = self.lightning_module.state_dict()
         parameters = [_parameters(optimizer) for optimizer in self.optimizers]
 
-        def destination(place: Place) -> Tensor | None:
+        def destination(place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
             match place:
                 case ("state_dict", str(name)):
                     return weights.get(name)
                 case ("optimizer_states", int(number), "state", int(index), _) if number < len(parameters):
-                    return torch.zeros_like(parameters[number][index], requires_grad=False)
+                    return new_state(parameters[number][index], shape, dtype)
             return None
 
         return destination
@@ -303,7 +303,7 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = _parameters(optimizer)
             values = {
-                index: {name: like(value, parameters[index]) for name, value in entries.items()}
+                index: {name: state_like(value, parameters[index]) for name, value in entries.items()}
                 for index, entries in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": values})

@@ -1,6 +1,5 @@
 """AdamW, its learning-rate schedule (warm-up, then cosine), and the rescaling and clipping of gradients."""
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -10,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flash_train.checks import above, at_least, check, within
+from flash_train.checks import above, at_least, check, check_name, within
 from flash_train.distributed.sharding import local, shard_group
+from flash_train.optim import MASTERS, MOMENTS, AdamW
+from flash_train.optim.adamw import has_kernel
 
 FUSED_DEVICES = ("cuda", "cpu")
 
@@ -29,6 +30,8 @@ class OptimizerConfig:
         betas, eps, weight_decay: as in `torch.optim.AdamW`; norms, biases and embeddings are never decayed.
         warmup_steps: optimizer steps of linear warm-up.
         gradient_clip: largest norm of the gradient of the token-mean loss; None or 0 does not clip.
+        master, moments: how bf16 weights and the moments are stored, as in `flash_train.optim.AdamW`; None: exact, and
+            moments in the dtype of the weights.
 
     Raises:
         ValueError: a setting is out of range.
@@ -41,6 +44,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     warmup_steps: int = 100
     gradient_clip: float | None = 1.0
+    master: str | None = None
+    moments: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -52,6 +57,9 @@ class OptimizerConfig:
         check("optimizer.weight_decay", self.weight_decay, at_least(0))
         check("optimizer.warmup_steps", self.warmup_steps, at_least(0))
         check("optimizer.gradient_clip", self.gradient_clip, at_least(0), or_none="or null for no clipping")
+        for name, value, choices in (("master", self.master, MASTERS), ("moments", self.moments, MOMENTS)):
+            if value is not None:
+                check_name(f"optimizer.{name}", value, choices)
 
     def learning_rate(self, step: int, max_steps: int) -> float:
         """Return the learning rate at `step` (from 0) in a schedule of `max_steps`."""
@@ -85,15 +93,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW for `model`: our kernel on a GPU, else PyTorch's AdamW, fused if the device has it."""
+    """Build AdamW for `model`: ours on a GPU and for bf16 weights, else PyTorch's AdamW, fused if the device has it."""
     groups = parameter_groups(model, config.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if _on_one_gpu(parameters) and importlib.util.find_spec("triton"):
-        from flash_train.training.fused_adamw import FusedAdamW
-
-        if FusedAdamW.can_step(parameters):
-            return FusedAdamW(groups, **settings)
+    has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
+    if has_bf16 or config.moments is not None or has_kernel(parameters):
+        return AdamW(groups, **settings, master=config.master or "exact", moments=config.moments)
     fused = {parameter.device.type for parameter in parameters} <= set(FUSED_DEVICES)
     optimizer = torch.optim.AdamW(groups, fused=fused, **settings)
     # A fused step that supports AMP scaling divides by the loss scale itself, after clipping. With False, GradScaler
@@ -103,10 +109,6 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # see `rescale_and_clip`
         optimizer.register_step_post_hook(_reset_grad_scale)
     return optimizer
-
-
-def _on_one_gpu(parameters: list[nn.Parameter]) -> bool:
-    return len({parameter.device for parameter in parameters}) == 1 and parameters[0].is_cuda
 
 
 def _reset_grad_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

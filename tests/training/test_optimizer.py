@@ -1,8 +1,6 @@
 """Parameter groups, the schedule, the rescaling and clipping of gradients, and the fused step."""
 
 import math
-import subprocess
-import sys
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import nn
 
 from flash_train.cli.config.schema import OptimizerSchema
 from flash_train.model import Transformer
-from flash_train.profiling.memory.weights_walk import OPTIMIZER_BLOCK
+from flash_train.optim import AdamW
 from flash_train.training.optimizer import (
     OptimizerConfig,
     build_adamw,
@@ -119,33 +117,22 @@ def test_fused_step_rescales_gradients(max_norm, device):
         assert fused.grad_scale is None
 
 
-def test_fused_adamw_in_the_interpreter():
-    """As accurate as PyTorch's fused step; checkpoints load both ways, copies continue, and misuse raises."""
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    script = Path(__file__).parent / "adamw_interpreted.py"
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_predicted_memory_includes_the_blocks_of_fused_adamw():
-    fused_adamw = pytest.importorskip("flash_train.training.fused_adamw", reason="Triton exists for Linux only")
-    assert fused_adamw.BLOCK == OPTIMIZER_BLOCK
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fused_adamw_equals_pytorchs(dtype, aligned):
-    from adamw_interpreted import errors
-
-    ours, pytorch = errors("cuda", dtype, aligned=aligned)
-    assert ours <= 2 * pytorch
+def test_our_adamw_updates_bf16_weights_and_others_if_moments_are_given():
+    assert type(build_adamw(nn.Linear(2, 2), OptimizerConfig())) is torch.optim.AdamW
+    for model, config in (
+        (nn.Linear(2, 2, dtype=torch.bfloat16), OptimizerConfig()),
+        (nn.Linear(2, 2), OptimizerConfig(moments="bf16")),
+    ):
+        optimizer = build_adamw(model, config)
+        assert type(optimizer) is AdamW and optimizer.defaults["master"] == "exact"
+        assert optimizer.defaults["moments"] == config.moments and optimizer.defaults["fused"] is True
+    assert build_adamw(nn.Linear(2, 2).bfloat16(), OptimizerConfig(master="none")).defaults["master"] == "none"
 
 
 @pytest.mark.gpu
-def test_fused_adamw_is_used_on_a_gpu():
+def test_our_adamw_is_used_on_a_gpu():
     optimizer = build_adamw(nn.Linear(2, 2, device="cuda"), OptimizerConfig())
-    assert type(optimizer).__name__ == "FusedAdamW"
+    assert type(optimizer) is AdamW
     assert optimizer.defaults["fused"] is True
     assert optimizer._step_supports_amp_scaling is False
     assert type(build_adamw(nn.Linear(2, 2, device="cuda").double(), OptimizerConfig())) is torch.optim.AdamW

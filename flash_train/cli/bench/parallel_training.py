@@ -44,8 +44,8 @@ from flash_train.training import CausalLMModule, OptimizerConfig
 LOSS_TOLERANCE = 5e-3  # relative
 WARM_UP = 2  # steps: the first compiles, the second is the first with the allocator's blocks in place
 OPTIMIZER = OptimizerConfig(
-    lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None
-)
+    lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None, master="none"
+)  # the peer's AdamW rounds bf16 weights to nearest, too
 TINY = ModelConfig(64, n_layers=2, width=32, n_heads=4, n_kv_heads=2, head_dim=8, mlp_width=64, tied_embeddings=False)
 
 Losses = tuple[list[float], list[float]]  #: of each step, and its seconds
@@ -193,6 +193,7 @@ def step_of(case: ParallelCase, ranks: int, device: torch.device) -> Step:
     step = Step(
         case.shape(), case.seq_len, precision="bf16-true", memory=case.memory, attention="flash" if on_cuda else "sdpa",
         fused=on_cuda, family=fastest_on(device).name, workspace=workspace_of(device), dims=case.dims(ranks),
+        master=OPTIMIZER.master,
     )  # fmt: skip
     if case.memory == "none":
         return step

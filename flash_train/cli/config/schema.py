@@ -120,6 +120,8 @@ class OptimizerSchema:
     weight_decay: float = 0.1
     warmup_steps: int | None = None  # null: a tenth of max_steps, at most 200
     gradient_clip: float | None = 1.0  # null or 0: no clipping
+    master: str | None = None  # of bf16 weights; null: exact, or stochastic if only that fits
+    moments: str | None = None  # null: the dtype of the weights, or 8bit if only that fits
 
 
 @dataclass

@@ -66,6 +66,8 @@ RULES = {
     "optimizer.weight_decay": at_least(0),
     "optimizer.warmup_steps": at_least(0),
     "optimizer.gradient_clip": at_least(0),
+    "optimizer.master": one_of("exact", "stochastic", "none"),
+    "optimizer.moments": one_of("fp32", "bf16", "8bit"),
     "trainer.accelerator": one_of("auto", "cpu", "cuda", "mps"),
     "trainer.devices": within(1, 1024),  # processes on this machine
     "trainer.num_nodes": at_least(1),

@@ -69,6 +69,8 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         family=(PORTABLE if config.trainer.deterministic else fastest_on(device)).name,
         whole_rows=config.data.packing == "concat",
         workspace=workspace_of(device),
+        master=config.optimizer.master or "exact",
+        moments=config.optimizer.moments,
         dims=plan.dims,
         local_ranks=config.trainer.devices,
         method=config.parallel.method,
@@ -233,6 +235,8 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
     setting = "memory=checkpoint" + (f" batch_size=1 accumulate={least.accumulate}" if step.batch_size > 1 else "")
     if step.precision != "bf16-true":
         yield f"{setting} precision=bf16-true", replace(least, precision="bf16-true")
+    elif step.moments != "8bit":
+        yield f"{setting} optimizer.moments=8bit", replace(least, moments="8bit")
     seq_len = step.seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:
         yield f"{setting} seq_len={seq_len}", replace(least, seq_len=seq_len)

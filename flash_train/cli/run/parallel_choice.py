@@ -1,4 +1,7 @@
-"""Chooses by the predicted memory what a configuration leaves open: the plan of several devices, and `memory.keep`."""
+"""Chooses by the predicted memory what a configuration leaves open.
+
+That is the plan of several devices, how the optimizer stores weights and moments, and `memory.keep`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +13,7 @@ from omegaconf import DictConfig
 from flash_train.attention.parallel import can_divide_heads
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
-from flash_train.cli.run.memory_check import AUTO, check_memory, limit_of, step_before_run
+from flash_train.cli.run.memory_check import AUTO, check_memory, least_bytes, limit_of, step_before_run
 from flash_train.distributed.dims import ParallelDims
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.results import RELATIVE
@@ -29,7 +32,8 @@ def plan_run(config: DictConfig) -> tuple[Step, ParallelPlan, torch.device]:
     """
     step, device = step_before_run(config)
     plan = choose_plan(config, step, device)
-    step = with_kept_blocks(config, of_plan(step, plan), device)
+    step = with_optimizer_formats(config, of_plan(step, plan), device)
+    step = with_kept_blocks(config, step, device)
     check_memory(config, step, device, other_plans(config, step, plan))
     return step, plan, device
 
@@ -125,6 +129,30 @@ def setting_of(config: DictConfig, plan: ParallelPlan) -> str:
     return setting
 
 
+def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """The step with the most exact optimizer that fits, where `optimizer.master` and `optimizer.moments` are null.
+
+    In bf16-true that is an exact master, then also 8-bit moments, then stochastic rounding with 8-bit moments. If none
+    fits, it stays as it is. Prints what it chose in one line, and sets it in the configuration, so that a run that
+    resumes has the same.
+    """
+    limit = limit_of(config, device)
+    given = config.optimizer
+    if limit is None or config.compile or step.precision != "bf16-true" or given.moments is not None:
+        return step
+    smaller = [replace(step, moments="8bit")]
+    if given.master is None:
+        smaller.append(replace(step, moments="8bit", master="stochastic"))
+    needed = least_bytes(config, step)
+    if needed > limit:
+        for other in smaller:
+            if least_bytes(config, other) <= limit:
+                given.master, given.moments = other.master, other.moments
+                print_formats(other, needed, limit)
+                return other
+    return step
+
+
 def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with the share of blocks that `memory.keep` says; `auto` takes the largest share whose step fits.
 
@@ -156,6 +184,15 @@ def most_kept(step: Step, limit: int) -> int:
         within = predict(replace(step, keep=middle / layers)).peak_bytes <= most
         fits, too_many = (middle, too_many) if within else (fits, middle)
     return fits
+
+
+@rank_zero_only
+def print_formats(step: Step, needed: int, limit: int) -> None:
+    print(
+        f"optimizer: master={step.master}, moments={step.moments}: with master=exact and moments in bf16 a step takes "
+        f"{bytes_in_words(needed)} of {bytes_in_words(limit)}",
+        flush=True,
+    )
 
 
 @rank_zero_only

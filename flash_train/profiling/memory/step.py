@@ -34,6 +34,7 @@ class Step:
         family: the kernel family whose backward runs on the device, if this project's kernels run.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
         lengths: the documents' lengths, if known; with None, each row is one document.
+        master, moments: how bf16 weights and the optimizer's moments are stored (see `flash_train.optim.AdamW`).
         row_entries: documents that the boundaries of a row have room for, if known: see `PackedIndex.capacity`.
         whole_rows: every row is one document, as with `data.packing=concat`.
         dims: how several devices divide weights and rows; `shard` is 1 for whole weights.
@@ -56,6 +57,8 @@ class Step:
     family: str = PORTABLE.name
     workspace: int = 0
     lengths: tuple[int, ...] | None = None
+    master: str = "exact"
+    moments: str | None = None
     row_entries: int | None = None
     whole_rows: bool = False
     dims: ParallelDims = ParallelDims()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from flash_train.distributed.gradient_sums import PIECE
 from flash_train.model import ModelConfig
+from flash_train.optim.formats import CODE_BLOCK
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.ledger import Ledger
 from flash_train.profiling.memory.step import Step
@@ -27,6 +29,20 @@ def root_shapes(m: ModelConfig) -> list[Shape]:
     """Return the shapes of the weights that are in no block: embedding, last norm, head."""
     table = (m.vocab_size, m.width)
     return [table, (m.width,), *([] if m.tied_embeddings else [table])]
+
+
+def optimizer_bytes(step: Step) -> float:
+    """Return the bytes of the optimizer's state for each weight, on average."""
+    m, weight_bytes = step.model, PRECISIONS[step.precision].weight_bytes
+    sizes = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / CODE_BLOCK}
+    total = 0.0
+    for shape in (*block_shapes(m) * m.n_layers, *root_shapes(m)):
+        in_codes = len(shape) > 1 and shape[-1] % CODE_BLOCK == 0
+        moments = None if step.moments == "8bit" and not in_codes else step.moments
+        moment = weight_bytes if moments is None else sizes[moments]
+        total += math.prod(shape) * 2 * moment
+    lower = 2 if weight_bytes == 2 and step.master == "exact" else 0
+    return total / m.num_parameters + lower
 
 
 class Group(NamedTuple):
@@ -66,7 +82,7 @@ class WholeWeights:
     def _hold_lasting(self, count: int) -> None:
         hold = self.ledger.hold
         hold("weights", "weights", self.weight_bytes * count)
-        hold("optimizer", "optimizer state", 2 * self.weight_bytes * count)
+        hold("optimizer", "optimizer state", optimizer_bytes(self.step) * count)
         if self.step.fused:  # two int32 per block: the index of its weight, and its own index within the weight
             hold("optimizer's blocks", "optimizer state", 2 * 4 * count // OPTIMIZER_BLOCK)
 

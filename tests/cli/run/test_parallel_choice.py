@@ -144,6 +144,29 @@ def test_with_the_last_plan_further_settings_are_tried():
     assert text == "parallel=context memory=checkpoint batch_size=1 accumulate=8 would fit"
 
 
+def test_the_optimizer_gives_up_what_does_not_fit(monkeypatch, capsys):
+    """8-bit moments come before a master that is not exact. A setting that the user gives stays."""
+
+    def chosen(limit: int, *given: str) -> tuple[str, str | None]:
+        config = config_of("precision=bf16-true", *given)
+        step = step_for(config, master=config.optimizer.master or "exact", moments=config.optimizer.moments)
+        monkeypatch.setattr(parallel_choice, "limit_of", lambda *_: limit)
+        found = parallel_choice.with_optimizer_formats(config, step, CPU)
+        if capsys.readouterr().out:  # then the run's configuration has it, too
+            assert (config.optimizer.master, config.optimizer.moments) == (found.master, found.moments)
+        return found.master, found.moments
+
+    step = step_for(config_of("precision=bf16-true"))
+    formats = [("exact", None), ("exact", "8bit"), ("stochastic", "8bit")]
+    peaks = [predict(replace(step, master=master, moments=moments)).peak_bytes for master, moments in formats]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
+    assert [chosen(peak) for peak in peaks] == formats
+    assert chosen(peaks[-1] - 1) == formats[0]  # none fits, and the run is refused
+    assert chosen(peaks[2], "optimizer.master=exact") == ("exact", None)
+    assert chosen(peaks[1], "optimizer.master=exact") == ("exact", "8bit")
+    assert chosen(peaks[1], "optimizer.moments=fp32") == ("exact", "fp32")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_auto_keeps_as_many_blocks_as_fit(ranks, monkeypatch, capsys):
     config = config_of(f"trainer.devices={ranks}", "seq_len=4096", "memory.keep=auto")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from flash_train.distributed import checkpoint
 from flash_train.distributed.dims import data_share
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
+from flash_train.training import OptimizerConfig
 from tests.training.tiny_run import packed_row, tiny_config, tiny_module, tiny_trainer
 
 ROWS = 4  # in an optimizer step
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--resume")
     parser.add_argument("--write-later", action="store_true", help="in a thread, after the next step")
+    parser.add_argument("--moments", choices=["fp32", "bf16", "8bit"], help="train wide weights in bf16, and these")
     options = parser.parse_args()
     torch.set_num_threads(1)
     strategies: dict[str, Any] = {
@@ -83,10 +85,14 @@ def main() -> None:
         checkpoint_every=2,
         keep_checkpoints=None,
         async_checkpoints=options.write_later,
+        precision="bf16-true" if options.moments else "fp32",
     )
     if options.write_later:
         write_after_the_next_step(trainer, step=2)
-    module = tiny_module(config=tiny_config(attention_dropout=0.0, residual_dropout=0.0))
+    width = {"width": 256, "head_dim": 128, "mlp_width": 512} if options.moments else {}
+    config = tiny_config(attention_dropout=0.0, residual_dropout=0.0, **width)
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=2, moments=options.moments) if options.moments else None
+    module = tiny_module(config=config, optimizer=optimizer)
     trainer.fit(module, datamodule=SharedData(), ckpt_path=options.resume)
     weights = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).flatten().tolist()

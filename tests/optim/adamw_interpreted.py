@@ -1,4 +1,4 @@
-"""Compares `FusedAdamW` with PyTorch's AdamW. As a script, it runs in Triton's interpreter."""
+"""Compares the kernel of `AdamW` with PyTorch's AdamW and operations. As a script, it runs in Triton's interpreter."""
 
 import copy
 import os
@@ -10,8 +10,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from flash_train.training import fused_adamw
-from flash_train.training.fused_adamw import FusedAdamW
+from flash_train.optim import AdamW, formats, kernel
 
 SHAPES = [(64, 129), (7,), (40, 1), (1,), (3000,)]  # with whole and partial blocks
 DECAYED, KEPT = (0, 2, 4), (1, 3)
@@ -29,7 +28,7 @@ def errors(device: str, dtype: torch.dtype, *, aligned: bool = True) -> tuple[fl
     ours = [nn.Parameter(_placed(start, device, aligned)) for start in starts]
     same = [nn.Parameter(start.clone().to(device)) for start in starts]
     exact = [nn.Parameter(start.double()) for start in starts]
-    fused = FusedAdamW(_groups(ours), **SETTINGS)
+    fused = made(AdamW, _groups(ours))
     others = [torch.optim.AdamW(_groups(same), fused=True, **SETTINGS), torch.optim.AdamW(_groups(exact), **SETTINGS)]
     for step in range(4):
         scale = 4.0 if step else 1.0
@@ -56,6 +55,14 @@ def errors(device: str, dtype: torch.dtype, *, aligned: bool = True) -> tuple[fl
     return tuple(
         _norm([w.cpu().double() - e for w, e in zip(weights, exact, strict=True)]) / changed for weights in (ours, same)
     )
+
+
+def made(kind: type, weights: list, **options) -> torch.optim.Optimizer:
+    """An optimizer; ours updates weights on a CPU by its kernel, in the interpreter."""
+    optimizer = kind(weights, **SETTINGS, **options)
+    if kind is AdamW and not next(iter(optimizer.param_groups[0]["params"])).is_cuda:
+        optimizer._compute = optimizer._launch
+    return optimizer
 
 
 def _groups(weights: list[nn.Parameter]) -> list[dict]:
@@ -91,16 +98,16 @@ def two(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 def check_checkpoints() -> None:
     """PyTorch's optimizer continues from our state, and ours from PyTorch's state with any strides."""
-    for first, second in ((FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)):
+    for first, second in ((AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW)):
         weights = two()
-        original = first(weights, **SETTINGS)
+        original = made(first, weights)
         stepped(weights, original, 2)
         saved = original.state_dict()
         copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
         # PyTorch's fused step assumes contiguous averages; ours must take any strides.
-        copy_state = _transposed if second is FusedAdamW else torch.clone
+        copy_state = _transposed if second is AdamW else torch.clone
         saved["state"] = {i: {k: copy_state(v) for k, v in state.items()} for i, state in saved["state"].items()}
-        other = second(copies, **SETTINGS)
+        other = made(second, copies)
         other.load_state_dict(saved)
         for ours, theirs in zip(stepped(weights, original), stepped(copies, other), strict=True):
             torch.testing.assert_close(ours, theirs)
@@ -108,7 +115,7 @@ def check_checkpoints() -> None:
         weights = two()
         plain = torch.optim.AdamW(weights, **SETTINGS, **{name: True})
         stepped(weights, plain)
-        _raises(lambda p=plain: FusedAdamW(two(), **SETTINGS).load_state_dict(p.state_dict()), f"AdamW with {name}")
+        _raises(lambda p=plain: made(AdamW, two()).load_state_dict(p.state_dict()), f"AdamW with {name}")
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -117,38 +124,82 @@ def _transposed(x: Tensor) -> Tensor:
 
 def check_copies() -> None:
     weights = two()
-    optimizer = FusedAdamW(weights, **SETTINGS)
+    optimizer = made(AdamW, weights)
     stepped(weights, optimizer)
     copied_weights, copied = copy.deepcopy((weights, optimizer))
     assert copied._step_supports_amp_scaling is False
+    copied._compute = copied._launch
     for ours, theirs in zip(stepped(weights, optimizer), stepped(copied_weights, copied), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def check_mistakes() -> None:
     weights = two()
-    optimizer = FusedAdamW(weights, **SETTINGS)
+    optimizer = made(AdamW, weights)
     stepped(weights, optimizer)
     for weight in weights:
         weight.data = weight.data.half()
     _raises(lambda: stepped(weights, optimizer), "build the optimizer after")
-    _raises(lambda: stepped(w := two(torch.float64), FusedAdamW(w, **SETTINGS)), "build the optimizer after")
 
 
 def check_laggards() -> None:
     """A weight that gets its first gradient later does not make every step build the block table again."""
     weights, built = two(), []
-    optimizer = FusedAdamW(weights, **SETTINGS)
-    build_table = fused_adamw._BlockTable.of
-    fused_adamw._BlockTable.of = lambda *arguments: built.append(1) or build_table(*arguments)
+    optimizer = made(AdamW, weights)
+    build_table = kernel.BlockTable.of
+    kernel.BlockTable.of = lambda *arguments: built.append(1) or build_table(*arguments)
     try:
         for step in range(8):
             for i, weight in enumerate(weights):
                 weight.grad = torch.ones_like(weight) if i == 0 or step > 2 else None
             optimizer.step()
     finally:
-        fused_adamw._BlockTable.of = build_table
+        kernel.BlockTable.of = build_table
     assert len(built) == 2, built
+
+
+def format_differences(dtype: torch.dtype, master: str, moments: str | None, device: str = "cpu") -> dict[str, float]:
+    """Compare three steps of the kernel with the same by PyTorch's operations: the share of numbers that differ.
+
+    Of numbers in fp32, those count that differ by more than 1e-5 of the largest.
+    """
+    found = []
+    for launches in (True, False):
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(9, 512), (3, 256), (7,), (5, 130)]
+        weights = [nn.Parameter(torch.randn(shape, generator=draw).to(device, dtype)) for shape in shapes]
+        optimizer = AdamW(weights, **SETTINGS, weight_decay=0.1, master=master, moments=moments, seed=2**35 + 17)
+        optimizer._compute = optimizer._launch = optimizer._launch if launches else optimizer._compute
+        for step in range(3):
+            for i, weight in enumerate(weights):
+                spread = torch.exp(2 * torch.randn(weight.shape, generator=draw))
+                gradient = torch.randn(weight.shape, generator=draw) * spread
+                weight.grad = gradient.to(device, dtype) if i != 2 or step == 1 else None
+            optimizer.grad_scale = torch.tensor(4.0, device=device) if step else None
+            optimizer.step()
+        states = [{"weight": weight.detach(), **optimizer.state[weight]} for weight in weights]
+        if master == "exact" and dtype == torch.bfloat16:
+            for state in states:
+                state["weight_lower"] = formats.join_master(state["weight"], state["weight_lower"])
+        found.append(states)
+    shares: dict[str, list[float]] = {}
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            a, b = ours[name].double(), theirs[name].double()
+            limit = 1e-5 * b.abs().max() if ours[name].dtype == torch.float32 else 0
+            shares.setdefault(name, []).append(((a - b).abs() > limit).double().mean().item())
+    return {name: max(values) for name, values in shares.items()}
+
+
+FORMATS = [
+    (dtype, master, moments)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for master in (("exact", "stochastic", "none") if dtype == torch.bfloat16 else ("none",))
+    for moments in (("fp32", "bf16", "8bit") if dtype == torch.bfloat16 else (None, "8bit"))
+]
+# A sum that rounds another way, in fp32, may choose the next number of a format with fewer bits
+MAY_DIFFER = 0.01
 
 
 def _raises(call, words: str) -> None:
@@ -166,6 +217,10 @@ def main() -> int:
         ours, pytorch = errors("cpu", dtype)
         print(f"{dtype}: error {ours:.1e}, PyTorch's {pytorch:.1e}")
         wrong += not ours <= 2 * pytorch
+    for case in FORMATS:
+        shares = format_differences(*case)
+        print(*case, {name: f"{share:.1e}" for name, share in shares.items()})
+        wrong += max(shares.values()) > MAY_DIFFER
     for check in (check_checkpoints, check_copies, check_mistakes, check_laggards):
         check()
     return wrong

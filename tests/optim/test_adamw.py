@@ -1,0 +1,188 @@
+"""AdamW: bf16 weights lose no update, and states load in any format."""
+
+import copy
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flash_train.optim import AdamW, formats
+from flash_train.profiling.memory.weights_walk import OPTIMIZER_BLOCK
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def random_weights(device="cpu", dtype=torch.bfloat16):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (8, 512), (5, 100), (3000,)
+    return [nn.Parameter(torch.randn(shape, generator=draw).to(device, dtype)) for shape in shapes]
+
+
+def take_steps(weights, optimizer, first, last):
+    for step in range(first, last):
+        draw = torch.Generator().manual_seed(step)
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=draw).to(torch.bfloat16).to(weight)
+        optimizer.step()
+    return [weight.detach().clone() for weight in weights]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_exact_master_is_what_fp32_weights_are(device):
+    """Bit for bit, over 1,000 steps; the weights are these numbers, rounded to nearest."""
+    weights = random_weights(device)
+    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = AdamW(weights, **SETTINGS, moments="fp32")
+    plain = (torch.optim.AdamW if device == "cpu" else AdamW)(
+        masters, **SETTINGS, **({"fused": True} if device == "cpu" else {})
+    )
+    ties = 0
+    for step in range(1000):
+        take_steps(weights, optimizer, step, step + 1)
+        take_steps(masters, plain, step, step + 1)
+        for weight, master in zip(weights, masters, strict=True):
+            assert torch.equal(formats.join_master(weight, optimizer.state[weight]["weight_lower"]), master)
+            nearest = master.to(torch.bfloat16)
+            is_tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+            assert bool(((weight == nearest) | is_tie).all())
+            ties += int(is_tie.sum())
+    assert ties  # away from zero, where PyTorch rounds to even
+    moved = [torch.equal(weight, start) for weight, start in zip(weights, random_weights(device), strict=True)]
+    assert not any(moved)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("master", "progress"), [("exact", 1.0), ("stochastic", 1.0), ("none", 0.0)])
+def test_small_updates_are_lost_without_a_master(master, progress, device):
+    """Each update is an eighth of what the last bit of a weight counts; the mean weight must move all the same."""
+    weight = nn.Parameter(torch.full((64, 1024), 1.0, dtype=torch.bfloat16, device=device))
+    optimizer = AdamW([weight], lr=2**-10, weight_decay=0.0, master=master)
+    for _ in range(20):
+        weight.grad = torch.full_like(weight, -1.0)
+        optimizer.step()
+    moved = (weight.double().mean() - 1).item()
+    assert moved == pytest.approx(progress * 20 * 2**-10, rel=0.15)  # exact: 2.5 last bits are 2 or 3
+
+
+@pytest.mark.parametrize("master", ["exact", "stochastic"])
+@pytest.mark.parametrize("moments", [None, "fp32", "8bit"])
+def test_a_run_that_resumes_takes_the_same_steps(master, moments):
+    weights = random_weights()
+    optimizer = AdamW(weights, **SETTINGS, master=master, moments=moments, seed=3)
+    take_steps(weights, optimizer, 0, 3)
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    resumed = AdamW(copies, **SETTINGS, master=master, moments=moments, seed=3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for ours, theirs in zip(take_steps(weights, optimizer, 3, 6), take_steps(copies, resumed, 3, 6), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_moments_in_fewer_bits_give_nearly_the_same_weights(moments):
+    exact, fewer = random_weights(dtype=torch.float32), random_weights(dtype=torch.float32)
+    starts = random_weights(dtype=torch.float32)
+    take_steps(exact, AdamW(exact, **SETTINGS), 0, 40)
+    take_steps(fewer, AdamW(fewer, **SETTINGS, moments=moments), 0, 40)
+    for a, b, start in zip(exact, fewer, starts, strict=True):
+        assert (a - b).norm() < 0.03 * (a - start).norm()
+
+
+def test_moments_in_bf16_do_not_stand_still():
+    """With beta2 = 0.999 each step changes the average by less than bf16 can round to; its mean must converge."""
+    weight = nn.Parameter(torch.zeros(16, 256, dtype=torch.bfloat16))
+    optimizer = AdamW([weight], lr=0.0, betas=(0.9, 0.999))
+    for _ in range(300):
+        weight.grad = torch.full_like(weight, 2.0)
+        optimizer.step()
+    expected = 4 * (1 - 0.999**300)
+    assert optimizer.state[weight]["exp_avg_sq"].double().mean().item() == pytest.approx(expected, rel=0.01)
+
+
+STATES = ["fp32", "bf16", "8bit", "pytorch"]  # PyTorch's AdamW cannot load 8-bit moments
+
+
+@pytest.mark.parametrize(("source", "target"), sorted({*product(STATES, STATES)} - {("8bit", "pytorch")}))
+def test_a_state_loads_in_any_format(source, target):
+    def made(weights, kind):
+        if kind == "pytorch":
+            return torch.optim.AdamW(weights, **SETTINGS)
+        return AdamW(weights, **SETTINGS, moments=kind)
+
+    weights = random_weights(dtype=torch.float32)
+    first = made(weights, source)
+    take_steps(weights, first, 0, 5)
+    saved = first.state_dict()
+    copies = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    second = made(copies, target)
+    second.load_state_dict(copy.deepcopy(saved))
+    starts = [weight.detach().clone() for weight in weights]
+    ours, theirs = take_steps(weights, first, 5, 8), take_steps(copies, second, 5, 8)
+    for a, b, start in zip(ours, theirs, starts, strict=True):
+        assert (a - b).norm() < 0.05 * (a - start).norm()
+
+
+def test_the_state_has_the_formats_that_were_asked_for():
+    weights = random_weights()
+    optimizer = AdamW(weights, **SETTINGS, moments="8bit")
+    take_steps(weights, optimizer, 0, 1)
+    wide, narrow, vector = (optimizer.state[weight] for weight in weights)
+    assert wide["exp_avg"].dtype == torch.uint8 and wide["exp_avg_scale"].shape == (8, 2)
+    assert narrow["exp_avg"].dtype == vector["exp_avg_sq"].dtype == torch.bfloat16
+    assert all(state["weight_lower"].dtype == torch.int16 for state in (wide, narrow, vector))
+    optimizer = AdamW(weights, **SETTINGS, master="stochastic")
+    take_steps(weights, optimizer, 0, 1)
+    assert "weight_lower" not in optimizer.state[weights[0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"master": "fp32"}, "master='fp32': must be one of exact, stochastic, none"),
+        ({"moments": "fp8"}, "moments='fp8': must be one of fp32, bf16, 8bit"),
+    ],
+)
+def test_settings_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(random_weights(), **options)
+
+
+def test_weights_of_other_dtypes_are_refused():
+    weights = random_weights(dtype=torch.float64)
+    with pytest.raises(ValueError, match="weights must be in bf16, fp32 or fp16"):
+        AdamW(weights)
+
+
+def test_the_kernel_in_the_interpreter():
+    """As accurate as PyTorch's fused step, equal to PyTorch's operations; states load both ways, and misuse raises."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    script = Path(__file__).parent / "adamw_interpreted.py"
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_predicted_memory_includes_the_kernels_blocks():
+    kernel = pytest.importorskip("flash_train.optim.kernel", reason="Triton exists for Linux only")
+    assert kernel.BLOCK == OPTIMIZER_BLOCK
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_equals_pytorchs(dtype, aligned):
+    from tests.optim.adamw_interpreted import errors
+
+    ours, pytorch = errors("cuda", dtype, aligned=aligned)
+    assert ours <= 2 * pytorch
+
+
+@pytest.mark.gpu
+def test_the_kernels_formats_are_those_of_pytorchs_operations():
+    from tests.optim.adamw_interpreted import FORMATS, MAY_DIFFER, format_differences
+
+    for case in FORMATS:
+        assert max(format_differences(*case, device="cuda").values()) <= MAY_DIFFER, case
