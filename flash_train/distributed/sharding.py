@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor, zeros
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode
 
 from flash_train.distributed.gradient_sums import GradientSums
@@ -136,23 +137,50 @@ def shard_like(whole: Tensor, target: DTensor) -> DTensor:
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def new_state(parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros for an entry of a parameter's optimizer state, sharded as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+def new_state(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Return memory for an entry of a parameter's optimizer state, sharded as the parameter is.
+
+    Args:
+        shape: of the whole entry; only the last dimension may have another size than the parameter's.
+        device: None: the parameter's.
+    """
+    own = local(parameter)
+    size = shape
+    if isinstance(parameter, DTensor):
+        size = own.shape if len(shape) < 2 else torch.Size((*own.shape[:-1], shape[-1]))
+    return place_as(parameter, torch.zeros(size, dtype=dtype, device=device or own.device))
 
 
-def state_like(value: Any, parameter: Tensor) -> Any:
+def state_like(value: Any, parameter: Tensor, device: torch.device | None) -> Any:
     """Shard a whole tensor of a parameter's optimizer state as the parameter is; return other values as they are.
 
-    Such a tensor has a row for each row of the parameter.
+    Args:
+        value: such a tensor has a row for each row of the parameter.
+        device: where this rank's part is to be; None: the parameter's.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     if value.dim() == 0 or value.shape[0] != parameter.shape[0]:
         return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    rows = parameter.shape[0]
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            size, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
+            value, rows = value[rank * -(-rows // size) :][: -(-rows // size)], -(-rows // size)
+    return place_as(parameter, value.to(device or local(parameter).device))
+
+
+def place_as(parameter: Tensor, own: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharded as a parameter is; only the last dimension may have another size.
+
+    The part stays where it is, also in the host's memory if the parameter is on a GPU.
+    """
+    if not isinstance(parameter, DTensor):
+        return own
+    shape = torch.Size((*parameter.shape[:-1], own.shape[-1])) if parameter.dim() > 1 else parameter.shape
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), own.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(own, spec, requires_grad=False)  # `from_local` would move it to the parameter's device
 
 
 def local(x: Tensor) -> Tensor:

@@ -284,13 +284,14 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
         assert self.lightning_module is not None
         weights = self.lightning_module.state_dict()
         parameters = [_parameters(optimizer) for optimizer in self.optimizers]
+        devices = [_state_device(optimizer) for optimizer in self.optimizers]
 
         def destination(place: Place, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
             match place:
                 case ("state_dict", str(name)):
                     return weights.get(name)
                 case ("optimizer_states", int(number), "state", int(index), _) if number < len(parameters):
-                    return new_state(parameters[number][index], shape, dtype)
+                    return new_state(parameters[number][index], shape, dtype, devices[number])
             return None
 
         return destination
@@ -301,9 +302,9 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = _parameters(optimizer)
+            parameters, device = _parameters(optimizer), _state_device(optimizer)
             values = {
-                index: {name: state_like(value, parameters[index]) for name, value in entries.items()}
+                index: {name: state_like(value, parameters[index], device) for name, value in entries.items()}
                 for index, entries in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": values})
@@ -312,6 +313,11 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
 # `Trainer(strategy="flash_sharded")` works once this module is imported
 StrategyRegistry.register("flash_sharded", ShardedStrategy, "Weights sharded with FSDP2, block by block")
 StrategyRegistry.register("flash_replicated", ReplicatedStrategy, "Whole weights on every device")
+
+
+def _state_device(optimizer: Optimizer) -> torch.device | None:
+    """Return where an optimizer keeps its state; None: where the parameters are."""
+    return torch.device("cpu") if optimizer.defaults.get("offload", False) else None
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from flash_train.checks import check_name
 from flash_train.distributed.sharding import local
-from flash_train.optim import formats
+from flash_train.optim.formats import CODE_BLOCK
+from flash_train.optim.operations import update_by_operations
+from flash_train.optim.state import Format, adopted_state, new_state, part_of
+from flash_train.optim.update import Update
 
 MASTERS = ("exact", "stochastic", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-AVERAGES = ("exp_avg", "exp_avg_sq")  # the names in PyTorch's optimizer state
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-LOWER = "weight_lower"
-CHUNK = 2**16  # elements that PyTorch's operations update at a time, a multiple of `formats.DRAW_BLOCK`
-
-
-class Format(NamedTuple):
-    """What decides how a weight is updated."""
-
-    weight: torch.dtype
-    moment: torch.dtype
-    master: str
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+SMALLEST_ON_HOST = 2**20  # elements; the state of smaller weights stays on the GPU
 
 
 class AdamW(torch.optim.AdamW):
@@ -58,6 +48,7 @@ class AdamW(torch.optim.AdamW):
         moments: fp32, bf16 (rounded stochastically) or 8bit (in blocks of 256 numbers, see `formats`); None: the dtype
             of the weights. Weights whose last dimension is no multiple of 256 cannot have 8-bit moments; theirs are
             stored as with None.
+        offload: keep the state in the host's memory, pinned. A step brings it to the GPU piece by piece, and back.
         seed: of the random numbers, 64 bits.
 
     Raises:
@@ -76,6 +67,7 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         master: str = "exact",
         moments: str | None = None,
+        offload: bool = False,
         seed: int = 0,
     ) -> None:
         check_name("master", master, MASTERS)
@@ -83,7 +75,7 @@ class AdamW(torch.optim.AdamW):
             check_name("moments", moments, MOMENTS)
         # With fused=True in the state, PyTorch's optimizer is fused when it loads a checkpoint from this one.
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        self.defaults |= {"master": master, "moments": moments, "seed": seed}
+        self.defaults |= {"master": master, "moments": moments, "offload": offload, "seed": seed}
         for weight in (weight for group in self.param_groups for weight in group["params"]):
             if weight.dtype not in (torch.bfloat16, torch.float32, torch.float16):
                 raise ValueError(f"AdamW: weights must be in bf16, fp32 or fp16, and one is {weight.dtype}")
@@ -94,7 +86,7 @@ class AdamW(torch.optim.AdamW):
         # GradScaler unscales before clipping, as for any other optimizer, and Lightning does not refuse to clip.
         self._step_supports_amp_scaling = False
         self.grad_scale: Tensor | None = None
-        self._tables: dict[Any, Any] = {}
+        self._launch: Callable[[Update], None] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -103,34 +95,26 @@ class AdamW(torch.optim.AdamW):
     # -- state
 
     def format_of(self, weight: Tensor) -> Format:
-        """Return how a weight and its moments are stored."""
-        dtype, master, moments = weight.dtype, self.defaults["master"], self.defaults["moments"]
-        moment = DTYPES.get(moments, dtype)
-        if moments == "8bit" and (weight.dim() < 2 or weight.shape[-1] % formats.CODE_BLOCK):
+        """Return how a weight and its state are stored."""
+        dtype, moments = weight.dtype, self.defaults["moments"]
+        moment = MOMENT_DTYPES.get(moments, dtype)
+        if moments == "8bit" and (weight.dim() < 2 or weight.shape[-1] % CODE_BLOCK):
             moment = dtype
-        return Format(dtype, moment, master if dtype == torch.bfloat16 else "none")
+        master = self.defaults["master"] if dtype == torch.bfloat16 else "none"
+        return Format(dtype, moment, master, self.defaults["offload"] and local(weight).numel() >= SMALLEST_ON_HOST)
 
     def state_of(self, weight: Tensor) -> dict[str, Tensor]:
         """Return a weight's state; zeros before its first step."""
-        state = self.state[weight]
-        if not state:
+        if not self.state[weight]:
             if weight.grad is not None and weight.grad.is_sparse:
                 raise RuntimeError("AdamW does not support sparse gradients: use torch.optim.SparseAdam for embeddings")
-            found = self.format_of(weight)
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in AVERAGES:
-                zero = torch.zeros_like(local(weight), dtype=torch.float32, memory_format=torch.contiguous_format)
-                state |= self._stored(weight, name, zero, found)
-            if found.master == "exact":
-                state[LOWER] = _placed_like(weight, torch.zeros_like(local(weight), dtype=torch.int16))
-        return state
+            self.state[weight] = new_state(weight, self.format_of(weight))
+        return self.state[weight]
 
-    def _stored(self, weight: Tensor, name: str, value: Tensor, found: Format) -> dict[str, Tensor]:
-        """Return the state's entries for a moment of this rank's part of a weight, given in any floating dtype."""
-        if found.moment == torch.uint8:
-            codes, scale = formats.encode(value.float(), signed=SIGNED[name])
-            return {name: _placed_like(weight, codes), f"{name}_scale": _placed_like(weight, scale)}
-        return {name: _placed_like(weight, value.to(found.moment).contiguous())}
+    def state_dict(self) -> dict[str, Any]:
+        if self.defaults["offload"] and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the last step may still copy to the host's memory
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
@@ -141,25 +125,7 @@ class AdamW(torch.optim.AdamW):
         numbers = [number for group in groups for number in group["params"]]
         for number, weight in zip(numbers, weights, strict=True):
             if number in state_dict["state"]:
-                self.state[weight] = self._adopted(weight, state_dict["state"][number])
-
-    def _adopted(self, weight: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
-        """Return a saved state in this optimizer's formats and on the weight's device."""
-        found, device = self.format_of(weight), local(weight).device
-        state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu()}
-        for name in AVERAGES:
-            value, scale = local(saved[name]).to(device), saved.get(f"{name}_scale")
-            if scale is not None and found.moment == torch.uint8:
-                state |= {name: _placed_like(weight, value.contiguous())}
-                state |= {f"{name}_scale": _placed_like(weight, local(scale).to(device).contiguous())}
-                continue
-            if scale is not None:
-                value = formats.decode(value, local(scale).to(device), signed=SIGNED[name])
-            state |= self._stored(weight, name, value, found)
-        if found.master == "exact":
-            lower = local(saved[LOWER]).to(device) if LOWER in saved else torch.zeros_like(local(weight))
-            state[LOWER] = _placed_like(weight, lower.to(torch.int16).contiguous())
-        return state
+                self.state[weight] = adopted_state(weight, state_dict["state"][number], self.format_of(weight))
 
     # -- step
 
@@ -174,8 +140,20 @@ class AdamW(torch.optim.AdamW):
             numbers = {id(weight): first + i for i, weight in enumerate(group["params"])}
             first += len(numbers)
             for index, ((step, found), weights) in enumerate(self._alike(group["params"]).items()):
-                update = self._launch if local(weights[0]).is_cuda else self._compute
-                update((group_number, index), group, step, found, weights, [numbers[id(weight)] for weight in weights])
+                update = Update(
+                    key=(group_number, index),
+                    found=found,
+                    weights=[local(weight) for weight in weights],
+                    gradients=[local(weight.grad).contiguous() for weight in weights],
+                    states=[_parts(self.state[weight]) for weight in weights],
+                    numbers=[numbers[id(weight)] for weight in weights],
+                    part=part_of(weights[0]),
+                    step=step,
+                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                    seed=self.defaults["seed"],
+                    grad_scale=self.grad_scale,
+                )
+                self._update(update)
         self.grad_scale = None
         return loss
 
@@ -190,130 +168,18 @@ class AdamW(torch.optim.AdamW):
                 groups.setdefault((int(step), self.format_of(weight)), []).append(weight)
         return groups
 
-    def _compute(
-        self,
-        place: tuple[int, int],
-        group: dict[str, Any],
-        step: int,
-        found: Format,
-        weights: list[Tensor],
-        numbers: list[int],
-    ) -> None:
-        """Update the weights with PyTorch's AdamW in fp32, a chunk at a time."""
-        for weight, number in zip(weights, numbers, strict=True):
-            _check_tensors([local(weight)], found.weight, local(weight).device)
-            tensors = {name: local(value) for name, value in self.state[weight].items() if name != "step"}
-            tensors |= {"weight": local(weight), "gradient": local(weight.grad).contiguous()}
-            draws = Draws(self.defaults["seed"], step, number, 2 * _part(weight))
-            for start in range(0, local(weight).numel(), CHUNK):
-                chunk = {name: _chunk(tensor, start, "scale" in name) for name, tensor in tensors.items()}
-                self._compute_chunk(chunk, group, step, found, draws.first(start))
+    def _update(self, update: Update) -> None:
+        if self._launch is None:
+            self._launch = self._launcher(update.weights[0].is_cuda)
+        self._launch(update)
 
-    def _compute_chunk(
-        self, chunk: dict[str, Tensor], group: dict[str, Any], step: int, found: Format, draws: Draws
-    ) -> None:
-        weight = chunk["weight"]
-        master = formats.join_master(weight, chunk[LOWER]) if found.master == "exact" else weight.float()
-        gradient = chunk["gradient"].float()
-        if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale.to(gradient)
-        averages = [_moment(chunk, name) for name in AVERAGES]
-        adamw(
-            [master], [gradient], [averages[0]], [averages[1]], [], [torch.tensor(step - 1.0)],
-            fused=weight.device.type == "cpu", amsgrad=False, maximize=False, beta1=group["betas"][0],
-            beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
-        if found.master == "exact":
-            rounded, lower = formats.split_master(master)
-            weight.copy_(rounded)
-            chunk[LOWER].copy_(lower)
-        elif found.master == "stochastic":
-            weight.copy_(formats.round_stochastic(master, draws.bits(master, stream=1)))
-        else:
-            weight.copy_(master)
-        words = draws.words(master, stream=0) if found.moment == torch.bfloat16 else None
-        for shift, name, average in zip((0, 16), AVERAGES, averages, strict=True):
-            if found.moment == torch.uint8:
-                codes, scale = formats.encode(average, signed=SIGNED[name])
-                chunk[name].copy_(codes)
-                chunk[f"{name}_scale"].copy_(scale)
-            elif words is not None:
-                chunk[name].copy_(formats.round_stochastic(average, (words >> shift & 0xFFFF).to(torch.int32)))
-            else:
-                chunk[name].copy_(average)
+    def _launcher(self, is_cuda: bool) -> Callable[[Update], None]:
+        """Return what updates weights: the kernel on a GPU, else PyTorch's operations."""
+        if not is_cuda:
+            return update_by_operations
+        from flash_train.optim.launch import Launcher
 
-    def _launch(
-        self,
-        place: tuple[int, int],
-        group: dict[str, Any],
-        step: int,
-        found: Format,
-        weights: list[Tensor],
-        numbers: list[int],
-    ) -> None:
-        """Update the weights by one kernel."""
-        from flash_train.optim import kernel
-
-        own = [local(weight) for weight in weights]
-        sizes = [weight.numel() for weight in own]
-        if not sum(sizes):  # this rank has no part of these weights
-            return
-        gradients = [local(weight.grad).contiguous() for weight in weights]
-        names = [*AVERAGES, *(f"{name}_scale" for name in AVERAGES), LOWER]
-        states = [[local(self.state[weight][name]) if name in self.state[weight] else None for weight in weights]
-                  for name in names]  # fmt: skip
-        device = own[0].device
-        key = (*place, found, device)
-        table = self._tables.get(key)
-        if table is None or (table.sizes, table.numbers) != (sizes, numbers):
-            table = self._tables[key] = kernel.BlockTable.of(sizes, numbers, device)
-        tensors = [*own, *gradients, *(tensor for state in states for tensor in state)]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if addresses != table.address_values:  # mostly equal: the allocator reuses the memory of the last gradients
-            _check_tensors([*own, *gradients], found.weight, device)
-            _check_tensors([*states[0], *states[1]], found.moment, device)
-            table.set_addresses(addresses)
-        scale = None if self.grad_scale is None else self.grad_scale.to(device, torch.float32, non_blocking=True)
-        (beta1, beta2), lr, seed = group["betas"], group["lr"], self.defaults["seed"]
-        with torch.cuda.device_of(own[0]):
-            kernel.adamw_kernel[(len(table.tensor),)](
-                table.addresses, len(weights), table.device_sizes, table.device_numbers, table.tensor, table.start,
-                scale, lr * group["weight_decay"], lr / (1 - beta1**step), beta1, beta2, (1 - beta2**step) ** -0.5,
-                group["eps"], step, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 2 * _part(weights[0]),
-                WEIGHT=kernel.TYPES[found.weight], MOMENT=kernel.TYPES[found.moment], MASTER=found.master,
-                ALIGNED=table.aligned, PLANE=kernel.PLANE, num_warps=2, enable_fp_fusion=True,
-            )  # fmt: skip
-
-
-class Draws(NamedTuple):
-    """Random bits of a weight's step, from some block of the weight on."""
-
-    seed: int
-    step: int
-    number: int
-    first_stream: int
-    block: int = 0
-
-    def first(self, start: int) -> Draws:
-        """Return the same from the element `start` on, a multiple of `formats.DRAW_BLOCK`."""
-        return self._replace(block=start // formats.DRAW_BLOCK)
-
-    def words(self, like: Tensor, *, stream: int) -> Tensor:
-        """Return a random 32-bit word for each element of a vector, int64."""
-        return formats.random_words(
-            len(like), seed=self.seed, step=self.step, number=self.number, stream=self.first_stream + stream,
-            block=self.block, device=like.device,
-        )  # fmt: skip
-
-    def bits(self, like: Tensor, *, stream: int) -> Tensor:
-        """Return 16 random bits for each element of a vector, int32."""
-        return (self.words(like, stream=stream) & 0xFFFF).to(torch.int32)
-
-
-def _chunk(tensor: Tensor, start: int, is_scale: bool) -> Tensor:
-    """Return the part of a contiguous tensor that belongs to the elements from `start` on, as a vector."""
-    per = formats.CODE_BLOCK if is_scale else 1
-    return tensor.view(-1)[start // per : (start + CHUNK) // per]
+        return Launcher()
 
 
 def has_kernel(parameters: list[nn.Parameter]) -> bool:
@@ -327,38 +193,6 @@ def has_kernel(parameters: list[nn.Parameter]) -> bool:
     return all(parameter.dtype in TYPES and local(parameter).is_contiguous() for parameter in parameters)
 
 
-def _moment(state: dict[str, Tensor], name: str) -> Tensor:
-    """Return a moment in fp32; a new tensor, unless it is stored in fp32."""
-    if f"{name}_scale" in state:
-        return formats.decode(state[name], state[f"{name}_scale"], signed=SIGNED[name])
-    return state[name].float()
-
-
-def _placed_like(weight: Tensor, own: Tensor) -> Tensor:
-    """Return this rank's part as a tensor that is sharded as a weight is; the last dimension may differ."""
-    if not isinstance(weight, DTensor):
-        return own
-    shape = torch.Size((*weight.shape[:-1], own.shape[-1])) if weight.dim() > 1 else weight.shape
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _part(weight: Tensor) -> int:
-    """Return which part of a sharded weight this rank has; 0 for a whole one."""
-    part = 0
-    if isinstance(weight, DTensor):
-        for dim, placement in enumerate(weight.placements):
-            if placement.is_shard():
-                part = part * weight.device_mesh.size(dim) + weight.device_mesh.get_local_rank(dim)
-    return part
-
-
-def _check_tensors(tensors: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse tensors without the dtype, device and layout that the kernel assumes: it gets only addresses."""
-    for tensor in tensors:
-        if tensor is None or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-            found = "missing" if tensor is None else f"{tensor.dtype} on {tensor.device}"
-            raise ValueError(
-                f"AdamW was built for other weights: {dtype} on {device}, and a tensor is {found}; build the optimizer "
-                "after the model is moved and cast"
-            )
+def _parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's parts of a weight's state, without the number of steps."""
+    return {name: local(value) for name, value in state.items() if name != "step"}

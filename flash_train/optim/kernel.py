@@ -5,12 +5,9 @@ The step is memory-bound. This kernel reads and writes every number once, 16 byt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_train.attention.dropout import PHILOX_ROUNDS
 from flash_train.optim.formats import CODE_BLOCK, DECADES, DRAW_BLOCK, decade_bounds
@@ -26,7 +23,6 @@ LOG2_10 = tl.constexpr(3.321928094887362)
 NAN = tl.constexpr(0x7FC0)  # as bf16
 # bf16 numbers are int16 here, since Triton's interpreter computes bf16 wrongly
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16, torch.uint8: tl.uint8}
-KINDS = 7  # of addresses: see `adamw_kernel`
 
 
 @triton.jit(do_not_specialize=["count", "step", "seed_low", "seed_high", "stream"])
@@ -248,38 +244,3 @@ def _store_codes(pointers, scale, x, mask, left, plane: tl.constexpr, SIGNED: tl
     tl.store(pointers, code.to(tl.uint8), mask=mask)
     scales, exist = _scales(scale, left, plane, PLANE)
     tl.store(scales, largest, mask=exist)
-
-
-@dataclass
-class BlockTable:
-    """The table that maps each program to a weight and a block in it, and the addresses of the tensors."""
-
-    sizes: list[int]
-    numbers: list[int]
-    device_sizes: Tensor
-    device_numbers: Tensor
-    tensor: Tensor
-    start: Tensor
-    addresses: Tensor | None = None
-    address_values: list[int] | None = None
-    aligned: bool = False
-
-    @classmethod
-    def of(cls, sizes: list[int], numbers: list[int], device: torch.device) -> BlockTable:
-        counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
-        tensor = torch.arange(len(sizes)).repeat_interleave(counts)
-        start = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
-        return cls(
-            sizes,
-            numbers,
-            torch.tensor(sizes).to(device),
-            torch.tensor(numbers, dtype=torch.int32).to(device),
-            tensor.int().to(device),
-            start.int().to(device),
-        )
-
-    def set_addresses(self, addresses: list[int]) -> None:
-        there = self.device_sizes.device
-        pinned = torch.tensor(addresses, pin_memory=there.type == "cuda")
-        self.addresses, self.address_values = pinned.to(there, non_blocking=True), addresses
-        self.aligned = all(address % 16 == 0 for address in addresses)

@@ -32,6 +32,7 @@ class OptimizerConfig:
         gradient_clip: largest norm of the gradient of the token-mean loss; None or 0 does not clip.
         master, moments: how bf16 weights and the moments are stored, as in `flash_train.optim.AdamW`; None: exact, and
             moments in the dtype of the weights.
+        offload: keep the optimizer's state in the host's memory.
 
     Raises:
         ValueError: a setting is out of range.
@@ -46,6 +47,7 @@ class OptimizerConfig:
     gradient_clip: float | None = 1.0
     master: str | None = None
     moments: str | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -99,7 +101,9 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     if has_bf16 or config.moments is not None or has_kernel(parameters):
-        return AdamW(groups, **settings, master=config.master or "exact", moments=config.moments)
+        return AdamW(
+            groups, **settings, master=config.master or "exact", moments=config.moments, offload=config.offload
+        )
     fused = {parameter.device.type for parameter in parameters} <= set(FUSED_DEVICES)
     optimizer = torch.optim.AdamW(groups, fused=fused, **settings)
     # A fused step that supports AMP scaling divides by the loss scale itself, after clipping. With False, GradScaler

@@ -21,9 +21,11 @@ from flash_train.distributed.dims import ParallelDims
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
+from flash_train.records.memory_use import bytes_in_words
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
+LARGE = replace(MODEL, width=2048, mlp_width=5632)  # whose state can be in the host's memory
 
 
 def run(monkeypatch, *arguments):
@@ -161,6 +163,25 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
         command.check_memory(config(), step, device)
     assert "predicted at the peak of a step" in capsys.readouterr().out
     command.check_memory(config(force=True), step, device)
+
+
+def test_a_run_that_the_hosts_memory_cannot_hold_is_refused(monkeypatch, capsys):
+    step = Step(LARGE, 1024, precision="bf16-true", offload_optimizer=True)
+    host = predict(step).host_bytes
+    monkeypatch.setattr(command, "available", lambda device: 2**40)
+    monkeypatch.setattr(command, "capacity", lambda device: int(host / 0.9) + 2)
+    command.check_memory(config(), step, torch.device("cpu"))
+    assert f"; {bytes_in_words(host)} in the host's memory" in capsys.readouterr().out
+    monkeypatch.setattr(command, "capacity", lambda device: int(host / 0.9) - 2)
+    with pytest.raises(UsageError, match=r"optimizer.offload=true: each process would take .* of the host's memory"):
+        command.check_memory(config(), step, torch.device("cpu"))
+    command.check_memory(config(force=True), step, torch.device("cpu"))
+    monkeypatch.setattr(command, "capacity", lambda device: 2**40)
+    checkpoint = replace(step, memory="checkpoint", moments="8bit")
+    limit = predict(checkpoint).peak_bytes
+    assert command.advice(replace(checkpoint, offload_optimizer=False), limit, True) == (
+        "memory=checkpoint optimizer.offload=true would fit"
+    )
 
 
 def test_each_rank_of_a_cpu_has_its_share_of_the_memory(monkeypatch, capsys):

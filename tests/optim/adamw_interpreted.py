@@ -10,7 +10,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from flash_train.optim import AdamW, formats, kernel
+from flash_train.optim import AdamW, adamw, formats, launch
+from flash_train.optim.operations import update_by_operations
 
 SHAPES = [(64, 129), (7,), (40, 1), (1,), (3000,)]  # with whole and partial blocks
 DECAYED, KEPT = (0, 2, 4), (1, 3)
@@ -61,7 +62,7 @@ def made(kind: type, weights: list, **options) -> torch.optim.Optimizer:
     """An optimizer; ours updates weights on a CPU by its kernel, in the interpreter."""
     optimizer = kind(weights, **SETTINGS, **options)
     if kind is AdamW and not next(iter(optimizer.param_groups[0]["params"])).is_cuda:
-        optimizer._compute = optimizer._launch
+        optimizer._launcher = lambda is_cuda: launch.Launcher()
     return optimizer
 
 
@@ -128,7 +129,7 @@ def check_copies() -> None:
     stepped(weights, optimizer)
     copied_weights, copied = copy.deepcopy((weights, optimizer))
     assert copied._step_supports_amp_scaling is False
-    copied._compute = copied._launch
+    copied._launcher = optimizer._launcher
     for ours, theirs in zip(stepped(weights, optimizer), stepped(copied_weights, copied), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -146,15 +147,15 @@ def check_laggards() -> None:
     """A weight that gets its first gradient later does not make every step build the block table again."""
     weights, built = two(), []
     optimizer = made(AdamW, weights)
-    build_table = kernel.BlockTable.of
-    kernel.BlockTable.of = lambda *arguments: built.append(1) or build_table(*arguments)
+    build_table = launch.BlockTable.of
+    launch.BlockTable.of = lambda *arguments: built.append(1) or build_table(*arguments)
     try:
         for step in range(8):
             for i, weight in enumerate(weights):
                 weight.grad = torch.ones_like(weight) if i == 0 or step > 2 else None
             optimizer.step()
     finally:
-        kernel.BlockTable.of = build_table
+        launch.BlockTable.of = build_table
     assert len(built) == 2, built
 
 
@@ -169,7 +170,7 @@ def format_differences(dtype: torch.dtype, master: str, moments: str | None, dev
         shapes = [(9, 512), (3, 256), (7,), (5, 130)]
         weights = [nn.Parameter(torch.randn(shape, generator=draw).to(device, dtype)) for shape in shapes]
         optimizer = AdamW(weights, **SETTINGS, weight_decay=0.1, master=master, moments=moments, seed=2**35 + 17)
-        optimizer._compute = optimizer._launch = optimizer._launch if launches else optimizer._compute
+        optimizer._launcher = lambda _, launches=launches: launch.Launcher() if launches else update_by_operations
         for step in range(3):
             for i, weight in enumerate(weights):
                 spread = torch.exp(2 * torch.randn(weight.shape, generator=draw))
@@ -190,6 +191,28 @@ def format_differences(dtype: torch.dtype, master: str, moments: str | None, dev
             limit = 1e-5 * b.abs().max() if ours[name].dtype == torch.float32 else 0
             shares.setdefault(name, []).append(((a - b).abs() > limit).double().mean().item())
     return {name: max(values) for name, values in shares.items()}
+
+
+def check_offload() -> None:
+    """Whose state comes piece by piece takes the same steps, also where pieces begin within a weight."""
+    smallest, piece = adamw.SMALLEST_ON_HOST, launch.STAGED
+    adamw.SMALLEST_ON_HOST, launch.STAGED = 1000, 4096
+    shapes = [(9, 512), (12,), (3, 256), (40, 256), (5, 130)]
+    try:
+        for dtype, moments in ((torch.bfloat16, "8bit"), (torch.bfloat16, "bf16"), (torch.float32, None)):
+            found = []
+            for offload in (False, True):
+                draw = torch.Generator().manual_seed(0)
+                weights = [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes]
+                optimizer = made(AdamW, weights, moments=moments, offload=offload)
+                assert optimizer.format_of(weights[0]).on_host is offload
+                assert not optimizer.format_of(weights[1]).on_host
+                stepped(weights, optimizer, 3)
+                states = [optimizer.state[weight] for weight in weights]
+                found.append([x for state in states for x in state.values()] + [weight.detach() for weight in weights])
+            assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)), (dtype, moments)
+    finally:
+        adamw.SMALLEST_ON_HOST, launch.STAGED = smallest, piece
 
 
 FORMATS = [
@@ -221,7 +244,7 @@ def main() -> int:
         shares = format_differences(*case)
         print(*case, {name: f"{share:.1e}" for name, share in shares.items()})
         wrong += max(shares.values()) > MAY_DIFFER
-    for check in (check_checkpoints, check_copies, check_mistakes, check_laggards):
+    for check in (check_checkpoints, check_copies, check_mistakes, check_laggards, check_offload):
         check()
     return wrong
 

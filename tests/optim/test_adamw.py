@@ -165,6 +165,18 @@ def test_the_kernel_in_the_interpreter():
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_pieces_fill_buckets():
+    launch = pytest.importorskip("flash_train.optim.launch", reason="Triton exists for Linux only")
+    buckets = launch.into_buckets([5000, 1, 2048, 9000], 4096)
+    assert buckets == [
+        [(0, 0, 4096)],
+        [(0, 4096, 904), (1, 0, 1)],
+        [(2, 0, 2048), (3, 0, 2048)],
+        [(3, 2048, 4096)],
+        [(3, 6144, 2856)],
+    ]
+
+
 def test_predicted_memory_includes_the_kernels_blocks():
     kernel = pytest.importorskip("flash_train.optim.kernel", reason="Triton exists for Linux only")
     assert kernel.BLOCK == OPTIMIZER_BLOCK

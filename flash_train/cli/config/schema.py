@@ -122,6 +122,7 @@ class OptimizerSchema:
     gradient_clip: float | None = 1.0  # null or 0: no clipping
     master: str | None = None  # of bf16 weights; null: exact, or stochastic if only that fits
     moments: str | None = None  # null: the dtype of the weights, or 8bit if only that fits
+    offload: bool = False  # true: its state is in the host's memory
 
 
 @dataclass

@@ -34,6 +34,7 @@ BY_DOCUMENT = ("standard", "chunked")
 #: bytes that PyTorch's allocator cannot have on each of several GPUs: an allowance for CUDA's context and NCCL
 OUTSIDE = 2 * 2**30
 CONTAINER = Path("/sys/fs/cgroup/memory.max")  # Linux's memory limit for this process's group: bytes, or "max"
+FREE_ON_HOST = 0.1  # the share of the host's memory that stays free
 AUTO = "auto"  # `memory.keep`: as large as the memory allows
 SHORTEST = 256  # tokens; shorter rows are not worth proposing
 
@@ -71,6 +72,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         workspace=workspace_of(device),
         master=config.optimizer.master or "exact",
         moments=config.optimizer.moments,
+        offload_optimizer=config.optimizer.offload and device.type == "cuda",
         dims=plan.dims,
         local_ranks=config.trainer.devices,
         method=config.parallel.method,
@@ -101,6 +103,7 @@ def check_memory(config: DictConfig, step: Step, device: torch.device, others: I
     prediction = predict(step)
     limit = limit_of(config, device)
     print_prediction(prediction, limit, documents_decide(config, step), step.dims.ranks)
+    check_host_memory(config, prediction)
     if limit is None or config.force or least_bytes(config, step) <= limit:
         return
     on_each = " on each device" if step.dims.ranks > 1 else ""
@@ -112,6 +115,26 @@ def check_memory(config: DictConfig, step: Step, device: torch.device, others: I
         f"{bytes_in_words(prediction.peak_bytes)}{on_each} and there are {bytes_in_words(limit)}; "
         f"{cheapest}, or force=true to try anyway"
     )
+
+
+def check_host_memory(config: DictConfig, prediction: Prediction) -> None:
+    """Refuse a step whose processes need more of the host's memory than there is, unless `force=true`.
+
+    Raises:
+        OutOfMemoryError: names the predicted memory of a process, and its share of the memory.
+    """
+    share = host_share(config.trainer.devices)
+    if prediction.host_bytes > share and not config.force:
+        raise OutOfMemoryError(
+            f"optimizer.offload=true: each process would take {bytes_in_words(prediction.host_bytes)} of the host's "
+            f"memory, and its share is {bytes_in_words(share)}; allowed: optimizer.offload=false, a smaller "
+            "optimizer.moments, more shards, or force=true to try anyway"
+        )
+
+
+def host_share(processes: int) -> int:
+    """Bytes of the host's memory that each of its processes may pin: a tenth stays free."""
+    return int((1 - FREE_ON_HOST) * capacity(torch.device("cpu"))) // processes
 
 
 def least_bytes(config: DictConfig, step: Step) -> int:
@@ -164,7 +187,10 @@ def print_prediction(prediction: Prediction, limit: int | None, at_most: bool, r
     most = "at most about " if at_most else ""
     peak = bytes_in_words(prediction.peak_bytes)
     where = " on each device" if ranks > 1 else ""
-    print(f"memory: {most}{peak} of tensors predicted at the peak of a step{where} ({largest}){there}", flush=True)
+    host = f"; {bytes_in_words(prediction.host_bytes)} in the host's memory" if prediction.host_bytes else ""
+    print(
+        f"memory: {most}{peak} of tensors predicted at the peak of a step{where} ({largest}){there}{host}", flush=True
+    )
 
 
 def capacity(device: torch.device) -> int:
@@ -237,6 +263,10 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
         yield f"{setting} precision=bf16-true", replace(least, precision="bf16-true")
     elif step.moments != "8bit":
         yield f"{setting} optimizer.moments=8bit", replace(least, moments="8bit")
+    offloaded = replace(least, precision="bf16-true", offload_optimizer=True)
+    if step.fused and 0 < predict(offloaded).host_bytes <= host_share(step.local_ranks or step.dims.ranks):
+        to_bf16 = "" if step.precision == "bf16-true" else " precision=bf16-true"
+        yield f"{setting}{to_bf16} optimizer.offload=true", offloaded
     seq_len = step.seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:
         yield f"{setting} seq_len={seq_len}", replace(least, seq_len=seq_len)

@@ -17,7 +17,7 @@ from flash_train.profiling.memory.ledger import Ledger, Moment
 from flash_train.profiling.memory.module_walks import LinearWalk, MLPWalk, ModuleWalk, NormWalk, ResidualWalk
 from flash_train.profiling.memory.shared_attention_walk import SharedAttentionWalk
 from flash_train.profiling.memory.step import Step
-from flash_train.profiling.memory.weights_walk import ShardedWeights, WholeWeights
+from flash_train.profiling.memory.weights_walk import OptimizerState, ShardedWeights, WholeWeights
 
 KINDS = (
     "weights", "gradients", "optimizer state", "autocast copies", "residual stream", "norms", "attention", "mlp",
@@ -35,13 +35,15 @@ class Prediction:
     """The predicted memory of a step, in bytes.
 
     `peak` is the fullest moment of the step, `phases` has the fullest of each phase, `per_layer` is what a block keeps
-    between its forward and its backward, and `moments` has all moments, for a picture.
+    between its forward and its backward, and `moments` has all moments, for a picture. `host_bytes` is what a device's
+    process keeps in the host's memory, pinned.
     """
 
     peak: Moment
     phases: dict[str, Moment]
     per_layer: int
     moments: list[tuple[str, Moment]]
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -56,7 +58,8 @@ def predict(step: Step) -> Prediction:
     walk = _StepWalk(step)
     walk.run()
     ledger = walk.ledger
-    return Prediction(ledger.peak(), {name: ledger.peak(name) for name in PHASES}, walk.per_layer, ledger.moments)
+    phases = {name: ledger.peak(name) for name in PHASES}
+    return Prediction(ledger.peak(), phases, walk.per_layer, ledger.moments, OptimizerState.of(step).host)
 
 
 class _StepWalk(ModuleWalk):
@@ -90,6 +93,7 @@ class _StepWalk(ModuleWalk):
         self.embedding_backward()
         self.weights.after_step_backward()
         self.ledger.phase = "step"
+        self.ledger.hold_briefly("optimizer's copies", "optimizer state", OptimizerState.of(self.step).copies)
         norms = 4 * len(self.linears.weights) * self.model.n_layers
         self.ledger.hold_briefly("norms of the gradients", "optimizer state", norms)
 

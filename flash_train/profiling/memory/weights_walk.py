@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 from flash_train.distributed.gradient_sums import PIECE
 from flash_train.model import ModelConfig
+from flash_train.optim.adamw import SMALLEST_ON_HOST
 from flash_train.optim.formats import CODE_BLOCK
+from flash_train.optim.state import STAGED
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.ledger import Ledger
 from flash_train.profiling.memory.step import Step
 
 OPTIMIZER_BLOCK = 2048  # elements of a weight that a program of the optimizer's kernel updates
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / CODE_BLOCK}
 Shape = tuple[int, ...]
 
 
@@ -31,18 +34,28 @@ def root_shapes(m: ModelConfig) -> list[Shape]:
     return [table, (m.width,), *([] if m.tied_embeddings else [table])]
 
 
-def optimizer_bytes(step: Step) -> float:
-    """Return the bytes of the optimizer's state for each weight, on average."""
-    m, weight_bytes = step.model, PRECISIONS[step.precision].weight_bytes
-    sizes = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / CODE_BLOCK}
-    total = 0.0
-    for shape in (*block_shapes(m) * m.n_layers, *root_shapes(m)):
-        in_codes = len(shape) > 1 and shape[-1] % CODE_BLOCK == 0
-        moments = None if step.moments == "8bit" and not in_codes else step.moments
-        moment = weight_bytes if moments is None else sizes[moments]
-        total += math.prod(shape) * 2 * moment
-    lower = 2 if weight_bytes == 2 and step.master == "exact" else 0
-    return total / m.num_parameters + lower
+class OptimizerState(NamedTuple):
+    """Bytes of the optimizer's state on one device and in the host's memory, and of the copies while it steps."""
+
+    device: int
+    host: int
+    copies: int
+
+    @classmethod
+    def of(cls, step: Step) -> OptimizerState:
+        m, weight_bytes, shard = step.model, PRECISIONS[step.precision].weight_bytes, step.dims.shard
+        lower = 2 if weight_bytes == 2 and step.master == "exact" else 0
+        sizes, largest = {False: 0.0, True: 0.0}, 0.0
+        for shape in (*block_shapes(m) * m.n_layers, *root_shapes(m)):
+            in_codes = len(shape) > 1 and shape[-1] % CODE_BLOCK == 0
+            moments = None if step.moments == "8bit" and not in_codes else step.moments
+            each = 2 * (weight_bytes if moments is None else MOMENT_BYTES[moments]) + lower
+            part = -(-shape[0] // shard) * math.prod(shape[1:])
+            on_host = step.offload_optimizer and part >= SMALLEST_ON_HOST
+            sizes[on_host] += each * part
+            largest = max(largest, each * on_host)
+        copies = min(2 * STAGED * largest, sizes[True])
+        return cls(int(sizes[False]), int(sizes[True]), int(copies))
 
 
 class Group(NamedTuple):
@@ -82,7 +95,7 @@ class WholeWeights:
     def _hold_lasting(self, count: int) -> None:
         hold = self.ledger.hold
         hold("weights", "weights", self.weight_bytes * count)
-        hold("optimizer", "optimizer state", optimizer_bytes(self.step) * count)
+        hold("optimizer", "optimizer state", OptimizerState.of(self.step).device)
         if self.step.fused:  # two int32 per block: the index of its weight, and its own index within the weight
             hold("optimizer's blocks", "optimizer state", 2 * 4 * count // OPTIMIZER_BLOCK)
 

@@ -121,6 +121,24 @@ def test_pytorchs_attention_sums_the_gradient_of_the_queries_in_fp32():
         assert (own, theirs) == (0, joined)
 
 
+def test_the_optimizers_state_takes_what_its_formats_take():
+    def state(**formats: Any) -> float:
+        step = Step(B3, 1024, **{"precision": "bf16-true", **formats})
+        return predict(step).phases["forward"].parts["optimizer state"] / B3.num_parameters
+
+    blocks = 2 * 4 / 2048
+    for formats, size in (
+        ({}, 2 + 4), ({"master": "stochastic"}, 4), ({"master": "none", "moments": "fp32"}, 8),
+        ({"moments": "8bit"}, 2 + 2 * (1 + 4 / 256)), ({"precision": "bf16-mixed"}, 8),
+        ({"precision": "bf16-mixed", "moments": "8bit"}, 2 * (1 + 4 / 256)), ({"offload_optimizer": True}, 0),
+    ):  # fmt: skip
+        assert state(**formats) == pytest.approx(size + blocks, rel=0.002, abs=0.01), formats
+    offloaded = predict(Step(B3, 1024, precision="bf16-true", offload_optimizer=True))
+    assert offloaded.host_bytes == pytest.approx(6 * B3.num_parameters, rel=0.005)
+    copies = offloaded.phases["step"].parts["optimizer state"] - offloaded.phases["forward"].parts["optimizer state"]
+    assert copies == 2 * 2**25 * 6  # two sets of 32 million elements
+
+
 @pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])
 def test_attention_grows_linearly_with_flash_and_with_the_square_of_the_length_without(memory):
     def attention(backend: str, length: int) -> int:

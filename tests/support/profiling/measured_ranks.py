@@ -46,7 +46,7 @@ from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.allocations import Recording, moments
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from flash_train.training import CausalLMModule, StepSeed
+from flash_train.training import CausalLMModule, OptimizerConfig, StepSeed
 from tests.support.fused import fused_on_cpu
 
 MEASURED = "measured"  # the phase of the measured optimizer step, the second
@@ -79,6 +79,8 @@ def small_steps(ranks: int) -> dict[str, Step]:
         "fsdp-accumulate": replace(base, dims=sharded, accumulate=2, batch_size=2, seq_len=256),
         "fsdp-true-accumulate": replace(base, dims=sharded, precision="bf16-true", accumulate=2, seq_len=256),
         "fsdp-keep": replace(base, dims=sharded, memory="checkpoint", keep=0.5),
+        "fsdp-8bit": replace(base, dims=sharded, precision="bf16-true", moments="8bit"),
+        "fsdp-stochastic": replace(base, dims=sharded, precision="bf16-true", master="stochastic", moments="fp32"),
         "gather": long,
         "gather-batch": replace(long, seq_len=512, batch_size=ranks),
         "gather-whole": replace(long, seq_len=512, batch_size=ranks + 1),  # a document for each rank, and a shared one
@@ -126,6 +128,8 @@ def large_steps(ranks: int) -> dict[str, Step]:
             base, dims=sharded, precision="bf16-mixed", memory="checkpoint", accumulate=2, batch_size=2, seq_len=4096
         ),
         "fsdp-keep": replace(base, dims=sharded, memory="checkpoint", keep=0.5),
+        "fsdp-8bit": replace(base, dims=sharded, moments="8bit"),
+        "fsdp-offload": replace(base, dims=sharded, offload_optimizer=True),
         "fsdp-wide": replace(base, model=b8, dims=sharded, precision="bf16-mixed", memory="selective"),
         "gather": replace(base, dims=row, seq_len=32768, memory="selective"),
         "gather-none": replace(base, dims=row, seq_len=16384),
@@ -269,7 +273,8 @@ def measure(step: Step, folder: str, *, on_gpu: bool) -> Found:
     recorded = callback.recording.recording(nn.Module()) if isinstance(callback, ProfiledPeak) else nullcontext()
     with recorded:
         with trainer.init_module(empty_init=True if isinstance(strategy, ShardedStrategy) else None):
-            module = CausalLMModule(step.model, attention=step.attention, memory=step.memory)
+            optimizer = OptimizerConfig(master=step.master, moments=step.moments, offload=step.offload_optimizer)
+            module = CausalLMModule(step.model, optimizer, attention=step.attention, memory=step.memory)
         module.model.keep = step.keep
         trainer.fit(module, datamodule=Rows(step))
     peak = callback.fullest() if isinstance(callback, ProfiledPeak) else callback.peak

@@ -1,0 +1,228 @@
+"""Launches of AdamW's kernel: over all weights at once, or over pieces whose state comes from the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flash_train.optim import kernel
+from flash_train.optim.formats import CODE_BLOCK
+from flash_train.optim.state import AVERAGES, LOWER, SCALES, STAGED
+from flash_train.optim.update import Update
+
+STATE_NAMES = (*AVERAGES, *SCALES.values(), LOWER)  # in the order of the kernel's addresses
+
+
+class Piece(NamedTuple):
+    """Elements of a weight, from a multiple of the kernel's block on."""
+
+    weight: int
+    first: int
+    elements: int
+
+
+class Launcher:
+    """Launches the kernel, and keeps its tables from one step to the next."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, BlockTable] = {}
+
+    def __call__(self, update: Update) -> None:
+        if not sum(weight.numel() for weight in update.weights):  # this rank has no part of these weights
+            return
+        if update.found.on_host:
+            self._launch_pieces(update)
+        else:
+            whole = [Piece(number, 0, weight.numel()) for number, weight in enumerate(update.weights)]
+            states = [[_address(state.get(name)) for state in update.states] for name in STATE_NAMES]
+            self._launch(update, (), whole, states)
+
+    def _launch_pieces(self, update: Update) -> None:
+        """Bring the state of some elements to the GPU, update them, and bring it back, while others are on their way.
+
+        The next copies to the GPU run during the kernel and during the copies back: PCIe carries both ways at once.
+        """
+        device = update.weights[0].device
+        buckets = into_buckets([weight.numel() for weight in update.weights], STAGED)
+        stages = [Stage(update, device) for _ in buckets[:2]]
+        to_gpu, to_host = Copies(device), Copies(device)
+        for number, pieces in enumerate(buckets):
+            stage = stages[number % 2]
+            to_gpu.wait(stage.is_free)
+            with to_gpu.running():
+                stage.load(update, pieces)
+            wait_for(to_gpu.event())
+            states = [[stage.address(name, piece) for piece in stage.places(pieces)] for name in STATE_NAMES]
+            self._launch(update, (number,), pieces, states)
+            to_host.wait(event_on(device))
+            with to_host.running():
+                stage.store(update, pieces)
+            stage.is_free = to_host.event()
+        wait_for(to_host.event())  # then the buffers are free
+
+    def _launch(
+        self, update: Update, key: tuple[int, ...], pieces: Sequence[Piece], states: Sequence[Sequence[int]]
+    ) -> None:
+        weights = [update.weights[piece.weight] for piece in pieces]
+        gradients = [update.gradients[piece.weight] for piece in pieces]
+        numbers = [update.numbers[piece.weight] for piece in pieces]
+        device = weights[0].device
+        name = (*update.key, *key, update.found, device)
+        table, layout = self._tables.get(name), ([weight.numel() for weight in weights], numbers, list(pieces))
+        if table is None or table.layout != layout:
+            table = self._tables[name] = BlockTable.of(*layout, device)
+        addresses = [tensor.data_ptr() for tensor in (*weights, *gradients)]
+        addresses += [address for each in states for address in each]
+        if addresses != table.address_values:  # mostly equal: the allocator reuses the memory of the last gradients
+            update.check()
+            table.set_addresses(addresses)
+        scale = update.grad_scale
+        scale = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
+        (beta1, beta2), step, found = update.betas, update.step, update.found
+        with torch.cuda.device_of(weights[0]):
+            kernel.adamw_kernel[(len(table.tensor),)](
+                table.addresses, len(weights), table.device_sizes, table.device_numbers, table.tensor, table.start,
+                scale, update.lr * update.weight_decay, update.lr / (1 - beta1**step), beta1, beta2,
+                (1 - beta2**step) ** -0.5, update.eps, step, update.seed & 0xFFFFFFFF, update.seed >> 32 & 0xFFFFFFFF,
+                2 * update.part, WEIGHT=kernel.TYPES[found.weight], MOMENT=kernel.TYPES[found.moment],
+                MASTER=found.master, ALIGNED=table.aligned, PLANE=kernel.PLANE, num_warps=2, enable_fp_fusion=True,
+            )  # fmt: skip
+
+
+@dataclass
+class BlockTable:
+    """The table that maps each program to a weight and a block in it, and the addresses of the tensors."""
+
+    layout: tuple[list[int], list[int], list[Piece]]
+    device_sizes: Tensor
+    device_numbers: Tensor
+    tensor: Tensor
+    start: Tensor
+    addresses: Tensor | None = None
+    address_values: list[int] | None = None
+    aligned: bool = False
+
+    @classmethod
+    def of(cls, sizes: list[int], numbers: list[int], pieces: list[Piece], device: torch.device) -> BlockTable:
+        counts = torch.tensor([triton.cdiv(piece.elements, kernel.BLOCK) for piece in pieces])
+        first = torch.tensor([piece.first // kernel.BLOCK for piece in pieces])
+        tensor = torch.arange(len(sizes)).repeat_interleave(counts)
+        start = torch.arange(len(tensor)) - (counts.cumsum(0) - counts - first)[tensor]
+        return cls(
+            (sizes, numbers, pieces),
+            torch.tensor(sizes).to(device),
+            torch.tensor(numbers, dtype=torch.int32).to(device),
+            tensor.int().to(device),
+            start.int().to(device),
+        )
+
+    def set_addresses(self, addresses: list[int]) -> None:
+        there = self.device_sizes.device
+        pinned = torch.tensor(addresses, pin_memory=there.type == "cuda")
+        self.addresses, self.address_values = pinned.to(there, non_blocking=True), addresses
+        self.aligned = all(address % 16 == 0 for address in addresses)
+
+
+def into_buckets(sizes: Sequence[int], most: int) -> list[list[Piece]]:
+    """Divide weights into pieces, and the pieces into buckets of at most so many elements, a multiple of the block.
+
+    Each piece but a weight's last is a multiple of the kernel's block.
+    """
+    buckets: list[list[Piece]] = [[]]
+    left = most
+    for number, size in enumerate(sizes):
+        first = 0
+        while first < size:
+            if left == 0:
+                buckets.append([])
+                left = most
+            count = min(size - first, left)
+            buckets[-1].append(Piece(number, first, count))
+            first, left = first + count, left - triton.cdiv(count, kernel.BLOCK) * kernel.BLOCK
+    return buckets
+
+
+class Stage:
+    """Memory on the GPU for the state of a bucket's elements.
+
+    Attributes:
+        is_free: when the state before is back in the host's memory; None if there was none.
+    """
+
+    def __init__(self, update: Update, device: torch.device) -> None:
+        self.is_free: Any = None
+        self._buffers = {
+            name: torch.empty(STAGED // (CODE_BLOCK if name in SCALES.values() else 1), dtype=x.dtype, device=device)
+            for name, x in update.states[0].items()
+        }
+
+    def places(self, pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
+        """Return each piece with the place of its first element in the buffers."""
+        found, place = [], 0
+        for piece in pieces:
+            found.append((piece, place))
+            place += triton.cdiv(piece.elements, kernel.BLOCK) * kernel.BLOCK
+        return found
+
+    def load(self, update: Update, pieces: Sequence[Piece]) -> None:
+        for here, there in self._pairs(update, pieces):
+            here.copy_(there, non_blocking=True)
+
+    def store(self, update: Update, pieces: Sequence[Piece]) -> None:
+        for here, there in self._pairs(update, pieces):
+            there.copy_(here, non_blocking=True)
+
+    def _pairs(self, update: Update, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for piece, place in self.places(pieces):
+            for name, buffer in self._buffers.items():
+                per = CODE_BLOCK if name in SCALES.values() else 1
+                count = triton.cdiv(piece.elements, per)
+                there = update.states[piece.weight][name].view(-1)[piece.first // per :][:count]
+                found.append((buffer[place // per :][:count], there))
+        return found
+
+    def address(self, name: str, placed: tuple[Piece, int]) -> int:
+        """Return where the weight's first element would be, if the buffer went on to both sides of the piece."""
+        buffer, (piece, place) = self._buffers.get(name), placed
+        if buffer is None:
+            return 0
+        elements = (place - piece.first) // (CODE_BLOCK if name in SCALES.values() else 1)
+        return buffer.data_ptr() + elements * buffer.element_size()
+
+
+class Copies:
+    """A stream for copies; on a CPU they run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def running(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self, event: Any) -> None:
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def event(self) -> Any:
+        return None if self._stream is None else self._stream.record_event()
+
+
+def event_on(device: torch.device) -> Any:
+    """Return an event after the work of the current stream so far."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_for(event: Any) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

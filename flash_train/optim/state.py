@@ -1,0 +1,97 @@
+"""The optimizer's state of a weight: its entries, and how they are stored."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flash_train.distributed.sharding import local, place_as
+from flash_train.optim import formats
+from flash_train.optim.host_memory import to_host
+
+AVERAGES = ("exp_avg", "exp_avg_sq")  # the names in PyTorch's optimizer state
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+SCALES = {name: f"{name}_scale" for name in AVERAGES}
+LOWER = "weight_lower"
+# Elements whose state a step brings from the host to the GPU at a time, a multiple of the kernel's block. There are two
+# such sets on the GPU.
+STAGED = 2**25
+
+
+class Format(NamedTuple):
+    """How a weight and its state are stored.
+
+    Attributes:
+        weight, moment: dtypes; uint8 stands for codes.
+        master: exact, stochastic or none.
+        on_host: whether the state is in the host's memory while the weight is on a GPU.
+    """
+
+    weight: torch.dtype
+    moment: torch.dtype
+    master: str
+    on_host: bool = False
+
+
+State = dict[str, Tensor]
+
+
+def new_state(weight: Tensor, found: Format) -> State:
+    """Return the state before the first step."""
+    own = local(weight)
+    device = torch.device("cpu") if found.on_host else own.device
+    state: State = {}
+    for name in AVERAGES:
+        if found.moment == torch.uint8:
+            zero, blocks = 127 if SIGNED[name] else 0, own.shape[-1] // formats.CODE_BLOCK
+            state[name] = torch.full(own.shape, zero, dtype=torch.uint8, device=device)
+            state[SCALES[name]] = torch.zeros((*own.shape[:-1], blocks), device=device)
+        else:
+            state[name] = torch.zeros(own.shape, dtype=found.moment, device=device)
+    if found.master == "exact":
+        state[LOWER] = torch.zeros(own.shape, dtype=torch.int16, device=device)
+    return {"step": torch.zeros((), dtype=torch.float32), **_placed(weight, state, found)}
+
+
+def adopted_state(weight: Tensor, saved: dict[str, Any], found: Format) -> State:
+    """Return a saved state, in this or another format, in this format and on this device."""
+    own = local(weight)
+    state: State = {}
+    device = torch.device("cpu") if found.on_host else own.device
+    for name in AVERAGES:
+        value, scale = local(saved[name]).to(device), saved.get(SCALES[name])
+        if scale is not None:
+            scale = local(scale).to(device)
+            if found.moment == torch.uint8:
+                state |= {name: value, SCALES[name]: scale}
+                continue
+            value = formats.decode(value, scale, signed=SIGNED[name])
+        if found.moment == torch.uint8:
+            state[name], state[SCALES[name]] = formats.encode(value.float(), signed=SIGNED[name])
+        else:
+            state[name] = value.to(found.moment)
+    if found.master == "exact":
+        lower = local(saved[LOWER]) if LOWER in saved else torch.zeros(own.shape, dtype=torch.int16)
+        state[LOWER] = lower.to(device, torch.int16)
+    state = {name: value.contiguous() for name, value in state.items()}
+    return {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu(), **_placed(weight, state, found)}
+
+
+def part_of(weight: Tensor) -> int:
+    """Return which part of a sharded weight this rank has; 0 for a whole one."""
+    part = 0
+    if isinstance(weight, DTensor):
+        for dim, placement in enumerate(weight.placements):
+            if placement.is_shard():
+                part = part * weight.device_mesh.size(dim) + weight.device_mesh.get_local_rank(dim)
+    return part
+
+
+def _placed(weight: Tensor, own: State, found: Format) -> State:
+    """Return this rank's parts as tensors that are sharded as the weight is."""
+    if found.on_host:
+        own = {name: to_host(value) for name, value in own.items()}
+    return {name: place_as(weight, value) for name, value in own.items()}
