@@ -119,7 +119,7 @@ def profile_memory(config: DictConfig) -> None:
     recorded: list[RecordedStep] = []
     with known_failures(config) as watched:
         step, plan, _ = plan_run(config)
-        run = build(config, run_dir, plan, step.keep)
+        run = build(config, run_dir, plan, step)
         announce(run.attention, run.data.info, run.notes)
         only_measure(run.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         watched.begin(step, run, run_dir)

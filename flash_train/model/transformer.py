@@ -1,5 +1,7 @@
 """The decoder: tokens to logits, or to a loss without holding all logits at once."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from flash_train.checks import check, within
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
 from flash_train.model.layers import Block, Layout, Linear, RMSNorm
+from flash_train.model.offload import HostInputs, blocks_on_host
 from flash_train.model.recompute import check_memory_mode, first_kept, run_block
 from flash_train.model.rope import rope_tables
 
@@ -18,7 +21,8 @@ class Transformer(nn.Module):
 
     `attention` names the backend (of `flash_train.attention.BACKENDS`); `memory` says what each block keeps for its
     backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone). The
-    last blocks, a share `keep` of all, keep everything in every mode (see `first_kept`).
+    last blocks, a share `keep` of all, keep everything in every mode (see `first_kept`). Inputs of the first blocks, a
+    share `offload` of all, are in the host's memory until their backward (see `flash_train.model.offload`).
 
     Every call takes `tokens`, int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
@@ -27,12 +31,20 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, attention: str = "auto", memory: str = "none", keep: float = 0.0
+        self,
+        config: ModelConfig,
+        *,
+        attention: str = "auto",
+        memory: str = "none",
+        keep: float = 0.0,
+        offload: float = 0.0,
     ) -> None:
         super().__init__()
         check_memory_mode(memory)
         check("memory.keep", keep, within(0, 1))
-        self.config, self.attention, self.memory, self.keep = config, attention, memory, keep
+        check("memory.offload", offload, within(0, 1))
+        self.config, self.attention, self.memory, self.keep, self.offload = config, attention, memory, keep, offload
+        self._host_inputs = HostInputs()
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
@@ -77,9 +89,14 @@ class Transformer(nn.Module):
         x = x.to(ops.compute_dtype(x))  # so the residual stream takes half the memory under autocast
         random = self.training and max(self.config.attention_dropout, self.config.residual_dropout) > 0
         first = first_kept(len(self.blocks), self.memory, self.keep)
+        on_host = blocks_on_host(len(self.blocks), first, self.offload) if torch.is_grad_enabled() else 0
         for number, block in enumerate(self.blocks):
             memory = self.memory if number < first else "none"
-            x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=memory, random=random)
+            self._host_inputs.settle()
+            with self._host_inputs.keeping(number, x) if number < on_host else nullcontext():
+                x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=memory, random=random)
+            if 0 < number <= on_host and x.requires_grad:
+                self._host_inputs.fetch_before(number - 1, x)
         return self.norm(x).view(*tokens.shape, -1)
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Layout = None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_train.host_memory import CopyStream, Event, compute_after, computed
 from flash_train.optim import kernel
 from flash_train.optim.formats import CODE_BLOCK
 from flash_train.optim.state import AVERAGES, LOWER, SCALES, STAGED
@@ -51,20 +51,20 @@ class Launcher:
         device = update.weights[0].device
         buckets = into_buckets([weight.numel() for weight in update.weights], STAGED)
         stages = [Stage(update, device) for _ in buckets[:2]]
-        to_gpu, to_host = Copies(device), Copies(device)
+        to_gpu, to_host = CopyStream(device), CopyStream(device)
         for number, pieces in enumerate(buckets):
             stage = stages[number % 2]
             to_gpu.wait(stage.is_free)
             with to_gpu.running():
                 stage.load(update, pieces)
-            wait_for(to_gpu.event())
+            compute_after(to_gpu.event())
             states = [[stage.address(name, piece) for piece in stage.places(pieces)] for name in STATE_NAMES]
             self._launch(update, (number,), pieces, states)
-            to_host.wait(event_on(device))
+            to_host.wait(computed(device))
             with to_host.running():
                 stage.store(update, pieces)
             stage.is_free = to_host.event()
-        wait_for(to_host.event())  # then the buffers are free
+        compute_after(to_host.event())  # then the buffers are free
 
     def _launch(
         self, update: Update, key: tuple[int, ...], pieces: Sequence[Piece], states: Sequence[Sequence[int]]
@@ -156,7 +156,7 @@ class Stage:
     """
 
     def __init__(self, update: Update, device: torch.device) -> None:
-        self.is_free: Any = None
+        self.is_free: Event = None
         self._buffers = {
             name: torch.empty(STAGED // (CODE_BLOCK if name in SCALES.values() else 1), dtype=x.dtype, device=device)
             for name, x in update.states[0].items()
@@ -195,33 +195,6 @@ class Stage:
             return 0
         elements = (place - piece.first) // (CODE_BLOCK if name in SCALES.values() else 1)
         return buffer.data_ptr() + elements * buffer.element_size()
-
-
-class Copies:
-    """A stream for copies; on a CPU they run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def running(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def wait(self, event: Any) -> None:
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
-
-    def event(self) -> Any:
-        return None if self._stream is None else self._stream.record_event()
-
-
-def event_on(device: torch.device) -> Any:
-    """Return an event after the work of the current stream so far."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def wait_for(event: Any) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flash_train.distributed.sharding import local, place_as
+from flash_train.host_memory import to_host
 from flash_train.optim import formats
-from flash_train.optim.host_memory import to_host
 
 AVERAGES = ("exp_avg", "exp_avg_sq")  # the names in PyTorch's optimizer state
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}

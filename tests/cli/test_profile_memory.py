@@ -148,7 +148,8 @@ def test_several_values_are_refused(monkeypatch, capsys, tiny):
 
 def config(**values):
     base = {
-        "seq_len": 16384, "batch_size": 1, "accumulate": 1, "precision": "bf16-mixed", "memory": {"mode": "none"},
+        "seq_len": 16384, "batch_size": 1, "accumulate": 1, "precision": "bf16-mixed",
+        "memory": {"mode": "none", "offload": 0.0}, "optimizer": {"offload": True},
         "trainer": {"devices": 1, "num_nodes": 1}, "compile": False, "force": False, "data": {"packing": "best_fit"},
     }  # fmt: skip
     return OmegaConf.create(base | values)
@@ -173,7 +174,9 @@ def test_a_run_that_the_hosts_memory_cannot_hold_is_refused(monkeypatch, capsys)
     command.check_memory(config(), step, torch.device("cpu"))
     assert f"; {bytes_in_words(host)} in the host's memory" in capsys.readouterr().out
     monkeypatch.setattr(command, "capacity", lambda device: int(host / 0.9) - 2)
-    with pytest.raises(UsageError, match=r"optimizer.offload=true: each process would take .* of the host's memory"):
+    with pytest.raises(
+        UsageError, match=r"^optimizer.offload=true memory.offload=0.0: each process would take .* of the host's memory"
+    ):
         command.check_memory(config(), step, torch.device("cpu"))
     command.check_memory(config(force=True), step, torch.device("cpu"))
     monkeypatch.setattr(command, "capacity", lambda device: 2**40)
@@ -191,9 +194,7 @@ def test_each_rank_of_a_cpu_has_its_share_of_the_memory(monkeypatch, capsys):
     command.check_memory(several, step, device)
     assert " on each device (" in capsys.readouterr().out
     monkeypatch.setattr(command, "capacity", lambda device: 4 * predict(step).peak_bytes - 4)
-    with pytest.raises(
-        UsageError, match=r"on each device and there are .*; memory=checkpoint precision=bf16-true would"
-    ):
+    with pytest.raises(UsageError, match=r"on each device and there are .*; memory=offload would fit"):
         command.check_memory(several, step, device)
 
 
@@ -249,7 +250,8 @@ def test_a_peak_that_depends_on_the_documents_refuses_no_run(monkeypatch, capsys
 def test_the_first_setting_that_fits_is_the_cheapest():
     step = Step(MODEL, 8192, batch_size=2)
     peaks = {words: predict(other).peak_bytes for words, other in command.alternatives(step, flash=True)}
-    assert list(peaks)[:3] == ["memory=selective", "memory=checkpoint", "memory=checkpoint batch_size=1 accumulate=2"]
+    assert list(peaks)[:3] == ["memory=selective", "memory=checkpoint", "memory=offload"]
+    assert list(peaks)[3] == "memory=checkpoint batch_size=1 accumulate=2"
     for peak in peaks.values():
         first = next(other for other, size in peaks.items() if size <= peak)
         assert command.advice(step, peak, flash=True) == f"{first} would fit"
@@ -259,7 +261,7 @@ def test_the_first_setting_that_fits_is_the_cheapest():
 def test_kept_blocks_are_given_up_first():
     step = Step(MODEL, 8192, memory="checkpoint", keep=0.5)
     settings = [words for words, _ in command.alternatives(step, flash=True)]
-    assert settings[:2] == ["memory.keep=0", "memory.keep=0 memory=checkpoint precision=bf16-true"]
+    assert settings[:2] == ["memory.keep=0", "memory.keep=0 memory=offload"]
     assert predict(dict(command.alternatives(step, flash=True))["memory.keep=0"]).peak_bytes < predict(step).peak_bytes
 
 

@@ -28,7 +28,7 @@ from flash_train.attention.kernels.families import fastest_on
 from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.run.memory_check import capacity_of_rank, workspace_of
-from flash_train.cli.run.parallel_choice import most_kept
+from flash_train.cli.run.memory_choice import most_kept
 from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.sharding import shard_like
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy

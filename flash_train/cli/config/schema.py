@@ -156,6 +156,7 @@ class ParallelSchema:
 class MemorySchema:
     mode: str = "none"
     keep: Any = 0.0  # share of the blocks that keep everything whatever the mode; auto: the largest that fits
+    offload: Any = 0.0  # share of the blocks whose inputs are in the host's memory; auto: the smallest that fits
 
 
 @dataclass

@@ -24,7 +24,7 @@ LARGEST = 2**31 - 1  #: the largest count; a larger one overflows in PyTorch or 
 #: The registry of backends imports PyTorch, which takes seconds. Each backend has a file here, and a test compares.
 BACKENDS = tuple(sorted(file.stem for file in (conf_dir() / "attention").glob("*.yaml")))
 
-KEEP = Allowed(
+SHARE = Allowed(
     lambda value: value == "auto" or (isinstance(value, int | float) and value is not True and 0 <= value <= 1),
     "auto or in [0, 1]",
 )
@@ -84,7 +84,8 @@ RULES = {
     "callbacks.sample.seconds": above(0),
     "callbacks.memory_snapshot.every": at_least(1),
     "memory.mode": one_of("none", "selective", "checkpoint"),
-    "memory.keep": KEEP,
+    "memory.keep": SHARE,
+    "memory.offload": SHARE,
     "logger.name": one_of("wandb", "none"),
     "logger.mode": one_of("auto", "online", "offline"),
 }

@@ -19,6 +19,7 @@ from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
 from flash_train.cli.run.resume import check_resume, find_checkpoint
 from flash_train.data import PackedDataModule
+from flash_train.profiling.memory.step import Step
 from flash_train.training import CausalLMModule
 
 
@@ -48,12 +49,12 @@ class Run:
         return self.trainer.strategy.root_device
 
 
-def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, keep: float = 0.0) -> Run:
+def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, step: Step | None = None) -> Run:
     """Build the objects of a run.
 
     Args:
         plan: how several devices divide the work; None takes the configuration's.
-        keep: the share of blocks that keep everything for their backward (see `Transformer`).
+        step: a step of the run; which blocks keep everything, and whose inputs are in the host's memory. None: none.
 
     Raises:
         UsageError: one line that names the key at fault.
@@ -73,7 +74,8 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, k
     trainer = build_run_trainer(config, run_dir, data, plan)
     lightning.seed_everything(config.seed, verbose=False)
     module = init_module(config, model, backend, data, pretrained, trainer)
-    module.model.keep = keep
+    if step is not None:
+        module.model.keep, module.model.offload = step.keep, step.offload
     deal_rows(data, module.model, plan)
     notes = data_notes(data, plan) | {"model": rotary_note(config, model)}
     if checkpoint:

@@ -105,11 +105,10 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     quieten_lightning()
     stopped_by: signal.Signals | None = None
     with known_failures(config) as watched:
-        plan, keep = None, 0.0
+        step, plan = None, None
         if not config.validate_only:
             step, plan, _ = plan_run(config)
-            keep = step.keep
-        run = build(config, run_dir, plan, keep)
+        run = build(config, run_dir, plan, step)
         announce(run.attention, run.data.info, run.notes)
         if config.validate_only:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=run.checkpoint, verbose=False)

@@ -35,7 +35,7 @@ BY_DOCUMENT = ("standard", "chunked")
 OUTSIDE = 2 * 2**30
 CONTAINER = Path("/sys/fs/cgroup/memory.max")  # Linux's memory limit for this process's group: bytes, or "max"
 FREE_ON_HOST = 0.1  # the share of the host's memory that stays free
-AUTO = "auto"  # `memory.keep`: as large as the memory allows
+AUTO = "auto"  # `memory.keep`: as large as the memory allows; `memory.offload`: as small
 SHORTEST = 256  # tokens; shorter rows are not worth proposing
 
 
@@ -54,7 +54,8 @@ def step_before_run(config: DictConfig) -> tuple[Step, torch.device]:
 def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torch.device) -> Step:
     """The settings that decide the memory of a step, with one document per row: the most that attention can need.
 
-    What `parallel=auto` and `memory.keep=auto` choose is still open: whole weights, and no block keeps everything.
+    What `parallel=auto`, `memory.keep=auto` and `memory.offload=auto` choose is still open: whole weights, and no block
+    keeps everything or has its input in the host's memory.
     """
     plan = parallel_plan(config)
     return Step(
@@ -65,6 +66,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         precision=config.precision,
         memory=config.memory.mode,
         keep=0.0 if config.memory.keep == AUTO else config.memory.keep,
+        offload=0.0 if config.memory.offload == AUTO else config.memory.offload,
         attention=attention,
         fused=device.type == "cuda",
         family=(PORTABLE if config.trainer.deterministic else fastest_on(device)).name,
@@ -126,9 +128,9 @@ def check_host_memory(config: DictConfig, prediction: Prediction) -> None:
     share = host_share(config.trainer.devices)
     if prediction.host_bytes > share and not config.force:
         raise OutOfMemoryError(
-            f"optimizer.offload=true: each process would take {bytes_in_words(prediction.host_bytes)} of the host's "
-            f"memory, and its share is {bytes_in_words(share)}; allowed: optimizer.offload=false, a smaller "
-            "optimizer.moments, more shards, or force=true to try anyway"
+            f"optimizer.offload={str(config.optimizer.offload).lower()} memory.offload={config.memory.offload}: each "
+            f"process would take {bytes_in_words(prediction.host_bytes)} of the host's memory, and its share is "
+            f"{bytes_in_words(share)}; allowed: less of either, or force=true to try anyway"
         )
 
 
@@ -254,6 +256,8 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
     for mode in MEMORY_MODES[MEMORY_MODES.index(step.memory) + 1 :]:  # ordered by how much they keep
         yield f"memory={mode}", replace(step, memory=mode)
     least = replace(step, memory="checkpoint")
+    if step.fused and step.offload < 1 and _fits_host(offloaded := replace(least, offload=1.0)):
+        yield "memory=offload", offloaded
     if step.batch_size > 1:
         one = replace(least, batch_size=1, accumulate=step.accumulate * step.batch_size)
         yield f"memory=checkpoint batch_size=1 accumulate={one.accumulate}", one
@@ -264,9 +268,14 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
     elif step.moments != "8bit":
         yield f"{setting} optimizer.moments=8bit", replace(least, moments="8bit")
     offloaded = replace(least, precision="bf16-true", offload_optimizer=True)
-    if step.fused and 0 < predict(offloaded).host_bytes <= host_share(step.local_ranks or step.dims.ranks):
+    if step.fused and _fits_host(offloaded):
         to_bf16 = "" if step.precision == "bf16-true" else " precision=bf16-true"
         yield f"{setting}{to_bf16} optimizer.offload=true", offloaded
     seq_len = step.seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:
         yield f"{setting} seq_len={seq_len}", replace(least, seq_len=seq_len)
+
+
+def _fits_host(step: Step) -> bool:
+    """Whether the step uses the host's memory, and no more than there is."""
+    return 0 < predict(step).host_bytes <= host_share(step.local_ranks or step.dims.ranks)

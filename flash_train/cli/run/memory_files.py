@@ -42,7 +42,8 @@ def write_memory(config: DictConfig, run: Run, recorded: RecordedStep, folder: P
     """Write the files of the report on a recorded step, log them to W&B, and print a line."""
     model, device = run.module.model.config, run.module.device
     step = of_plan(step_of(config, model, run.attention[0], device), run.plan)
-    step = replace(step, lengths=recorded.lengths, row_entries=run.data.info["capacity"], keep=run.module.model.keep)
+    chosen = {"keep": run.module.model.keep, "offload": run.module.model.offload}
+    step = replace(step, lengths=recorded.lengths, row_entries=run.data.info["capacity"], **chosen)
     found = report(
         recorded.profile, predict(step), step, allocated=recorded.allocated_bytes, reserved=recorded.reserved_bytes
     )

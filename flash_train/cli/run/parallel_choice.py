@@ -1,7 +1,4 @@
-"""Chooses by the predicted memory what a configuration leaves open.
-
-That is the plan of several devices, how the optimizer stores weights and moments, and `memory.keep`.
-"""
+"""Chooses by the predicted memory the plan of several devices, if a configuration leaves it open."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +10,10 @@ from omegaconf import DictConfig
 from flash_train.attention.parallel import can_divide_heads
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
-from flash_train.cli.run.memory_check import AUTO, check_memory, least_bytes, limit_of, step_before_run
+from flash_train.cli.run.memory_check import check_memory, limit_of, step_before_run
+from flash_train.cli.run.memory_choice import with_choices
 from flash_train.distributed.dims import ParallelDims
 from flash_train.profiling.memory.prediction import predict
-from flash_train.profiling.memory.results import RELATIVE
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words
 
@@ -32,8 +29,7 @@ def plan_run(config: DictConfig) -> tuple[Step, ParallelPlan, torch.device]:
     """
     step, device = step_before_run(config)
     plan = choose_plan(config, step, device)
-    step = with_optimizer_formats(config, of_plan(step, plan), device)
-    step = with_kept_blocks(config, step, device)
+    step = with_choices(config, of_plan(step, plan), device)
     check_memory(config, step, device, other_plans(config, step, plan))
     return step, plan, device
 
@@ -127,77 +123,6 @@ def setting_of(config: DictConfig, plan: ParallelPlan) -> str:
     if config.global_batch is None and plan.accumulate != parallel_plan(config).accumulate:
         setting += f" accumulate={plan.accumulate}"
     return setting
-
-
-def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
-    """The step with the most exact optimizer that fits, where `optimizer.master` and `optimizer.moments` are null.
-
-    In bf16-true that is an exact master, then also 8-bit moments, then stochastic rounding with 8-bit moments. If none
-    fits, it stays as it is. Prints what it chose in one line, and sets it in the configuration, so that a run that
-    resumes has the same.
-    """
-    limit = limit_of(config, device)
-    given = config.optimizer
-    if limit is None or config.compile or step.precision != "bf16-true" or given.moments is not None:
-        return step
-    smaller = [replace(step, moments="8bit")]
-    if given.master is None:
-        smaller.append(replace(step, moments="8bit", master="stochastic"))
-    needed = least_bytes(config, step)
-    if needed > limit:
-        for other in smaller:
-            if least_bytes(config, other) <= limit:
-                given.master, given.moments = other.master, other.moments
-                print_formats(other, needed, limit)
-                return other
-    return step
-
-
-def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> Step:
-    """The step with the share of blocks that `memory.keep` says; `auto` takes the largest share whose step fits.
-
-    Prints what it chose in one line.
-
-    Raises:
-        UsageError: `memory.keep=auto` with a model that is compiled, or on a device whose memory is unknown.
-    """
-    if config.memory.keep != AUTO or step.memory == "none":
-        return step
-    limit = limit_of(config, device)
-    if config.compile or limit is None:
-        why = "compile=true has no predicted memory" if config.compile else f"the memory of {device.type} is unknown"
-        raise UsageError(f"memory.keep=auto: {why}; allowed: a share in [0, 1]")
-    kept = most_kept(step, limit)
-    print_kept(kept, step.model.n_layers, step.memory)
-    return replace(step, keep=kept / step.model.n_layers)
-
-
-def most_kept(step: Step, limit: int) -> int:
-    """How many blocks can keep everything in so many bytes; 0 also if the step does not fit with none.
-
-    A margin of 5 % is for fragmentation.
-    """
-    layers, most = step.model.n_layers, int((1 - RELATIVE) * limit)
-    fits, too_many = 0, layers + 1
-    while too_many - fits > 1:  # more kept blocks take more memory
-        middle = (fits + too_many) // 2
-        within = predict(replace(step, keep=middle / layers)).peak_bytes <= most
-        fits, too_many = (middle, too_many) if within else (fits, middle)
-    return fits
-
-
-@rank_zero_only
-def print_formats(step: Step, needed: int, limit: int) -> None:
-    print(
-        f"optimizer: master={step.master}, moments={step.moments}: with master=exact and moments in bf16 a step takes "
-        f"{bytes_in_words(needed)} of {bytes_in_words(limit)}",
-        flush=True,
-    )
-
-
-@rank_zero_only
-def print_kept(kept: int, layers: int, memory: str) -> None:
-    print(f"memory.keep: {kept} of {layers} blocks keep everything, the others what memory={memory} keeps", flush=True)
 
 
 @rank_zero_only

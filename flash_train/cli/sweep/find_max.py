@@ -12,7 +12,8 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.config.parallel import parallel_plan
-from flash_train.cli.run.memory_check import BY_DOCUMENT, capacity_of_rank, step_before_run
+from flash_train.cli.run.memory_check import AUTO, BY_DOCUMENT, capacity_of_rank, host_share, step_before_run
+from flash_train.cli.run.memory_choice import most_on_host
 from flash_train.cli.run.outcome import require_success
 from flash_train.cli.run.parallel_choice import of_plan, possible_plans
 from flash_train.cli.sweep.find_max_options import Search
@@ -123,15 +124,22 @@ def predicted_length(config: DictConfig, limit: int) -> int:
     plan = parallel_plan(config)
     plans = possible_plans(config, step) if plan.is_open else [plan]
     most = capacity_of_rank(device, plan.dims.ranks, config.trainer.devices)
-    return max(predicted_longest(of_plan(step, plan), most, limit) for plan in plans)
+    share = host_share(config.trainer.devices) if config.memory.offload == AUTO else None
+    return max(predicted_longest(of_plan(step, plan), most, limit, share) for plan in plans)
 
 
-def predicted_longest(step: Step, limit_bytes: int, limit: int) -> int:
-    """The longest row, at most `limit` tokens, whose predicted peak is at most `limit_bytes`; a multiple of UNIT."""
+def predicted_longest(step: Step, limit_bytes: int, limit: int, host_bytes: int | None = None) -> int:
+    """The longest row, at most `limit` tokens, whose predicted peak is at most `limit_bytes`; a multiple of UNIT.
+
+    With `host_bytes`, as many inputs of blocks as these hold are in the host's memory.
+    """
     low, high = 1, max(1, limit // UNIT)
     while low < high:
         middle = (low + high + 1) // 2
-        within = predict(replace(step, seq_len=middle * UNIT)).peak_bytes <= limit_bytes
+        tried = replace(step, seq_len=middle * UNIT)
+        if host_bytes is not None:
+            tried = replace(tried, offload=most_on_host(tried, host_bytes) / step.model.n_layers)
+        within = predict(tried).peak_bytes <= limit_bytes
         low, high = (middle, high) if within else (low, middle - 1)
     return low * UNIT
 

@@ -7,7 +7,8 @@ from flash_train.cli.config.overrides import CommandLine, parse
 from flash_train.cli.config.validate import RULES
 
 KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
-MEMORY = RULES["memory.mode"].choices
+MODES = RULES["memory.mode"].choices
+MEMORY = (*MODES, "offload")
 ATTENTIONS = tuple(name for name in RULES["attention.backend"].choices if name != "auto")
 UNIT = 64  #: as in profiling.longest
 LIMIT, ATTENTION = 1 << 20, ("flash", "standard")
@@ -20,12 +21,12 @@ class Search:
 
     Args:
         limit: the longest row to try, in tokens. None: depends on the device.
-        memory: memory modes.
+        memory: files of conf/memory.
         attention: attention backends. None: depends on the device.
     """
 
     limit: int | None = None
-    memory: tuple[str, ...] = MEMORY
+    memory: tuple[str, ...] = MODES
     attention: tuple[str, ...] | None = None
 
     def on(self, cuda: bool) -> tuple[int, tuple[str, ...]]:

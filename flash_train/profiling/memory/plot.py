@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from flash_train.profiling.memory.ledger import PHASE_NAMES, Moment
 from flash_train.profiling.memory.prediction import KINDS
 from flash_train.records.memory_use import GIB
-from flash_train.records.plots import BLUE, GREEN, ORANGE, save_figure, say_empty
+from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION, save_figure, say_empty
 
 # Okabe & Ito (2008) and greys: memory that outlives the step is grey, other memory has a colour.
 COLORS = {
@@ -23,7 +23,7 @@ COLORS = {
 }  # fmt: skip
 BELOW = ("weights", "optimizer state", "gradients", "autocast copies", "matrix-product workspace", "batch and tables")
 ORDER = (*BELOW, *(kind for kind in KINDS if kind not in BELOW))
-MODES = {"none": (BLUE, "o"), "selective": (ORANGE, "s"), "checkpoint": (GREEN, "D")}
+MODES = {"none": (BLUE, "o"), "selective": (ORANGE, "s"), "checkpoint": (GREEN, "D"), "offload": (VERMILION, "^")}
 POINTS = 1500  # with more moments than this, only the fullest of each stretch is drawn
 
 

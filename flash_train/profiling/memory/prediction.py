@@ -59,7 +59,8 @@ def predict(step: Step) -> Prediction:
     walk.run()
     ledger = walk.ledger
     phases = {name: ledger.peak(name) for name in PHASES}
-    return Prediction(ledger.peak(), phases, walk.per_layer, ledger.moments, OptimizerState.of(step).host)
+    host = OptimizerState.of(step).host + step.inputs_on_host * walk.activation_bytes * walk.stream
+    return Prediction(ledger.peak(), phases, walk.per_layer, ledger.moments, host)
 
 
 class _StepWalk(ModuleWalk):
@@ -114,6 +115,8 @@ class _StepWalk(ModuleWalk):
             ledger.hold_briefly("embedding in fp32", "residual stream", self.weight_bytes * self.stream)
         for layer in range(self.model.n_layers):
             before = self.activations
+            if layer - 1 in range(self.step.inputs_on_host):
+                ledger.release(f"x{layer - 1}")
             self.weights.before_forward(layer)
             self.block(layer, saves=self.keeps(layer))
             self.weights.after_forward(layer)
@@ -203,6 +206,8 @@ class _StepWalk(ModuleWalk):
 
     def block_backward(self, layer: int) -> None:
         ledger, e, fused = self.ledger, self.activation_bytes, self.step.fused
+        if layer - 1 in range(self.step.inputs_on_host):  # it arrives from the host
+            ledger.hold(f"x{layer - 1}", "residual stream", e * self.stream)
         if not self.keeps(layer):
             self.attention.restore(layer)
             self.block(layer, saves=True)

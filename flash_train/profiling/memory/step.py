@@ -9,6 +9,7 @@ from flash_train.attention.parallel import Method
 from flash_train.checks import check_name
 from flash_train.distributed.dims import ParallelDims
 from flash_train.model import ModelConfig
+from flash_train.model.offload import blocks_on_host
 from flash_train.model.recompute import MEMORY_MODES, first_kept
 from flash_train.precision import PRECISIONS
 
@@ -28,7 +29,8 @@ class Step:
         accumulate: micro-batches per optimizer step.
         precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
         memory: none, selective or checkpoint.
-        keep: the share of blocks that keep everything whatever `memory` says (see `Transformer`).
+        keep, offload: the share of blocks that keep everything whatever `memory` says, and the share whose inputs are
+            in the host's memory (see `Transformer`).
         attention: the backend that runs, one of `training_backends()`.
         fused: use the kernels for CUDA; otherwise PyTorch's own operations, as on a CPU.
         family: the kernel family whose backward runs on the device, if this project's kernels run.
@@ -53,6 +55,7 @@ class Step:
     precision: str = "bf16-mixed"
     memory: str = "none"
     keep: float = 0.0
+    offload: float = 0.0
     attention: str = "flash"
     fused: bool = True
     family: str = PORTABLE.name
@@ -109,6 +112,11 @@ class Step:
     def first_kept(self) -> int:
         """The first block that keeps everything for its backward; all later blocks do, too."""
         return first_kept(self.model.n_layers, self.memory, self.keep)
+
+    @property
+    def inputs_on_host(self) -> int:
+        """How many blocks, the first ones, have their inputs in the host's memory."""
+        return blocks_on_host(self.model.n_layers, self.first_kept, self.offload)
 
     @property
     def documents(self) -> tuple[int, ...]:

@@ -111,7 +111,8 @@ def test_attention_is_resolved(choice):
 @pytest.mark.parametrize("choice", of_group("memory"), ids=str)
 def test_memory_mode_is_taken(choice):
     config = composed(choice)
-    assert config.memory.mode == choice.stem
+    assert config.memory.mode == {"offload": "checkpoint"}.get(choice.stem, choice.stem)
+    assert config.memory.offload == ("auto" if choice.stem == "offload" else 0)
     with torch.device("meta"):
         Transformer(build_model_config(config, BYTES, None), attention="sdpa", memory=config.memory.mode)
 

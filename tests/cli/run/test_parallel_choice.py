@@ -1,4 +1,4 @@
-"""What `parallel=auto` and `memory.keep=auto` choose by the predicted memory."""
+"""What `parallel=auto` chooses by the predicted memory."""
 
 from dataclasses import replace
 
@@ -142,47 +142,3 @@ def test_with_the_last_plan_further_settings_are_tried():
     smaller = replace(least, memory="checkpoint", batch_size=1, accumulate=8)
     text = memory_check.advice(step, predict(smaller).peak_bytes, True, others)
     assert text == "parallel=context memory=checkpoint batch_size=1 accumulate=8 would fit"
-
-
-def test_the_optimizer_gives_up_what_does_not_fit(monkeypatch, capsys):
-    """8-bit moments come before a master that is not exact. A setting that the user gives stays."""
-
-    def chosen(limit: int, *given: str) -> tuple[str, str | None]:
-        config = config_of("precision=bf16-true", *given)
-        step = step_for(config, master=config.optimizer.master or "exact", moments=config.optimizer.moments)
-        monkeypatch.setattr(parallel_choice, "limit_of", lambda *_: limit)
-        found = parallel_choice.with_optimizer_formats(config, step, CPU)
-        if capsys.readouterr().out:  # then the run's configuration has it, too
-            assert (config.optimizer.master, config.optimizer.moments) == (found.master, found.moments)
-        return found.master, found.moments
-
-    step = step_for(config_of("precision=bf16-true"))
-    formats = [("exact", None), ("exact", "8bit"), ("stochastic", "8bit")]
-    peaks = [predict(replace(step, master=master, moments=moments)).peak_bytes for master, moments in formats]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
-    assert [chosen(peak) for peak in peaks] == formats
-    assert chosen(peaks[-1] - 1) == formats[0]  # none fits, and the run is refused
-    assert chosen(peaks[2], "optimizer.master=exact") == ("exact", None)
-    assert chosen(peaks[1], "optimizer.master=exact") == ("exact", "8bit")
-    assert chosen(peaks[1], "optimizer.moments=fp32") == ("exact", "fp32")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_auto_keeps_as_many_blocks_as_fit(ranks, monkeypatch, capsys):
-    config = config_of(f"trainer.devices={ranks}", "seq_len=4096", "memory.keep=auto")
-    step = step_for(config)
-    peaks = [predict(replace(step, keep=kept / 6)).peak_bytes for kept in range(7)]
-    for kept in range(1, 7):
-        monkeypatch.setattr(parallel_choice, "limit_of", lambda *_, limit=peaks[kept]: round(limit / 0.95) + 1)
-        assert parallel_choice.with_kept_blocks(config, step, CPU).keep == kept / 6
-        assert f"{kept} of 6 blocks keep everything" in capsys.readouterr().out
-    monkeypatch.setattr(parallel_choice, "limit_of", lambda *_: 1)
-    assert parallel_choice.with_kept_blocks(config, step, CPU).keep == 0
-
-
-def test_auto_needs_a_prediction(monkeypatch):
-    for overrides, limit, why in (("compile=true", 1, "compile=true"), ("", None, "memory of cpu")):
-        config = config_of("memory.keep=auto", *overrides.split())
-        monkeypatch.setattr(parallel_choice, "limit_of", lambda *_, limit=limit: limit)
-        with pytest.raises(UsageError, match=rf"^memory.keep=auto: .*{why}.*; allowed: a share in \[0, 1\]$"):
-            parallel_choice.with_kept_blocks(config, step_for(config), CPU)

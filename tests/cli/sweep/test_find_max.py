@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -24,7 +25,7 @@ def split(*arguments):
 def test_choices_equal_the_library():
     """The options repeat them, because mistakes are reported before the library is imported."""
     assert (
-        tuple(MEMORY_MODES) == options.MEMORY
+        tuple(MEMORY_MODES) == options.MODES == options.MEMORY[:-1]
         and set(options.ATTENTIONS) == set(training_backends())
         and options.UNIT == UNIT
     )
@@ -66,6 +67,15 @@ def test_mistakes_are_one_line(arguments, words):
     assert "\n" not in str(error.value)
 
 
+def test_the_guess_counts_on_inputs_in_the_hosts_memory():
+    step = Step(replace(MODEL, n_layers=8), 512, memory="checkpoint")
+    limit = predict(replace(step, seq_len=1024 * UNIT)).peak_bytes
+    guesses = [command.predicted_longest(step, limit, 2**20, host_bytes) for host_bytes in (None, 2**26, 2**40)]
+    assert guesses == sorted(guesses) and guesses[2] > 1.1 * guesses[0]
+    tried = replace(step, offload=1.0, seq_len=guesses[2] + UNIT)
+    assert predict(replace(tried, seq_len=guesses[2])).peak_bytes <= limit < predict(tried).peak_bytes
+
+
 @pytest.mark.parametrize("memory", ["none", "selective", "checkpoint"])
 def test_the_guess_is_the_longest_that_is_predicted_to_fit(memory):
     step = Step(MODEL, 512, memory=memory)
@@ -79,7 +89,7 @@ def test_the_guess_is_the_longest_that_is_predicted_to_fit(memory):
 def test_several_devices_are_predicted_with_the_best_plan(tiny, monkeypatch):
     seen = []
 
-    def longest(step, most, limit):
+    def longest(step, most, limit, host_bytes):
         seen.append((step.dims.shard, step.dims.context))
         return 100 * step.dims.shard - step.dims.context
 
@@ -136,7 +146,7 @@ def test_a_good_prediction_takes_two_trials_and_one_at_the_limit(limit, expected
         return Result("ok" if trials[-1] <= 100_000 else "oom")
 
     monkeypatch.setattr(command, "run_trial", run_trial)
-    monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most: min(100_352, most))
+    monkeypatch.setattr(command, "predicted_longest", lambda _step, _bytes, most, _host: min(100_352, most))
     line = read([text for text in tiny if not text.startswith(("seq_len", "max_steps", "logger", "run_dir"))])
     command.find_max(line, options.Search(limit, ("none",), ("sdpa",)), tmp_path / "search")
     assert trials == expected

@@ -28,6 +28,11 @@ STEPS = [
     for precision in ("bf16-mixed", "bf16-true")
     for memory in ("none", "selective", "checkpoint")
 ]
+STEPS += [
+    Step(model, 2048, precision="bf16-true", memory=memory, keep=keep, offload=offload)
+    for model in (replace(MODEL, n_layers=6), replace(OTHER, n_layers=6))
+    for memory, keep, offload in (("checkpoint", 0, 1.0), ("selective", 0, 0.5), ("checkpoint", 0.5, 1.0))
+]
 STEPS += [replace(step, model=replace(MODEL, n_layers=1, mlp_width=4096)) for step in (STEPS[0], STEPS[3])]
 STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), replace(STEPS[3], seq_len=3000)]
 
@@ -52,7 +57,7 @@ def test_measured_peak_agrees_with_the_prediction(step, empty_kernels):
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
     backward, measured_backward = expected.phases["backward"], found.phases["backward"]
     assert backward.total == pytest.approx(measured_backward.total, rel=0.02)
-    for kept in found.kept_by_block.values():
+    for kept in found.kept_by_block.values() if step.offload == 0 else ():
         assert expected.per_layer == pytest.approx(kept, rel=0.01)
     kinds = ("norms", "attention", "residual stream") if step.model is MODEL else ()  # else norms of q and k are either
     for kind in kinds:

@@ -130,6 +130,7 @@ def large_steps(ranks: int) -> dict[str, Step]:
         "fsdp-keep": replace(base, dims=sharded, memory="checkpoint", keep=0.5),
         "fsdp-8bit": replace(base, dims=sharded, moments="8bit"),
         "fsdp-offload": replace(base, dims=sharded, offload_optimizer=True),
+        "fsdp-inputs": replace(base, dims=sharded, seq_len=16384, memory="checkpoint", offload=1.0),
         "fsdp-wide": replace(base, model=b8, dims=sharded, precision="bf16-mixed", memory="selective"),
         "gather": replace(base, dims=row, seq_len=32768, memory="selective"),
         "gather-none": replace(base, dims=row, seq_len=16384),
@@ -275,7 +276,7 @@ def measure(step: Step, folder: str, *, on_gpu: bool) -> Found:
         with trainer.init_module(empty_init=True if isinstance(strategy, ShardedStrategy) else None):
             optimizer = OptimizerConfig(master=step.master, moments=step.moments, offload=step.offload_optimizer)
             module = CausalLMModule(step.model, optimizer, attention=step.attention, memory=step.memory)
-        module.model.keep = step.keep
+        module.model.keep, module.model.offload = step.keep, step.offload
         trainer.fit(module, datamodule=Rows(step))
     peak = callback.fullest() if isinstance(callback, ProfiledPeak) else callback.peak
     largest = torch.tensor(peak, device="cuda" if on_gpu else "cpu")

@@ -13,7 +13,8 @@ def measured(step: Step):
     """Measure the second optimizer step, as `CausalLMModule` runs it: gradients are freed after they are used."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if step.precision == "bf16-true" else torch.float32
-    model = Transformer(step.model, attention=step.attention, memory=step.memory).to(dtype)
+    kept = {"memory": step.memory, "keep": step.keep, "offload": step.offload}
+    model = Transformer(step.model, attention=step.attention, **kept).to(dtype)
     optimizer = build_adamw(model, OptimizerConfig())
     n = step.seq_len
     tokens, labels = (torch.randint(step.model.vocab_size, (1, n)) for _ in "ab")

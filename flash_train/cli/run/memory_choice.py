@@ -1,0 +1,154 @@
+"""Chooses by the predicted memory what a configuration leaves open about weights, moments and activations."""
+
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.run.memory_check import AUTO, host_share, least_bytes, limit_of
+from flash_train.profiling.memory.prediction import predict
+from flash_train.profiling.memory.results import RELATIVE
+from flash_train.profiling.memory.step import Step
+from flash_train.records.memory_use import bytes_in_words
+
+
+def with_choices(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """The step with what the configuration leaves open, in the order of the costs."""
+    step = with_inputs_on_host(config, step, device)
+    step = with_optimizer_formats(config, step, device)
+    return with_kept_blocks(config, step, device)
+
+
+def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """The step with the most exact optimizer that fits, where `optimizer.master` and `optimizer.moments` are null.
+
+    In bf16-true that is an exact master, then also 8-bit moments, then stochastic rounding with 8-bit moments. If none
+    fits, it stays as it is. Prints what it chose in one line, and sets it in the configuration, so that a run that
+    resumes has the same.
+    """
+    limit = limit_of(config, device)
+    given = config.optimizer
+    if limit is None or config.compile or step.precision != "bf16-true" or given.moments is not None:
+        return step
+    smaller = [replace(step, moments="8bit")]
+    if given.master is None:
+        smaller.append(replace(step, moments="8bit", master="stochastic"))
+    needed = least_bytes(config, step)
+    if needed > limit:
+        for other in smaller:
+            if least_bytes(config, other) <= limit:
+                given.master, given.moments = other.master, other.moments
+                print_formats(other, needed, limit)
+                return other
+    return step
+
+
+def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """The step with the share of blocks that `memory.keep` says; `auto` takes the largest share whose step fits.
+
+    Prints what it chose in one line.
+
+    Raises:
+        UsageError: `memory.keep=auto` with a model that is compiled, or on a device whose memory is unknown.
+    """
+    if config.memory.keep != AUTO or step.memory == "none":
+        return step
+    limit = known_limit(config, device, "memory.keep")
+    kept = most_kept(step, limit)
+    print_kept(kept, step.model.n_layers, step.memory)
+    return replace(step, keep=kept / step.model.n_layers)
+
+
+def most_kept(step: Step, limit: int) -> int:
+    """How many blocks can keep everything in so many bytes; 0 also if the step does not fit with none.
+
+    A margin of 5 % is for fragmentation.
+    """
+    layers, most = step.model.n_layers, int((1 - RELATIVE) * limit)
+    fits, too_many = 0, layers + 1
+    while too_many - fits > 1:  # more kept blocks take more memory
+        middle = (fits + too_many) // 2
+        within = predict(replace(step, keep=middle / layers)).peak_bytes <= most
+        fits, too_many = (middle, too_many) if within else (fits, middle)
+    return fits
+
+
+def with_inputs_on_host(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """The step with the share of inputs in the host's memory that `memory.offload` says; `auto` takes the least.
+
+    Prints what it chose in one line.
+
+    Raises:
+        UsageError: `memory.offload=auto` with a model that is compiled, or on a device whose memory is unknown; or
+            `memory.mode=none`, whose blocks keep more than their inputs.
+    """
+    if step.memory == "none" and config.memory.offload != 0:
+        raise UsageError(
+            f"memory.offload={config.memory.offload}: with memory=none blocks keep more than their inputs; allowed: "
+            "memory=selective, memory=checkpoint or memory=offload"
+        )
+    if config.memory.offload != AUTO:
+        return step
+    limit = known_limit(config, device, "memory.offload")
+    most = most_on_host(step, host_share(config.trainer.devices))
+    blocks = fewest_on_host(step, limit, most)
+    print_inputs(blocks, step, limited=blocks == most < step.model.n_layers - 1)
+    return replace(step, offload=blocks / step.model.n_layers)
+
+
+def fewest_on_host(step: Step, limit: int, most: int) -> int:
+    """How few inputs in the host's memory let the step fit in so many bytes, with 5 % left; `most` if it never does."""
+    for blocks in range(most):
+        if predict(_offloaded(step, blocks)).peak_bytes <= (1 - RELATIVE) * limit:
+            return blocks
+    return most
+
+
+def most_on_host(step: Step, share: int) -> int:
+    """How many blocks can have their inputs in so many bytes of the host's memory."""
+    without = predict(_offloaded(step, 0)).host_bytes
+    each = predict(_offloaded(step, 1)).host_bytes - without
+    return _offloaded(step, max(0, share - without) // each if each else 0).inputs_on_host
+
+
+def _offloaded(step: Step, blocks: int) -> Step:
+    return replace(step, offload=min(1.0, blocks / step.model.n_layers))
+
+
+def known_limit(config: DictConfig, device: torch.device, name: str) -> int:
+    """The device's memory in bytes.
+
+    Raises:
+        UsageError: nothing can be chosen by the predicted memory; names the key that is `auto`.
+    """
+    limit = limit_of(config, device)
+    if config.compile or limit is None:
+        why = "compile=true has no predicted memory" if config.compile else f"the memory of {device.type} is unknown"
+        raise UsageError(f"{name}=auto: {why}; allowed: a share in [0, 1]")
+    return limit
+
+
+@rank_zero_only
+def print_formats(step: Step, needed: int, limit: int) -> None:
+    print(
+        f"optimizer: master={step.master}, moments={step.moments}: with master=exact and moments in bf16 a step takes "
+        f"{bytes_in_words(needed)} of {bytes_in_words(limit)}",
+        flush=True,
+    )
+
+
+@rank_zero_only
+def print_inputs(blocks: int, step: Step, *, limited: bool) -> None:
+    size = bytes_in_words(predict(_offloaded(step, blocks)).host_bytes - predict(_offloaded(step, 0)).host_bytes)
+    end = "; the host's memory is the limit" if limited else ""
+    print(
+        f"memory.offload: {blocks} of {step.model.n_layers} blocks have their inputs in the host's memory, {size}{end}",
+        flush=True,
+    )
+
+
+@rank_zero_only
+def print_kept(kept: int, layers: int, memory: str) -> None:
+    print(f"memory.keep: {kept} of {layers} blocks keep everything, the others what memory={memory} keeps", flush=True)

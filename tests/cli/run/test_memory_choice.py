@@ -1,0 +1,84 @@
+"""What `memory.keep=auto`, `memory.offload=auto` and the optimizer's options choose by the predicted memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.run import memory_choice
+from flash_train.profiling.memory.prediction import predict
+from tests.cli.run.test_parallel_choice import CPU, config_of, step_for
+
+
+def test_the_optimizer_gives_up_what_does_not_fit(monkeypatch, capsys):
+    """8-bit moments come before a master that is not exact. A setting that the user gives stays."""
+
+    def chosen(limit: int, *given: str) -> tuple[str, str | None]:
+        config = config_of("precision=bf16-true", *given)
+        step = step_for(config, master=config.optimizer.master or "exact", moments=config.optimizer.moments)
+        monkeypatch.setattr(memory_choice, "limit_of", lambda *_: limit)
+        found = memory_choice.with_optimizer_formats(config, step, CPU)
+        if capsys.readouterr().out:  # then the run's configuration has it, too
+            assert (config.optimizer.master, config.optimizer.moments) == (found.master, found.moments)
+        return found.master, found.moments
+
+    step = step_for(config_of("precision=bf16-true"))
+    formats = [("exact", None), ("exact", "8bit"), ("stochastic", "8bit")]
+    peaks = [predict(replace(step, master=master, moments=moments)).peak_bytes for master, moments in formats]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
+    assert [chosen(peak) for peak in peaks] == formats
+    assert chosen(peaks[-1] - 1) == formats[0]  # none fits, and the run is refused
+    assert chosen(peaks[2], "optimizer.master=exact") == ("exact", None)
+    assert chosen(peaks[1], "optimizer.master=exact") == ("exact", "8bit")
+    assert chosen(peaks[1], "optimizer.moments=fp32") == ("exact", "fp32")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_auto_keeps_as_many_blocks_as_fit(ranks, monkeypatch, capsys):
+    config = config_of(f"trainer.devices={ranks}", "seq_len=4096", "memory.keep=auto")
+    step = step_for(config)
+    peaks = [predict(replace(step, keep=kept / 6)).peak_bytes for kept in range(7)]
+    for kept in range(1, 7):
+        monkeypatch.setattr(memory_choice, "limit_of", lambda *_, limit=peaks[kept]: round(limit / 0.95) + 1)
+        assert memory_choice.with_kept_blocks(config, step, CPU).keep == kept / 6
+        assert f"{kept} of 6 blocks keep everything" in capsys.readouterr().out
+    monkeypatch.setattr(memory_choice, "limit_of", lambda *_: 1)
+    assert memory_choice.with_kept_blocks(config, step, CPU).keep == 0
+
+
+@pytest.mark.parametrize(("key", "choose"), [("keep", "with_kept_blocks"), ("offload", "with_inputs_on_host")])
+def test_auto_needs_a_prediction(key, choose, monkeypatch):
+    for overrides, limit, why in (("compile=true", 1, "compile=true"), ("", None, "memory of cpu")):
+        config = config_of(f"memory.{key}=auto", *overrides.split())
+        monkeypatch.setattr(memory_choice, "limit_of", lambda *_, limit=limit: limit)
+        with pytest.raises(UsageError, match=rf"^memory.{key}=auto: .*{why}.*; allowed: a share in \[0, 1\]$"):
+            getattr(memory_choice, choose)(config, step_for(config), CPU)
+
+
+def test_auto_offloads_as_few_inputs_as_fit(monkeypatch, capsys):
+    config = config_of("memory=offload", "seq_len=4096", "precision=bf16-true")
+    step = step_for(config)
+    each = 2 * 4096 * step.model.width
+    peaks = [predict(replace(step, offload=blocks / 6)).peak_bytes for blocks in range(6)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3  # then the loss needs more
+
+    def chosen(limit: float, host: int) -> int:
+        monkeypatch.setattr(memory_choice, "limit_of", lambda *_: round(limit / 0.95) + 1)
+        monkeypatch.setattr(memory_choice, "host_share", lambda _: host)
+        found = memory_choice.with_inputs_on_host(config, step, CPU)
+        assert predict(found).host_bytes == found.inputs_on_host * each <= host
+        return found.inputs_on_host
+
+    for blocks, peak in enumerate(peaks):
+        assert chosen(peak, 2**40) == peaks.index(peak), blocks
+    assert "5 of 6" not in capsys.readouterr().out
+    assert chosen(1, 2**40) == 5  # never fits: all but the last
+    assert chosen(1, 3 * each) == 3 and "3 of 6 blocks have their inputs" in (out := capsys.readouterr().out)
+    assert out.strip().endswith("the host's memory is the limit")
+
+
+@pytest.mark.parametrize("offload", ["0.5", "auto"])
+def test_blocks_that_keep_everything_have_no_inputs_to_offload(offload):
+    config = config_of("memory=none", f"memory.offload={offload}")
+    with pytest.raises(UsageError, match=f"^memory.offload={offload}: with memory=none .*allowed: memory=selective"):
+        memory_choice.with_inputs_on_host(config, step_for(config), CPU)
