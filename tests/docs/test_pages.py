@@ -47,6 +47,7 @@ EFFECTS = {
         and names["losses"][-1] < names["losses"][0]
     ),
     "several_gpus.md": lambda names, folder: names["strategy"].dims.context == 2,
+    "transformers.md": lambda names, folder: names["logits"].shape == (1, 12, 256),
     "attention.md": lambda names, folder: names["out"].shape == (2, 1024, 8, 64) and names["mask"].terms,
 }
 

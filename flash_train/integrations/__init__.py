@@ -1,0 +1,1 @@
+"""Adapters for other libraries, each in a module that imports its library only when it is used."""

@@ -1,0 +1,180 @@
+"""Models of transformers compute the same with this project's attention as with `eager`."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from flash_train.integrations import transformers as adapter  # noqa: E402
+from flash_train.integrations.transformers import packing_of, register  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+MODELS = {
+    "LlamaConfig": {},
+    "Qwen3Config": {"head_dim": 16},
+    "MistralConfig": {"sliding_window": 5, "head_dim": 8},
+    "Gemma2Config": {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "Gemma3TextConfig": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
+    "GptOssConfig": {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phi3Config": {},
+    "DeepseekV3Config": MLA,
+}
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def pair(name):
+    """The same model with `eager` and with ours."""
+    config = getattr(transformers, name)(**{**SHAPE, **MODELS[name]})
+    torch.manual_seed(0)
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation=register()).eval()
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+def run(model, tokens, weights, **inputs):
+    """Logits, and the gradients of a weighted sum of the logits that count."""
+    model.zero_grad()
+    logits = model(tokens, use_cache=False, **inputs).logits
+    (logits * weights).sum().backward()
+    return logits.detach() * (weights != 0), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(name, tokens, counts, **inputs):
+    eager, ours = pair(name)
+    weights = torch.randn(*tokens.shape, 99, generator=torch.Generator().manual_seed(1)) * counts[..., None]
+    expected, found = run(eager, tokens, weights, **inputs), run(ours, tokens, weights, **inputs)
+    torch.testing.assert_close(found[0], expected[0], **TOLERANCE)
+    assert len(found[1]) == len(expected[1]) > 10
+    for a, b in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
+
+
+def random_tokens(*shape):
+    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_padded_batches(name, side):
+    tokens, mask = random_tokens(3, 17), torch.ones(3, 17, dtype=torch.long)
+    if side != "none":
+        for row, padding in enumerate((0, 4, 9)):
+            mask[row, slice(0, padding) if side == "left" else slice(17 - padding, 17)] = 0
+    assert_same(name, tokens, mask, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_packed_by_position_ids(name):
+    tokens, lengths = random_tokens(1, 24), (3, 14, 7)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    assert_same(name, tokens, torch.ones(1, 24), position_ids=positions)
+
+
+def test_rows_packed_by_boundaries():
+    """`eager` does not know them, so each document is computed by itself."""
+    eager, ours = pair("LlamaConfig")
+    tokens, lengths = random_tokens(1, 24), (3, 14, 7)
+    boundaries = torch.tensor([0, 3, 17, 24])
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    given = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": 14, "max_length_k": 14}
+    found = ours(tokens, position_ids=positions, use_cache=False, **given).logits
+    expected = [eager(part, use_cache=False).logits for part in tokens.split(lengths, 1)]
+    torch.testing.assert_close(found, torch.cat(expected, 1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation(name, cache):
+    tokens, mask = random_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    eager, ours = (
+        model.generate(tokens, attention_mask=mask, **options, pad_token_id=0, output_logits=True,
+                       return_dict_in_generate=True)
+        for model in pair(name)
+    )  # fmt: skip
+    assert torch.equal(eager.sequences, ours.sequences)
+    for a, b in zip(ours.logits, eager.logits, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gradient_checkpointing(dropout):
+    """Recomputes the same, dropout included, and dropout drops something."""
+    config = transformers.LlamaConfig(**SHAPE, attention_dropout=dropout)
+    tokens, positions = random_tokens(1, 24), torch.cat([torch.arange(n) for n in (3, 14, 7)])[None]
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=register()).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(1)
+        logits = model(tokens, position_ids=positions, use_cache=False).logits
+        logits.square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    evaluated = model.eval()(tokens, position_ids=positions, use_cache=False).logits
+    assert torch.allclose(evaluated, logits, atol=1e-6) is (dropout == 0)
+
+
+@pytest.mark.slow
+def test_a_compiled_model():
+    eager, ours = pair("LlamaConfig")
+    compiled, tokens = torch.compile(ours), random_tokens(2, 24)
+    positions = torch.cat([torch.arange(n) for n in (3, 14, 7)])[None]
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :4] = 0
+    for inputs in ({"position_ids": positions}, {"attention_mask": mask}):
+        counts = inputs.get("attention_mask", torch.ones(2, 24))[..., None]
+        given = tokens[: len(inputs.get("position_ids", tokens))]
+        found, expected = (model(given, use_cache=False, **inputs).logits for model in (compiled, eager))
+        torch.testing.assert_close(found * counts[: len(given)], expected * counts[: len(given)], **TOLERANCE)
+
+
+def test_attention_is_ours(monkeypatch):
+    _, ours = pair("LlamaConfig")
+    calls = []
+    plain = adapter.attention
+    monkeypatch.setattr(adapter, "attention", lambda *a, **o: calls.append(o.get("packing")) or plain(*a, **o))
+    ours(random_tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    assert len(calls) == 3 and all(packing is calls[0] and packing.lengths == (3, 3) for packing in calls)
+
+
+def test_documents_of_packed_rows():
+    rows = torch.tensor([[0, 1, 2, 0, 1, 0], [3, 4, 5, 6, 7, 8]])
+    packing = packing_of(rows, 2)
+    assert packing.cu_seqlens_q.tolist() == [0, 3, 5, 6, 12] and packing.lengths == (3, 2, 1, 6)
+    assert packing_of(torch.arange(6)[None], 4) is None
+
+
+def test_packing_is_found_again_when_positions_change():
+    _, ours = pair("LlamaConfig")
+    tokens, positions = random_tokens(1, 8), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    first = ours(tokens, position_ids=positions, use_cache=False).logits
+    positions.copy_(torch.arange(8)[None])
+    second = ours(tokens, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(second, ours(tokens, use_cache=False).logits)
+    assert not torch.allclose(first, second)
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="must not be empty or contain 'flash'"):
+        register("flash_train")
+    with pytest.raises(ValueError, match="backend='fast': must be one of"):
+        register(backend="fast")
+    _, ours = pair("LlamaConfig")
+    with pytest.raises(ValueError, match="four dimensions need attn_implementation='sdpa'"):
+        ours(random_tokens(1, 4), attention_mask=torch.zeros(1, 1, 4, 4))
