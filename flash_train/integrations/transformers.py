@@ -107,6 +107,7 @@ def attention_forward(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    packing: Packing | None = None,
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -118,6 +119,7 @@ def attention_forward(
         s_aux: sinks, (heads,).
         position_ids: (batch, seqlen) or (1, seqlen); where they do not go up by 1, another document begins.
         cu_seq_lens_q, cu_seq_lens_k: int (documents + 1,), the documents' boundaries in the flattened batch.
+        packing: the same boundaries, as `flash_train.attention` takes them.
 
     Returns:
         (batch, seqlen, heads, head_dim of the values), and None in the place of the attention weights.
@@ -143,8 +145,9 @@ def attention_forward(
         out = attention(q, k, v, spec, packing=found.packing, sinks=s_aux, backend=backend)
         padded = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, found.q, out)
         return padded.view(batch, length, *out.shape[1:]), None
-    packing = None
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+    if packing is not None:
+        pass
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packing = Packing(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
     elif position_ids is not None and length == k.shape[1] > 1:
         packing = _once(position_ids, batch, lambda: packing_of(position_ids, batch))
