@@ -53,7 +53,7 @@ MISTAKES = [
     (["sweep.dropout=[0.1,1.5]"], ["attention.dropout=1.5", "must be in [0, 1)"]),
     (["sweep.dropout=[a]"], ["sweep.dropout=[a]", "a list of numbers"]),
     (["sweep.packing=[best]"], ["data.packing=best", "best_fit, concat"]),
-    (["sweep.memory=[all]"], ["memory=all", "checkpoint, none, selective"]),
+    (["sweep.memory=[all]"], ["memory=all", "checkpoint, none, offload, selective"]),
     (["sweep.model=[nano,huge]"], ["model=huge", "125m"]),
     (["sweep.jobs=0"], ["sweep.jobs=0", "from 1 to 1024"]),
     (["sweep.seq_len=[64]", "seq_len=128"], ["seq_len=128", "sweep.seq_len", "one of them"]),
