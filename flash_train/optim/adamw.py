@@ -175,7 +175,7 @@ class AdamW(torch.optim.AdamW):
 
     def _launcher(self, is_cuda: bool) -> Callable[[Update], None]:
         """Return what updates weights: the kernel on a GPU, else PyTorch's operations."""
-        if not is_cuda:
+        if not is_cuda or not importlib.util.find_spec("triton"):
             return update_by_operations
         from flash_train.optim.launch import Launcher
 

@@ -18,6 +18,8 @@ CHUNK = 2**16  # elements that are updated at a time, a multiple of `formats.DRA
 def update_by_operations(update: Update) -> None:
     """Update the weights and their states, a chunk at a time."""
     update.check()
+    if update.found.on_host and update.weights[0].device.type != "cpu":
+        raise ValueError(f"offload=True on {update.weights[0].device}: needs an NVIDIA GPU and Triton")
     for weight, gradient, state, number in zip(
         update.weights, update.gradients, update.states, update.numbers, strict=True
     ):

@@ -1,0 +1,106 @@
+"""`torch.nn.MultiheadAttention` over this project's attention operator."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_train.attention import AttentionSpec, Causal, Full, Packing, attention
+from flash_train.attention.backends import backend_names
+from flash_train.checks import check_name
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` without a matrix of all pairs: same arguments, results and names in a state dict.
+
+    `nn.TransformerEncoderLayer` can use it: ``layer.self_attn = MultiheadAttention(...)``.
+
+    The operator computes full attention, with `key_padding_mask`, and causal attention (`is_causal=True`), both with
+    dropout. PyTorch's own forward computes the rest, which needs all pairs or has them as its argument: `need_weights`,
+    other masks, causal attention with padding, masks in floating point, `add_bias_kv` and `add_zero_attn`.
+
+    Args:
+        backend: of `flash_train.attention.attention`.
+        others: as in `torch.nn.MultiheadAttention`.
+
+    Raises:
+        ValueError: an unknown backend; from `forward`, ``is_causal=True`` without `attn_mask`, as in PyTorch.
+    """
+
+    def __init__(self, *arguments, backend: str = "auto", **options) -> None:
+        super().__init__(*arguments, **options)
+        check_name("backend", backend, backend_names())
+        self.backend = backend
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend: see `torch.nn.MultiheadAttention.forward`.
+
+        Args:
+            query: (seq_len, batch, width), with `batch_first` (batch, seq_len, width), or without a batch.
+            key, value: likewise; the lengths and widths may differ from the query's.
+            key_padding_mask: bool (batch, keys), True where a key is ignored.
+            need_weights: also return the weights of all pairs. PyTorch computes them.
+            attn_mask: for `is_causal` PyTorch wants the causal mask, too; it is not read.
+
+        Returns:
+            The output, in the query's layout, and None or the weights.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True without attn_mask: must have the causal mask, as in PyTorch")
+        masked = key_padding_mask is not None
+        if (
+            need_weights
+            or (attn_mask is not None and not is_causal)
+            or (is_causal and (masked or query.shape != key.shape))
+            or (key_padding_mask is not None and key_padding_mask.dtype != torch.bool)
+            or self.bias_k is not None
+            or self.add_zero_attn
+        ):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        has_batch = query.dim() == 3
+        if not has_batch:
+            query, key, value = (x[None] for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._projected(query, key, value)
+        out = self.out_proj(self._attend(q, k, v, key_padding_mask, is_causal).flatten(-2))
+        if not has_batch:
+            return out[0], None
+        return out if self.batch_first else out.transpose(0, 1), None
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Project to heads: (batch, seq_len, heads, head_dim)."""
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        inputs = zip((query, key, value), weights, biases, strict=True)
+        return [F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)) for x, weight, bias in inputs]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ignored: Tensor | None, is_causal: bool) -> Tensor:
+        spec = AttentionSpec(Causal() if is_causal else Full(), dropout=self.dropout if self.training else 0.0)
+        if ignored is None:
+            return attention(q, k, v, spec, backend=self.backend)
+        batch, length = q.shape[:2]
+        used = ~ignored
+        rows = used.flatten().nonzero().flatten()
+        k, v = (x.flatten(0, 1).index_select(0, rows) for x in (k, v))
+        boundaries_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+        boundaries_k = F.pad(used.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+        packing = Packing(boundaries_q, boundaries_k)
+        return attention(q.flatten(0, 1), k, v, spec, packing=packing, backend=self.backend).view(q.shape)
