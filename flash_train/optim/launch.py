@@ -152,11 +152,11 @@ class Stage:
     """Memory on the GPU for the state of a bucket's elements.
 
     Attributes:
-        is_free: when the state before is back in the host's memory; None if there was none.
+        is_free: when nothing uses the memory: at first what it held before, then the copies to the host.
     """
 
     def __init__(self, update: Update, device: torch.device) -> None:
-        self.is_free: Event = None
+        self.is_free: Event = computed(device)
         self._buffers = {
             name: torch.empty(STAGED // (CODE_BLOCK if name in SCALES.values() else 1), dtype=x.dtype, device=device)
             for name, x in update.states[0].items()
