@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_train.attention import AttentionSpec, Causal, Full, Packing, attention
+from flash_train.attention import AttentionSpec, Causal, Full, Packing, attention, unpad_input
 from flash_train.attention.backends import backend_names
 from flash_train.checks import check_name
 
@@ -98,9 +98,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             return attention(q, k, v, spec, backend=self.backend)
         batch, length = q.shape[:2]
         used = ~ignored
-        rows = used.flatten().nonzero().flatten()
-        k, v = (x.flatten(0, 1).index_select(0, rows) for x in (k, v))
+        k, rows, boundaries_k, *_ = unpad_input(k, used)
+        v = v.flatten(0, 1).index_select(0, rows)
         boundaries_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
-        boundaries_k = F.pad(used.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         packing = Packing(boundaries_q, boundaries_k)
         return attention(q.flatten(0, 1), k, v, spec, packing=packing, backend=self.backend).view(q.shape)

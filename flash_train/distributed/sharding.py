@@ -137,7 +137,7 @@ def shard_like(whole: Tensor, target: DTensor) -> DTensor:
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def new_state(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def state_zeros(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """Return memory for an entry of a parameter's optimizer state, sharded as the parameter is.
 
     Args:

@@ -34,7 +34,7 @@ from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.launcher import WatchedLauncher, end_with_parent
 from flash_train.distributed.leave import leave_groups
 from flash_train.distributed.mesh import CONTEXT, rows_mesh, weights_mesh
-from flash_train.distributed.sharding import is_sharded, load_state, materialize, new_state, shard_module, state_like
+from flash_train.distributed.sharding import is_sharded, load_state, materialize, shard_module, state_like, state_zeros
 from flash_train.distributed.watch import RankWatch
 
 # The watch ends a run whose ranks wait for one of them, and names it. The collective's own timeout comes later.
@@ -291,7 +291,7 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
                 case ("state_dict", str(name)):
                     return weights.get(name)
                 case ("optimizer_states", int(number), "state", int(index), _) if number < len(parameters):
-                    return new_state(parameters[number][index], shape, dtype, devices[number])
+                    return state_zeros(parameters[number][index], shape, dtype, devices[number])
             return None
 
         return destination

@@ -8,6 +8,7 @@ module = CausalLMModule(CausalLM(AutoModelForCausalLM.from_pretrained("...")))
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch.nn.functional as F
@@ -86,8 +87,9 @@ class CausalLM(nn.Module):
         windowed = sum(kind == "sliding_attention" for kind in kinds)
         in_window = pairs if not window else min(pairs, n_tokens * window)
         attention = per_pair * (windowed * in_window + (len(kinds) - windowed) * pairs)
-        return 6 * self._used_weights() * n_tokens + attention
+        return 6 * self._used_weights * n_tokens + attention
 
+    @cached_property
     def _used_weights(self) -> int:
         """Count the weights that multiply a token: of linear layers, and of the experts that it is sent to."""
         config = self.model.config.get_text_config()

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flash_train.attention import AttentionSpec, Causal, Full, Packing, Window, attention
+from flash_train.attention import AttentionSpec, Causal, Full, Packing, Window, attention, pad_input
 from flash_train.attention.backends import backend_names
+from flash_train.attention.flash_attn.padding import boundaries_of
 from flash_train.checks import check_name
 
 if TYPE_CHECKING:
@@ -143,13 +144,10 @@ def attention_forward(
         found = _once(attention_mask, length, lambda: Unpadded.of(attention_mask, length))
         q, k, v = (x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, found.q), (k, found.k), (v, found.k)))
         out = attention(q, k, v, spec, packing=found.packing, sinks=s_aux, backend=backend)
-        padded = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, found.q, out)
-        return padded.view(batch, length, *out.shape[1:]), None
-    if packing is not None:
-        pass
-    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        return pad_input(out, found.q, batch, length), None
+    if packing is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packing = Packing(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
-    elif position_ids is not None and length == k.shape[1] > 1:
+    elif packing is None and position_ids is not None and length == k.shape[1] > 1:
         packing = _once(position_ids, batch, lambda: packing_of(position_ids, batch))
     if packing is None:
         return attention(q, k, v, spec, sinks=s_aux, backend=backend), None
@@ -171,7 +169,8 @@ class Unpadded:
         """Return the tokens of a mask (batch, keys); the queries are the last ones. Synchronises with the device."""
         used_q = mask[:, -queries:]
         rows_q, rows_k = (used.flatten().nonzero().flatten() for used in (used_q, mask))
-        return cls(rows_q, rows_k, Packing(_boundaries(used_q), _boundaries(mask)))
+        begin_q, begin_k = (boundaries_of(used.sum(-1, dtype=torch.int32)) for used in (used_q, mask))
+        return cls(rows_q, rows_k, Packing(begin_q, begin_k))
 
 
 def packing_of(position_ids: Tensor, batch: int) -> Packing | None:
@@ -190,11 +189,6 @@ def packing_of(position_ids: Tensor, batch: int) -> Packing | None:
     lengths = tuple(boundaries.diff().tolist())
     boundaries = boundaries.to(positions.device)
     return Packing(boundaries, boundaries, lengths=lengths)
-
-
-def _boundaries(used: Tensor) -> Tensor:
-    """Return the boundaries of each row's tokens after unpadding, int32 (batch + 1,)."""
-    return F.pad(used.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _mask(causal: bool, sliding_window: int | None) -> Any:

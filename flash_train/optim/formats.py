@@ -75,8 +75,8 @@ def random_words(
     index = torch.arange(block * calls, (block + blocks) * calls, device=device)
     number_, step_, stream_ = (torch.full_like(index, value) for value in (number, step, stream))
     low, high = (torch.tensor(word, device=device) for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    words = philox((index, number_, step_, stream_), (low, high))
-    return torch.stack([word.view(blocks, calls) for word in words], 1).flatten()[:count]
+    drawn = philox((index, number_, step_, stream_), (low, high))
+    return torch.stack([numbers.view(blocks, calls) for numbers in drawn], 1).flatten()[:count]
 
 
 # -- 8 bits

@@ -112,13 +112,7 @@ def _update(
             tl.store(weight + at, tl.where(is_number, (bits + 0x8000) >> 16, NAN).to(tl.int16), mask=mask)
             tl.store(lower + at, tl.where(is_number, bits, 0).to(tl.int16), mask=mask)
         elif MASTER == "stochastic":
-            word = b0
-            if plane == 1:
-                word = b1
-            elif plane == 2:
-                word = b2
-            elif plane == 3:
-                word = b3
+            word = _of_plane(b0, b1, b2, b3, plane)
             tl.store(weight + at, _round(w, (word & 0xFFFF).to(tl.int32)), mask=mask)
         elif WEIGHT == tl.int16:
             tl.store(weight + at, _round(w, 0x7FFF + (bits >> 16 & 1)), mask=mask)
@@ -128,13 +122,7 @@ def _update(
             _store_codes(average + at, average_scale + plane * (PLANE // CODES), m, mask, left, plane, True, PLANE)
             _store_codes(square + at, square_scale + plane * (PLANE // CODES), v, mask, left, plane, False, PLANE)
         elif MOMENT == tl.int16:
-            word = a0
-            if plane == 1:
-                word = a1
-            elif plane == 2:
-                word = a2
-            elif plane == 3:
-                word = a3
+            word = _of_plane(a0, a1, a2, a3, plane)
             tl.store(average + at, _round(m, (word & 0xFFFF).to(tl.int32)), mask=mask)
             tl.store(square + at, _round(v, (word >> 16).to(tl.int32)), mask=mask)
         else:
@@ -162,6 +150,19 @@ def _draw(index, number, step, stream, seed_low, seed_high, PLANE: tl.constexpr)
         (number * 0).to(tl.uint32) + seed_high.to(tl.uint32),
         ROUNDS,
     )
+
+
+@triton.jit
+def _of_plane(word0, word1, word2, word3, plane: tl.constexpr):
+    """The word of each Philox call that serves a plane."""
+    word = word0
+    if plane == 1:
+        word = word1
+    elif plane == 2:
+        word = word2
+    elif plane == 3:
+        word = word3
+    return word
 
 
 @triton.jit

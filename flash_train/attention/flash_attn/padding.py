@@ -40,11 +40,16 @@ def unpad_input(
     packed = used if unused_mask is None else used | (unused_mask != 0)
     lengths = packed.sum(-1, dtype=torch.int32)
     indices = packed.flatten().nonzero().flatten()
-    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    cu_seqlens = boundaries_of(lengths)
     longest = int(lengths.max()) if lengths.numel() else 0
     # the gradient of hidden_states[indices] would accumulate with atomics; this one does not, as no row repeats
     tokens = hidden_states.flatten(0, 1).index_select(0, indices)
     return tokens, indices, cu_seqlens, longest, used.sum(-1, dtype=torch.int32)
+
+
+def boundaries_of(lengths: Tensor) -> Tensor:
+    """Return where packed entries of these lengths, int32 (batch,), begin and end: int32 (batch + 1,)."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
