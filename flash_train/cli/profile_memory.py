@@ -73,8 +73,10 @@ def search(line: CommandLine) -> None:
     if request is None:
         profile_memory(compose(line))
         return
-    if "LOCAL_RANK" in os.environ or line.given("trainer.num_nodes") not in (None, "1"):
-        raise UsageError("find_max=true starts the devices of this machine itself: leave out torchrun and num_nodes")
+    if "LOCAL_RANK" in os.environ:
+        raise UsageError("find_max=true starts the devices of this machine itself: leave out torchrun")
+    if (nodes := line.given("trainer.num_nodes")) not in (None, "1"):
+        raise UsageError(f"trainer.num_nodes={nodes}: find_max=true searches on this machine alone; allowed: 1")
     from flash_train.cli.sweep.find_max import TRIAL_STEPS, find_max  # imports PyTorch, which takes seconds
 
     if line.given("run_dir") is None:

@@ -22,6 +22,7 @@ from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words
+from tests.support.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(vocab_size=320, n_layers=8, width=512, n_heads=8, n_kv_heads=8, head_dim=64, mlp_width=1408)
@@ -70,7 +71,7 @@ def test_snapshot_is_written_atomically(monkeypatch, tiny, tmp_path):
 @pytest.mark.slow
 def test_a_training_run_records_steps_on_demand(tiny, tmp_path):
     arguments = [*tiny, "callbacks.memory_snapshot.every=2", "accumulate=2", "attention=standard"]
-    subprocess.run([sys.executable, "-c", "from flash_train.cli.train import main; main()", *arguments], check=True)
+    run_ranks("flash_train.cli.train", 1, *arguments)
     (folder,) = (tmp_path / "run" / "memory").iterdir()
     assert folder.name == "step-000002"
     found = json.loads((folder / "memory.json").read_text())
@@ -82,11 +83,8 @@ def test_a_training_run_records_steps_on_demand(tiny, tmp_path):
     "plan", [["parallel=fsdp"], ["parallel=ddp", "memory=checkpoint", "memory.keep=auto"]], ids=["fsdp", "ddp"]
 )
 def test_a_step_of_two_ranks_is_predicted_and_recorded(tiny, tmp_path, plan):
-    arguments = [*tiny, *plan, "trainer.devices=2", "callbacks.memory_snapshot.every=3", "seq_len=256"]
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr[-3000:]
-    printed = [line.partition(":")[0] for line in run.stdout.splitlines()]
+    out = run_ranks("flash_train.cli.train", 2, *tiny, *plan, "callbacks.memory_snapshot.every=3", "seq_len=256")
+    printed = [line.partition(":")[0] for line in out.splitlines()]
     assert printed.count("parallel") == 1 and printed.count("memory") == 1
     assert printed.count("memory.keep") == ("memory.keep=auto" in plan)
     if "parallel=fsdp" in plan:  # DDP's buckets are older than the recording, which cannot see them on a CPU
@@ -287,6 +285,10 @@ def test_a_search_starts_the_devices_itself(monkeypatch, capsys, tiny):
     with pytest.raises(SystemExit):
         run(monkeypatch, "find_max=true", "trainer.devices=2")
     assert "find_max=true starts the devices of this machine itself" in capsys.readouterr().err
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "find_max=true", "trainer.num_nodes=2")
+    assert "trainer.num_nodes=2: find_max=true searches on this machine alone; allowed: 1" in capsys.readouterr().err
 
 
 def test_a_run_that_ends_before_the_recorded_step_says_so(monkeypatch, capsys, tiny):

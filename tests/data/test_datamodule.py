@@ -1,10 +1,6 @@
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule,
 from tests.support.data.corpora import random_texts
 from tests.support.data.loops import FakeTrainer, equal_batches
 from tests.support.data.tokenizers import write_tokenizer
+from tests.support.processes import run_ranks
 
 
 def test_batches_are_the_same_every_time_and_differ_by_seed(make_data):
@@ -306,11 +303,7 @@ def test_impossible_ranks_are_refused(make_data, ranks, message):
 @pytest.mark.slow
 def test_two_ranks_under_fabric_have_the_rows_of_one(make_data, tmp_path):
     alone = make_data(random_texts(200, 150), batch_size=4)
-    command = [sys.executable, str(Path(__file__).with_name("fabric_run.py")), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    environment["MASTER_PORT"] = str(20000 + os.getpid() % 10000)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_ranks("tests.support.data.fabric_run", 2, tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     train = [batch["tokens"] for batch in islice(alone.train_dataloader(), 6)]
     for *shares, whole in zip(*(rank["train"] for rank in ranks), train, strict=True):

@@ -4,9 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,25 +15,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from flash_train.distributed import checkpoint as sharded
 from flash_train.training.callbacks import AtomicCheckpointIO
 from flash_train.training.callbacks.checkpoint import newest_checkpoint, read_checkpoint
+from tests.support.processes import run_ranks
 
-ROOT = Path(__file__).parents[2]
 STEP = "step-000002.ckpt"
 
 
 def run(folder: Path, devices: int, *options: str) -> dict[str, list[float]]:
     """Train on `devices` ranks, and return the weights."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(devices)),
-            *("--master-port", str(port), "-m", "tests.support.distributed.resumable_run", folder),
-            *("--devices", str(devices), *options),
-        ],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("tests.support.distributed.resumable_run", devices, folder, "--devices", devices, *options)
     return json.loads((folder / "weights.json").read_text())
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributed.commands import finish, free_port, overrides, start, train, write_corpus
+from tests.support.distributed.commands import finish, overrides, start, train, write_corpus
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,7 @@ def prepared(tmp_path: Path) -> int:
 
 def test_two_nodes_train_as_one_node_with_two_devices(tmp_path, monkeypatch):
     corpus = write_corpus(tmp_path / "corpus")
-    train(overrides(corpus, tmp_path / "one", "trainer.devices=2", "parallel=fsdp"))
+    train(overrides(corpus, tmp_path / "one", "parallel=fsdp"), ranks=2)
     caches = [f"data.cache_dir={tmp_path / f'cache{node}'}" for node in range(2)]  # on each node's own disk
     monkeypatch.setenv("PREPARED", str(tmp_path / "prepared"))
     found = on_two_nodes([[*overrides(corpus, tmp_path / "two"), cache] for cache in caches])
@@ -64,7 +65,7 @@ def test_two_nodes_train_as_one_node_with_two_devices(tmp_path, monkeypatch):
 
 def test_slurms_tasks_train_as_torchruns_ranks(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    train(overrides(corpus, tmp_path / "one", "trainer.devices=2", "parallel=fsdp"))
+    train(overrides(corpus, tmp_path / "one", "parallel=fsdp"), ranks=2)
     (code, text, error), other = under_slurm(overrides(corpus, tmp_path / "run"))
     assert (code, error) == (0, "") and "parallel: 2 devices, weights sharded over 2" in text
     assert other == (0, "", ""), "only the first rank prints"

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.support.distributed.commands import finish, free_port, overrides, start, train, weights_of, write_corpus
+from tests.support.distributed.commands import finish, overrides, start, train, weights_of, write_corpus
+from tests.support.processes import free_port
 
 TWO = ("trainer.devices=2", "parallel=fsdp")
 
@@ -40,7 +41,7 @@ def test_a_killed_rank_ends_the_run(killed):
 @pytest.fixture(scope="module")
 def unbroken(corpus):
     run_dir = corpus.parent / "unbroken"
-    train(overrides(corpus, run_dir, *TWO))
+    train(overrides(corpus, run_dir, "parallel=fsdp"), ranks=2)
     return weights_of(run_dir, 8)
 
 
@@ -50,7 +51,7 @@ def test_the_run_continues_on_any_number_of_ranks(killed, unbroken, corpus, tmp_
     run_dir = tmp_path / "run"
     shutil.copytree(killed[0], run_dir)
     mode = ["parallel=fsdp"] if ranks > 1 else []
-    train(overrides(corpus, run_dir, f"trainer.devices={ranks}", *mode, "resume=last"))
+    train(overrides(corpus, run_dir, *mode, "resume=last"), ranks=ranks)
     found = weights_of(run_dir, 8)
     assert found.keys() == unbroken.keys()
     pairs = [(x, y) for name in found for x, y in zip(found[name], unbroken[name], strict=True)]

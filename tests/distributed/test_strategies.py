@@ -1,10 +1,6 @@
 """Sharded and replicated weights, shared rows: the same optimizer step as one process."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -14,21 +10,13 @@ from flash_train.distributed.sharding import blocks_of
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
 from flash_train.training import CausalLMModule
 from tests.support.model.tiny import tiny_config
-
-ROOT = Path(__file__).parents[2]
+from tests.support.processes import run
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_exchanged_gradients_are_summed_once_and_in_pieces(ranks):
-    run = run_module("tests.support.distributed.summed_gradients", str(ranks), timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-def run_module(name: str, *arguments: str, timeout: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", name, *arguments],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
+    done = run("tests.support.distributed.summed_gradients", str(ranks), timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -36,10 +24,10 @@ def run_module(name: str, *arguments: str, timeout: int) -> subprocess.Completed
     [(2, 10), (4, 6), *(pytest.param(ranks, 110, marks=pytest.mark.slow) for ranks in (2, 4))],
 )
 def test_a_step_of_several_ranks_is_the_step_of_one_process(ranks, draws):
-    run = run_module("tests.support.distributed.optimizer_steps", str(ranks), str(draws), timeout=900)
-    assert run.returncode == 0, run.stderr[-3000:]
-    counts = [int(count) for count in re.findall(r"(\d+) of \d+x\d+x\d+", run.stdout)]
-    assert run.stdout.startswith(f"{ranks} ranks: ") and sum(counts) == draws, run.stdout
+    done = run("tests.support.distributed.optimizer_steps", str(ranks), str(draws), timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = [int(count) for count in re.findall(r"(\d+) of \d+x\d+x\d+", done.stdout)]
+    assert done.stdout.startswith(f"{ranks} ranks: ") and sum(counts) == draws, done.stdout
 
 
 class Plain(pl.LightningModule):
@@ -58,9 +46,9 @@ def test_blocks_are_the_elements_of_the_outermost_containers():
 
 
 def test_foreign_modules_train_sharded():
-    run = run_module("tests.support.distributed.foreign_module", timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("equal to one process") == 2
+    done = run("tests.support.distributed.foreign_module", timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal to one process") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """The watch ends every rank when one fails, dies or hangs, although the others wait in no collective."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,28 +11,23 @@ import pytest
 
 from flash_train.distributed.peers import Peer, name_ranks, own_address, wait_for_peers
 from flash_train.distributed.watch import ranks_behind
+from tests.support.processes import Process
 
-ROOT = Path(__file__).parents[2]
 RANKS = 3
 
 
 def run(tmp_path: Path, action: str) -> tuple[list[int], list[str], list[str]]:
     """Run three ranks: the exit code, standard output and standard error of each."""
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.distributed.watched_ranks", *map(str, arguments)],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for arguments in ((tmp_path / "store", rank, RANKS, action) for rank in range(RANKS))
-    ]  # fmt: skip
+        Process("tests.support.distributed.watched_ranks", tmp_path / "store", rank, RANKS, action)
+        for rank in range(RANKS)
+    ]
     try:
         # A stopped rank does not end by itself; where Lightning or torchrun started it, they kill it
-        ended = [rank.communicate(timeout=300) for i, rank in enumerate(ranks) if action != f"stop {i}"]
+        ended = [rank.communicate() for i, rank in enumerate(ranks) if action != f"stop {i}"]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
     return [rank.returncode for rank in ranks], *map(list, zip(*ended, strict=True))
 
 

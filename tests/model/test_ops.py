@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_train.model import ops
 from flash_train.model.rope import rope_tables
 from tests.support.model.tiny import tiny_config
+from tests.support.pages import ROOT
 
 
 class LargestTensor(TorchDispatchMode):
@@ -124,8 +124,8 @@ def test_the_compute_dtype_follows_autocast():
 def test_model_kernels_in_the_interpreter():
     """Residual addition with its norm, and the linear cross entropy: as exact as PyTorch in fp32 and fp16."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    script = Path(__file__).parent / "kernels_interpreted.py"
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "tests.support.model.interpreted_kernels"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

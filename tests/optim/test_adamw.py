@@ -4,7 +4,6 @@ import copy
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from flash_train.optim import AdamW, formats
 from flash_train.profiling.memory.weights_walk import OPTIMIZER_BLOCK
+from tests.support.pages import ROOT
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -160,8 +160,8 @@ def test_weights_of_other_dtypes_are_refused():
 def test_the_kernel_in_the_interpreter():
     """As accurate as PyTorch's fused step, equal to PyTorch's operations; states load both ways, and misuse raises."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    script = Path(__file__).parent / "adamw_interpreted.py"
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "tests.support.optim.interpreted_adamw"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -186,7 +186,7 @@ def test_predicted_memory_includes_the_kernels_blocks():
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_equals_pytorchs(dtype, aligned):
-    from tests.optim.adamw_interpreted import errors
+    from tests.support.optim.interpreted_adamw import errors
 
     ours, pytorch = errors("cuda", dtype, aligned=aligned)
     assert ours <= 2 * pytorch
@@ -194,7 +194,7 @@ def test_the_kernel_equals_pytorchs(dtype, aligned):
 
 @pytest.mark.gpu
 def test_the_kernels_formats_are_those_of_pytorchs_operations():
-    from tests.optim.adamw_interpreted import FORMATS, MAY_DIFFER, format_differences
+    from tests.support.optim.interpreted_adamw import FORMATS, MAY_DIFFER, format_differences
 
     for case in FORMATS:
         assert max(format_differences(*case, device="cuda").values()) <= MAY_DIFFER, case

@@ -8,11 +8,11 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.distributed.background import BackgroundWriter
 from flash_train.training.callbacks import checkpoint as module
 from flash_train.training.callbacks.checkpoint import checkpoints_by_step
+from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
 plain_save = module._save
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
-from tiny_run import TinyData, plain_trainer, read_metrics, tiny_module
 
 from flash_train.training import (
     AtomicCheckpointIO,
@@ -26,6 +25,7 @@ from flash_train.training import (
     Throughput,
 )
 from flash_train.training.callbacks import MemorySnapshot
+from tests.support.training.tiny_run import TinyData, plain_trainer, read_metrics, tiny_module
 
 
 def test_all_callbacks_in_a_plain_trainer(tmp_path):

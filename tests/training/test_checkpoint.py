@@ -8,10 +8,10 @@ import random
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
 from flash_train.training.callbacks.checkpoint import _save
+from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
 
 def names(folder):

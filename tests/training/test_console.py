@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from rich.console import Console
-from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import ClosingSample, RichProgress, RunRecord, StopAfter, Throughput
 from flash_train.training.callbacks.progress import describe, short
 from flash_train.training.callbacks.sample import printable
+from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
 
 def console(*, terminal: bool) -> Console:

@@ -2,16 +2,13 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ddp_run import train
 
-SCRIPT = Path(__file__).with_name("ddp_run.py")
+from tests.support.processes import run_ranks
+from tests.support.training.two_ranks import train
 
 
 def results(folder: Path) -> tuple[list[dict], dict, dict]:
@@ -21,15 +18,10 @@ def results(folder: Path) -> tuple[list[dict], dict, dict]:
 
 
 def test_ranks_agree_with_one_process(tmp_path):
-    port = 20000 + os.getpid() % 10000  # below the range of ports for outgoing connections
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2]), "MASTER_PORT": str(port)}
-    command = [sys.executable, SCRIPT, tmp_path / "two"]
-    ranks = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run_ranks("tests.support.training.two_ranks", 2, tmp_path / "two")
     threads = torch.get_num_threads()
     train(tmp_path / "one", devices=1)
     torch.set_num_threads(threads)
-    _, errors = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0, errors[-2000:]
     one_rows, one, one_weights = results(tmp_path / "one")
     two_rows, two, two_weights = results(tmp_path / "two")
     assert len(two_rows) == 3

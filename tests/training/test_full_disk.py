@@ -6,9 +6,9 @@ import os
 
 import lightning.pytorch as pl
 import pytest
-from tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.records.metrics import MetricsTable
+from tests.support.training.tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
 
 class Full(pl.Callback):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
 
 from flash_train.training import NonFiniteLoss, NonFiniteLossError, newest_checkpoint
+from tests.support.training.tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
 
 pytestmark = [
     pytest.mark.gpu,

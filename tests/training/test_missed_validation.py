@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-from tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.records import MetricsTable
 from flash_train.training import MissedValidation, RunRecord, SaveOnSignal, newest_checkpoint
 from flash_train.training.callbacks.missed_validation import DUE
+from tests.support.training.tiny_run import TinyData, read_metrics, tiny_module, tiny_trainer
 
 
 class Killed(Exception):

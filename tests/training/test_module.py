@@ -10,12 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
-from tiny_run import TinyData, packed_row, tiny_config, tiny_module, tiny_trainer
 from torch.utils.data import DataLoader
 
 from flash_train.attention import Packing
 from flash_train.model import Transformer
 from flash_train.training import CausalLMModule, OptimizerConfig, newest_checkpoint
+from tests.support.training.tiny_run import TinyData, packed_row, tiny_config, tiny_module, tiny_trainer
 
 NO_DROPOUT = tiny_config(attention_dropout=0.0, residual_dropout=0.0)
 # Far from eps, so that Adam's update does not blow up rounding errors.

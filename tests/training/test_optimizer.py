@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tiny_run import tiny_config
 from torch import nn
 
 from flash_train.cli.config.schema import OptimizerSchema
@@ -22,6 +21,7 @@ from flash_train.training.optimizer import (
     rescale_and_clip,
     warmup_cosine,
 )
+from tests.support.training.tiny_run import tiny_config
 
 
 @pytest.mark.parametrize("tied", [True, False])

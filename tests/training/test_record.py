@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import wandb
 from lightning.pytorch.loggers import WandbLogger
-from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.training import RunRecord, Throughput, newest_checkpoint
+from tests.support.training.tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 
 def test_failed_run_leaves_its_record(tmp_path):

@@ -3,8 +3,6 @@
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +11,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.training import SaveOnSignal, SlurmRequeue, StepCheckpoint, Throughput, newest_checkpoint
+from tests.support.processes import Process
+from tests.support.training.tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
-SCRIPT = Path(__file__).with_name("tiny_run.py")
 JOB = {
     **{"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"},
     **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
@@ -157,16 +155,14 @@ def test_lightnings_own_handler_saves_with_throughput_in_any_hook(where, tmp_pat
 @pytest.mark.slow
 def test_a_queued_run_resumes_bit_for_bit(tmp_path):
     """One process gets SLURM's signal at any moment, another resumes the run; a third run never stops."""
-    environment = {**os.environ, **fake_scontrol(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(SCRIPT.parents[2])
     run_dir = tmp_path / "run"
-    run = subprocess.Popen([sys.executable, SCRIPT, run_dir], env=environment, stdout=subprocess.PIPE, text=True)
+    run = Process("tests.support.training.tiny_run", run_dir, environment=fake_scontrol(tmp_path))
     deadline = time.monotonic() + 120
     while not ((run_dir / "metrics.csv").exists() and len((run_dir / "metrics.csv").read_text().splitlines()) > 6):
-        assert run.poll() is None and time.monotonic() < deadline, "the run wrote no metrics"
+        assert run.returncode is None and time.monotonic() < deadline, "the run wrote no metrics"
         time.sleep(0.02)
     run.send_signal(signal.SIGUSR1)
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate()
     assert run.returncode == 0 and "after fit" in output
     assert (tmp_path / "asked").read_text() == "requeue 1234\n"
     checkpoint = newest_checkpoint(run_dir / "checkpoints")

@@ -2,20 +2,16 @@
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ROWS, TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import newest_checkpoint
-
-SCRIPT = Path(__file__).with_name("tiny_run.py")
+from tests.support.processes import Process
+from tests.support.training.tiny_run import ROWS, TinyData, tiny_module, tiny_trainer
 
 
 def rows(run_dir: Path) -> dict[int, str]:
@@ -75,15 +71,14 @@ def test_rows_past_the_checkpoint_are_dropped(unbroken, tmp_path):
 @pytest.mark.slow
 def test_sigterm_saves_and_resumes(tmp_path):
     """One process trains until SIGTERM, another resumes its run; a third run is never interrupted."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    run = subprocess.Popen([sys.executable, SCRIPT, tmp_path], env=environment, stdout=subprocess.PIPE, text=True)
+    run = Process("tests.support.training.tiny_run", tmp_path)
     metrics = tmp_path / "metrics.csv"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
-        assert run.poll() is None and time.monotonic() < deadline, "the run wrote no metrics"
+        assert run.returncode is None and time.monotonic() < deadline, "the run wrote no metrics"
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate()
     assert run.returncode == 0
     assert "after fit" in output  # the code behind `fit` still runs
     record = summary(tmp_path)

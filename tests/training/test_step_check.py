@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_run import packed_row, tiny_config
 
 from flash_train.training.step_check import CheckedStep, StepValues, compare, take_step_alone
+from tests.support.training.tiny_run import packed_row, tiny_config
 
 CPU = torch.device("cpu")
 

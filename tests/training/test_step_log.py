@@ -3,9 +3,9 @@
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from tiny_run import TinyData, plain_trainer, read_metrics, tiny_module
 
 from flash_train.training import RunRecord, Throughput
+from tests.support.training.tiny_run import TinyData, plain_trainer, read_metrics, tiny_module
 
 
 def test_module_logs_without_any_callback(tmp_path):

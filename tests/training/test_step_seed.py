@@ -5,11 +5,11 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_run import RowSharing, TinyData, plain_trainer, tiny_config, tiny_module
 
 from flash_train.data import PackedDataModule, RecallCorpus
 from flash_train.training import StepSeed
 from flash_train.training.callbacks.step_seed import step_seed
+from tests.support.training.tiny_run import RowSharing, TinyData, plain_trainer, tiny_config, tiny_module
 
 
 class Draws(pl.Callback):

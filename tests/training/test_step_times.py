@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
 
 from flash_train.model import layers
 from flash_train.training import StepTimes, Throughput
 from flash_train.training.callbacks.base import find_callback
+from tests.support.training.tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
 
 PARTS = ("forward", "backward", "optimizer", "attention")
 

@@ -8,7 +8,6 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 from flash_train.training import (
     NonFiniteLoss,
@@ -21,6 +20,7 @@ from flash_train.training import (
     newest_checkpoint,
 )
 from flash_train.training.callbacks.stop import SAME_SIGNAL_SECONDS
+from tests.support.training.tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
 # -- StopAfter, SaveOnSignal
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-from tiny_run import Hook, RowSharing, TinyData, plain_trainer, read_metrics, tiny_module
 
 from flash_train.training import AtomicCheckpointIO, RunRecord, StepCheckpoint, Throughput
+from tests.support.training.tiny_run import Hook, RowSharing, TinyData, plain_trainer, read_metrics, tiny_module
 
 
 def test_throughput_counts_exactly(tmp_path):

@@ -3,9 +3,9 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_run import TinyData, tiny_module, tiny_trainer
 
 from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, newest_checkpoint
+from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
 
 def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):

@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from rich.console import Console
-from tiny_run import plain_trainer, tiny_config
 
 from flash_train.data import ByteTokenizer, PackedDataModule, RecallCorpus, TextCorpus
 from flash_train.training import CausalLMModule, OptimizerConfig, StepSeed
+from tests.support.training.tiny_run import plain_trainer, tiny_config
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 CONFIG = tiny_config(vocab_size=259, attention_dropout=0.1, residual_dropout=0.1)

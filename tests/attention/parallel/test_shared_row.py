@@ -1,11 +1,7 @@
 """Attention over a row that several ranks share: the same as in one process, and what it refuses."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +11,16 @@ from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState
 from flash_train.attention.parallel.row_plan import plan_row
 from flash_train.attention.parallel.shared_attention import shared_attention
 from flash_train.attention.parallel.shared_row import SharedRow
+from tests.support.processes import run
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_a_row_agree_with_one_process(ranks):
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.attention.shared_rows", str(ranks), "100"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.startswith(f"{ranks} ranks: 50 ulysses, 50 gather; largest difference"), run.stdout
+    done = run("tests.support.attention.shared_rows", ranks, 100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(f"{ranks} ranks: 50 ulysses, 50 gather; largest difference"), done.stdout
 
 
 @pytest.fixture
@@ -128,11 +121,8 @@ def test_a_plan_for_another_number_of_ranks_is_refused(alone):
 
 def test_selective_checkpointing_repeats_no_exchange_and_gradients_repeat():
     """With four groups of heads: gather fetches keys twice and returns gradients, ulysses exchanges there and back."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.attention.shared_row_recompute"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    gather, ulysses = map(json.loads, run.stdout.splitlines())
+    done = run("tests.support.attention.shared_row_recompute")
+    assert done.returncode == 0, done.stderr[-3000:]
+    gather, ulysses = map(json.loads, done.stdout.splitlines())
     assert gather == {"method": "gather", "exchanges": {"none": 12, "selective": 12, "checkpoint": 16}, "same": True}
     assert ulysses == {"method": "ulysses", "exchanges": {"none": 8, "selective": 8, "checkpoint": 12}, "same": True}

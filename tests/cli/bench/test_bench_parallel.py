@@ -1,9 +1,6 @@
 """The benchmark of rows that GPUs share: what it records, and that wrong results get no rate."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,22 +9,16 @@ import torch.distributed as dist
 from flash_train.cli.bench_parallel import main, shown
 from flash_train.profiling.attention import shared
 from flash_train.profiling.attention.shared import measure_shared, shared_cases
-from tests.support.pages import ROOT
+from tests.support.processes import run_ranks
+
+MODULE = "flash_train.cli.bench_parallel"
 
 
 def test_two_ranks_measure_each_way_and_write_records(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("scripts/bench_parallel.py", "attention", "--tiny"),
-            *("--only", "seed3", "--out", tmp_path / "parallel.json"),
-        ],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    out = run_ranks(MODULE, 2, "attention", "--tiny", "--only", "seed3", "--out", tmp_path / "parallel.json")
     found = json.loads((tmp_path / "parallel.json").read_text())
     names = ["h4/1-packed128-seed3", "h4/1-packed128-seed3-dropout0.1"]
-    assert [line.split(": ")[0] for line in done.stdout.splitlines()] == names  # from the first rank alone
+    assert [line.split(": ")[0] for line in out.splitlines()] == names  # from the first rank alone
     assert [(r["case"], r["way"], r["direction"]) for r in found["records"]] == [
         (name, way, direction)
         for name in names
@@ -41,14 +32,7 @@ def test_two_ranks_measure_each_way_and_write_records(tmp_path):
 
 
 def test_training_on_two_ranks_agrees_with_the_peer(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("scripts/bench_parallel.py", "training", "--tiny", "--out", tmp_path / "parallel.json"),
-        ],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(MODULE, 2, "training", "--tiny", "--out", tmp_path / "parallel.json")
     records = json.loads((tmp_path / "parallel.json").read_text())["records"]
     assert [(r["case"], r["way"]) for r in records] == [
         *(("tiny-n64-sharded", way) for way in ("flash_train", "transformers")),

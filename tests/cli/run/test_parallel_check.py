@@ -1,8 +1,5 @@
 """`parallel.check=true`: which step is compared, and what a run prints."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +13,7 @@ from flash_train.data.dataset import as_row, collate
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from tests.support.pages import ROOT
+from tests.support.processes import run_ranks
 
 MODEL = ModelConfig(vocab_size=256, n_layers=8, width=64, n_heads=4, n_kv_heads=2, head_dim=16, mlp_width=128)
 
@@ -61,15 +58,9 @@ def test_a_shorter_row_still_crosses_the_boundary_of_every_rank():
     ],
 )
 def test_a_run_checks_a_step_and_then_trains(tiny, tmp_path, options, says):
-    done = subprocess.run(
-        [
-            *(sys.executable, "scripts/train.py", *tiny, "batch_size=1", "trainer.devices=2", "parallel.check=true"),
-            *("callbacks.sample.tokens=0", "trainer.progress_bar=false", *options),
-        ],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("parallel.check: ")]
+    given = ("batch_size=1", "parallel.check=true", "callbacks.sample.tokens=0", "trainer.progress_bar=false")
+    out = run_ranks("flash_train.cli.train", 2, *tiny, *given, *options)
+    (line,) = [line for line in out.splitlines() if line.startswith("parallel.check: ")]
     assert line.startswith("parallel.check: a step of 2 devices and of one, rows of 64 tokens, all layers: loss ")
     assert says in line
     error = float(line.split("largest error ")[1].split()[0])

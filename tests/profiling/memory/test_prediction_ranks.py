@@ -1,11 +1,9 @@
 """The predicted memory of a step on each of several devices, compared with measurements."""
 
-import os
 import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,20 +14,17 @@ from flash_train.attention.parallel import plan_row
 from flash_train.attention.parallel.key_transfers import plan_transfers
 from flash_train.profiling.memory.prediction import KINDS, _StepWalk, predict
 from flash_train.profiling.memory.row_share import largest_share
+from tests.support.processes import ROOT, run
 from tests.support.profiling.measured_ranks import MIB, small_steps
 
-ROOT = Path(__file__).parents[3]
 MODULE = "tests.support.profiling.measured_ranks"
 LINE = re.compile(r"(\S+) +([\d.]+) +([\d.]+) MiB")
 
 
-def measured(command: list[str], timeout: int) -> dict[str, tuple[float, float]]:
+def peaks_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[float, float]]:
     """Predicted and measured peaks in MiB, by the step's name."""
-    run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {name: (float(predicted), float(peak)) for name, predicted, peak in LINE.findall(run.stdout)}
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: (float(predicted), float(peak)) for name, predicted, peak in LINE.findall(done.stdout)}
 
 
 QUICK = ("ddp-true-checkpoint", "fsdp", "gather", "gather-groups", "ulysses-groups")
@@ -41,7 +36,7 @@ QUICK = ("ddp-true-checkpoint", "fsdp", "gather", "gather-groups", "ulysses-grou
     ids=["2-quick", "2", "4"],
 )
 def test_measured_peak_agrees_with_the_prediction(ranks, names):
-    found = measured([sys.executable, "-W", "ignore", "-m", MODULE, "--ranks", str(ranks), *names], timeout=900)
+    found = peaks_of(run(MODULE, "--ranks", ranks, *names, timeout=900))
     assert set(found) == set(names)
     wrong = {name: peaks for name, peaks in found.items() if abs(peaks[0] / peaks[1] - 1) > 0.005}
     assert not wrong, f"predicted and measured MiB: {wrong}"
@@ -52,7 +47,8 @@ def test_measured_peak_agrees_with_the_prediction(ranks, names):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_peak_on_two_gpus_agrees_with_the_prediction():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = measured([*launcher, "-m", MODULE, "--gpu"], timeout=1200)
+    command = [*launcher, "-m", MODULE, "--gpu"]
+    found = peaks_of(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200))
     assert len(found) >= 12
     wrong = {name: (a, b) for name, (a, b) in found.items() if abs(a - b) > max(0.05 * b, 256)}
     assert not wrong, f"predicted and measured MiB: {wrong}"

@@ -1,23 +1,20 @@
 """`flash-train` on several ranks of this machine, each with a tiny model on the CPU."""
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from flash_train.training.callbacks.checkpoint import read_checkpoint
-from tests.support.cli.runs import ROOT, TINY_MODEL
+from tests.support.cli.runs import TINY_MODEL
+from tests.support.processes import Process, run_ranks
 
 PROGRAM = "tests.support.distributed.failing_run"
 ALLOWED = 60.0  # seconds in which all ranks end after one has failed
 
 
-class StartedRun(subprocess.Popen[str]):
+class StartedRun(Process):
     """A run on several ranks; `fault` is a file that a rank touches when it fails."""
 
     fault: Path
@@ -41,12 +38,6 @@ def overrides(corpus: Path, run_dir: Path, *more: str) -> list[str]:
     ]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def start(
     arguments: list[str],
     *,
@@ -55,14 +46,10 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> StartedRun:
     """Start a run. With arguments of `torchrun`, that starts the ranks, otherwise Lightning, or SLURM's environment."""
-    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
     at = Path(tempfile.mkdtemp()) / "fault"
-    run = StartedRun(
-        [sys.executable, "-W", "ignore", *launcher, "-m", PROGRAM, *arguments],
-        cwd=ROOT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "FAULT_TIME": str(at), **(environment or {})},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    module = ["torch.distributed.run", *torchrun, "-m", PROGRAM] if torchrun else [PROGRAM]
+    faults = {"FAULT": fault, "FAULT_TIME": str(at)}
+    run = StartedRun(*module, *arguments, environment={**faults, **(environment or {})})
     run.fault = at
     return run
 
@@ -73,20 +60,20 @@ def finish(run: StartedRun) -> tuple[int, str, str]:
     All of them must have ended soon after one has failed.
     """
     try:
-        out, err = run.communicate(timeout=300)  # the ranks share the pipes, so it waits for all of them
+        out, err = run.communicate()
         ended = time.time()
     finally:
         run.kill()
+    assert run.returncode is not None
     if run.fault.exists():
         assert ended - run.fault.stat().st_mtime < ALLOWED, f"the ranks ended late\n{err}"
     shutil.rmtree(run.fault.parent)
     return run.returncode, out, err
 
 
-def train(arguments: list[str]) -> None:
-    """Run `flash-train`, which must succeed."""
-    code, _, err = finish(start(arguments))
-    assert code == 0, err[-3000:]
+def train(arguments: list[str], ranks: int) -> None:
+    """Run `flash-train` on several ranks, which must all succeed."""
+    run_ranks("flash_train.cli.train", ranks, *arguments)
 
 
 def weights_of(run_dir: Path, step: int) -> dict[str, list[float]]:

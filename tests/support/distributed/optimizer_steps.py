@@ -250,7 +250,7 @@ def check(rank: int, ranks: int, draws: int, folder: str) -> None:
 def main(ranks: int, draws: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert Path(folder).is_dir()
-        mp.spawn(check, (ranks, draws, folder), nprocs=ranks)
+        mp.start_processes(check, (ranks, draws, folder), nprocs=ranks, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from flash_train.distributed import checkpoint
 from flash_train.distributed.dims import data_share
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
 from flash_train.training import OptimizerConfig
-from tests.training.tiny_run import packed_row, tiny_config, tiny_module, tiny_trainer
+from tests.support.training.tiny_run import packed_row, tiny_config, tiny_module, tiny_trainer
 
 ROWS = 4  # in an optimizer step
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from tiny_run import packed_row, tiny_config, tiny_module, tiny_trainer
 from torch.utils.data import DataLoader
+
+from tests.support.training.tiny_run import packed_row, tiny_config, tiny_module, tiny_trainer
 
 STEPS = 3
 
