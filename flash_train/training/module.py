@@ -323,6 +323,9 @@ class CausalLMModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the schedule's length: the schedule is a closure, which a checkpoint cannot hold."""
+        hyper_parameters = checkpoint.get("hyper_parameters", {})
+        if hyper_parameters.get("model", {}) is None:  # LightningCLI would build the module with this argument
+            del hyper_parameters["model"]
         checkpoint[PLANNED_STEPS] = self.planned_steps
         if self.pretrained is not None:
             checkpoint[PRETRAINED] = self.pretrained
@@ -330,9 +333,9 @@ class CausalLMModule(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model in one message; PyTorch would list every tensor."""
         hyper_parameters = checkpoint.get("hyper_parameters", {})
-        if "model" not in hyper_parameters:
+        if not {"model", "optimizer"} & hyper_parameters.keys():
             raise ValueError("this checkpoint does not describe its model: it was not written by CausalLMModule")
-        saved, own = hyper_parameters["model"] or {}, self._model_values() or {}
+        saved, own = hyper_parameters.get("model") or {}, self._model_values() or {}
         if not isinstance(saved, Mapping):  # `load_from_checkpoint(model=...)` replaces the entry by the model
             saved = own
         elif saved and own:  # settings that are newer than the checkpoint get their defaults

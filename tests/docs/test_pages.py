@@ -45,10 +45,17 @@ EFFECTS = {
         json.loads((folder / "runs" / "own" / "summary.json").read_text())["status"] == "finished"
         and len(names["losses"]) == 10
         and names["losses"][-1] < names["losses"][0]
+        and names["trainer"].global_step == 2
     ),
+    "pytorch.md": lambda names, folder: names["out"].shape == (2, 4, 1024, 64),
     "several_gpus.md": lambda names, folder: names["strategy"].dims.context == 2,
     "transformers.md": lambda names, folder: (
         names["logits"].shape == (1, 12, 256) and (folder / "checkpoints" / "step-000002.ckpt").is_file()
+    ),
+    "from_flash_attn.md": lambda names, folder: (
+        names["padded"].shape == (2, 256, 8, 64)
+        and names["masked"][names["mask"]].allclose(names["y_packed"], atol=1e-5)
+        and names["loss"] > 0
     ),
     "attention.md": lambda names, folder: names["out"].shape == (2, 1024, 8, 64) and names["mask"].terms,
 }
