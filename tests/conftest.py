@@ -6,6 +6,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported; tensors here are tiny
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,22 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures of runs in this process empty, as drawing takes most of a tiny run's time.
+
+    A test marked `pictures` has them drawn, and so have runs in processes of their own.
+    """
+    if request.node.get_closest_marker("pictures") or "flash_train.training" not in sys.modules:
+        return
+
+    def save_figure(figure: Any, path: Any, **_: Any) -> Path:
+        Path(path).touch()
+        return Path(path)
+
+    monkeypatch.setattr("flash_train.records.plots.save_figure", save_figure)
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,8 @@ def test_a_step_of_two_ranks_is_predicted_and_recorded(tiny, tmp_path, plan):
         assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True])
 def test_a_profile_of_two_ranks_is_written_once(tiny, tmp_path, torchrun):
     script = str(ROOT / "scripts" / "profile_memory.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []

@@ -10,6 +10,7 @@ from flash_train.data import ByteTokenizer, PackedDataModule, RecallCorpus
 from flash_train.data.sampler import EndlessOrder
 from tests.support.data.corpora import StreamedList, random_texts
 from tests.support.data.loops import Recorder, StopAtBatch, fit
+from tests.support.tiers import slow_after
 
 
 @pytest.mark.parametrize("stop", [2, 8, 30])  # early, in the middle of an epoch, and past its end
@@ -259,7 +260,7 @@ SAME_STEP = [  # ranks, batch size, accumulation: always 24 rows in a step
 
 @pytest.mark.parametrize("row_cost", [None, (1.0, 2.0)], ids=["in order", "dealt"])
 @pytest.mark.parametrize("kind", ["rows", "stream", "recall"])
-@pytest.mark.parametrize(("before", "after"), SAME_STEP, ids=str)
+@pytest.mark.parametrize(("before", "after"), slow_after(1, SAME_STEP, unpack=True), ids=str)
 def test_each_step_has_the_same_rows_on_another_number_of_ranks(
     make_data, tmp_path, monkeypatch, before, after, kind, row_cost
 ):

@@ -16,6 +16,7 @@ from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.stream import StreamedRows, StreamOrder, limit_entries, tokens_of_chunk
 from tests.support.data.corpora import StreamedList, random_texts, write_parquet
 from tests.support.data.loops import FakeTrainer, StopAtBatch, equal_batches, fit
+from tests.support.tiers import slow_after
 
 SEQ_LEN = 16
 TEXTS = random_texts(2000, 30, seed=5)  # chunks of 4,096 tokens, which is 256 documents
@@ -133,7 +134,9 @@ def test_workers_and_ranks_see_the_same_stream(tmp_path):
 
 
 @pytest.mark.parametrize("keep_cache", [True, False])
-@pytest.mark.parametrize("stop", [3, 150, 700, 1100])  # in the first chunk, later, in the last, in the second pass
+@pytest.mark.parametrize(
+    "stop", slow_after(1, [150, 3, 700, 1100])
+)  # in the first chunk, later, in the last, in the second pass
 def test_resumed_run_continues_the_stream(tmp_path, stop, keep_cache):
     rows = make(tmp_path / "0")
     rows.setup()

@@ -8,6 +8,8 @@ import pytest
 from flash_train.files import write_bytes, write_json, write_text
 from flash_train.records import MetricsTable, plot_run, plots, read_column
 
+pytestmark = pytest.mark.pictures
+
 
 @pytest.mark.parametrize(("write", "old", "new"), [(write_text, "old\n", "new\n"), (write_bytes, b"old\n", b"new\n")])
 def test_file_is_replaced_atomically(tmp_path, monkeypatch, write, old, new):

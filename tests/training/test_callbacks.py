@@ -28,6 +28,7 @@ from flash_train.training.callbacks import MemorySnapshot
 from tests.support.training.tiny_run import TinyData, plain_trainer, read_metrics, tiny_module
 
 
+@pytest.mark.pictures
 def test_all_callbacks_in_a_plain_trainer(tmp_path):
     logger = CSVLogger(tmp_path, name="lightning")
     trainer = plain_trainer(

@@ -11,20 +11,24 @@ import torch
 
 from flash_train.attention import AttentionSpec, cached_attention
 from tests.support.attention.decoding import CASES, error
+from tests.support.tiers import slow_after
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def results():
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.attention.decoding"]
+def results(request):
+    """The error of each case that this session tests, from one process."""
+    prefix = f"{test_decode_kernel_equals_the_reference_in_the_interpreter.__name__}["
+    names = [item.name[len(prefix) : -1] for item in request.session.items if item.name.startswith(prefix)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.attention.decoding", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {row["case"]: row["result"] for row in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", slow_after(4, [case.name for case in CASES]))
 def test_decode_kernel_equals_the_reference_in_the_interpreter(results, name):
     result = results[name]
     assert not isinstance(result, str), result

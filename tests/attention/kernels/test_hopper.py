@@ -21,6 +21,7 @@ from tests.support.attention.emulated import ASSEMBLY, hopper_on_cpu
 from tests.support.attention.hopper_cases import LISTED, MANY_HEADS, WIDE, same_lengths
 from tests.support.attention.problem import Case, build
 from tests.support.attention.recipes import Blocks, Documents
+from tests.support.tiers import slow_after
 
 #: cases of the contract that these kernels do not take, and why
 REFUSED = {
@@ -116,7 +117,7 @@ def test_large_scores_are_recomputed(case, again):
     assert any(again) and not all(again)
 
 
-@pytest.mark.parametrize("case", MANY_HEADS, ids=str)
+@pytest.mark.parametrize("case", slow_after(1, MANY_HEADS), ids=str)
 def test_dq_accumulators_are_converted(case, monkeypatch):
     """The backward finishes dQ of the first heads; the kernel after it finishes dQ of the last two heads."""
     launched, finish = [], launch.finish_launch
@@ -127,7 +128,7 @@ def test_dq_accumulators_are_converted(case, monkeypatch):
     assert launched[0].grid[0] == slots * heads * 2 // 6
 
 
-@pytest.mark.parametrize("case", [*WIDE, BY_NAME["gqa"], BY_NAME["everything"]], ids=str)
+@pytest.mark.parametrize("case", slow_after(4, [BY_NAME["gqa"], BY_NAME["everything"], *WIDE]), ids=str)
 def test_repeatable_gradients(case):
     """With ``torch.use_deterministic_algorithms`` a separate kernel computes dQ."""
     if case.name == "everything":
@@ -140,7 +141,7 @@ def test_repeatable_gradients(case):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("tile", [(3, 128, 2, 3, 3), (3, 64, 1, 2, 3), (2, 64, 2, 4, 2, False)], ids=str)
+@pytest.mark.parametrize("tile", slow_after(1, [(3, 128, 2, 3, 3), (3, 64, 1, 2, 3), (2, 64, 2, 4, 2, False)]), ids=str)
 def test_other_tiles(tile, monkeypatch):
     """Three consumers, and consumers that do not alternate."""
     monkeypatch.setitem(tiles.FORWARD, 64, tiles.ForwardTile(*tile))
@@ -148,7 +149,7 @@ def test_other_tiles(tile, monkeypatch):
     check(replace(WIDE[3], dtype=torch.bfloat16), seed=1)
 
 
-@pytest.mark.parametrize("case", [WIDE[0], WIDE[1], WIDE[3], LISTED], ids=str)
+@pytest.mark.parametrize("case", slow_after(1, [WIDE[0], WIDE[1], WIDE[3], LISTED]), ids=str)
 def test_long_calls(case):
     """With the tiles that narrow heads use for long sequences of keys."""
     with launch_options(long_walk=0):

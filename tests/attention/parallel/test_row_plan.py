@@ -10,6 +10,7 @@ from flash_train.attention.parallel.key_transfers import plan_transfers
 from flash_train.attention.parallel.row_division import CUT, Piece, count_pairs, zigzag
 from flash_train.attention.parallel.row_plan import plan_row
 from tests.support.attention.row_draws import DRAWS, UNUSUAL, draw, heavy_tailed
+from tests.support.tiers import slow_after
 
 
 @pytest.mark.parametrize("block", range(5))
@@ -67,8 +68,8 @@ def test_pairs_are_those_of_a_brute_force_count():
                 assert plan.first_key(piece) == seen[0] // CUT * CUT, seed
 
 
-@pytest.mark.parametrize("window", [None, 511, 1023])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("window", slow_after(2, [None, 511, 1023]))
+@pytest.mark.parametrize("ranks", slow_after(1, [2, 4, 8]))
 def test_heavy_tailed_documents_are_balanced_and_aligned(ranks, window):
     for seed in range(100 if window is None else 30):
         lengths = heavy_tailed(seed)

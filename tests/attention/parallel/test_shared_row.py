@@ -12,11 +12,12 @@ from flash_train.attention.parallel.row_plan import plan_row
 from flash_train.attention.parallel.shared_attention import shared_attention
 from flash_train.attention.parallel.shared_row import SharedRow
 from tests.support.processes import run
+from tests.support.tiers import slow_after
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_after(1, [2, 4]))
 def test_ranks_that_share_a_row_agree_with_one_process(ranks):
     done = run("tests.support.attention.shared_rows", ranks, 100)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -31,6 +31,7 @@ def test_two_ranks_measure_each_way_and_write_records(tmp_path):
     assert found["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_agrees_with_the_peer(tmp_path):
     run_ranks(MODULE, 2, "training", "--tiny", "--out", tmp_path / "parallel.json")
     records = json.loads((tmp_path / "parallel.json").read_text())["records"]

@@ -8,6 +8,7 @@ import torch
 from flash_train.cli import bench_training
 from flash_train.cli.bench_training import TrainingCase, main
 from flash_train.model import ModelConfig
+from tests.support.tiers import slow_after
 
 TINY = ModelConfig(64, n_layers=2, width=32, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64, tied_embeddings=False)
 
@@ -58,7 +59,7 @@ def test_records_are_kept_and_not_measured_again(small, tmp_path, capsys):
     assert ours["commit"] == "c0ffee"
 
 
-@pytest.mark.parametrize("factor, said", [(1.01, "9.9e-03"), (float("nan"), "nan")])
+@pytest.mark.parametrize("factor, said", slow_after(1, [(1.01, "9.9e-03"), (float("nan"), "nan")], unpack=True))
 def test_no_rate_where_losses_differ(small, tmp_path, capsys, factor, said):
     small[0] = factor
     out = tmp_path / "training.json"
@@ -67,6 +68,7 @@ def test_no_rate_where_losses_differ(small, tmp_path, capsys, factor, said):
     assert not any("tokens_per_second" in record for record in json.loads(out.read_text())["records"])
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_recorded(small, tmp_path, capsys):
     small[0] = None
     out = tmp_path / "training.json"

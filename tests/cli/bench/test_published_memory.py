@@ -11,6 +11,7 @@ from flash_train.cli.components import model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.run import memory_check as module
 from flash_train.profiling.memory.prediction import predict
+from tests.support.tiers import slow_after
 
 # The records are of an optimizer that rounded bf16 weights to nearest
 MEASURED_WITH = ("optimizer.master=none",)
@@ -25,7 +26,7 @@ def test_there_are_published_peaks_of_every_kind():
     assert {"flash", "standard"} <= {record["attention"] for record in STEPS}
 
 
-@pytest.mark.parametrize("model", sorted({record["model"] for record in STEPS}))
+@pytest.mark.parametrize("model", slow_after(1, sorted({record["model"] for record in STEPS})))
 def test_predictions_agree_with_the_published_peaks(model, monkeypatch):
     monkeypatch.setattr(module, "device_of", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from flash_train.cli import train as command
 from flash_train.model import ModelConfig, Transformer, save_pretrained
 from tests.support.data.tokenizers import write_tokenizer
+from tests.support.tiers import slow_after
 
 SHAPE = {"n_layers": 1, "width": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp_width": 32}
 
@@ -56,7 +57,9 @@ def works(flash_train, *arguments):
     return True
 
 
-@pytest.mark.parametrize("files", [[], ["tokenizer.model"], ["vocab.json", "merges.txt"], ["tokenizer_config.json"]])
+@pytest.mark.parametrize(
+    "files", slow_after(1, [["tokenizer.model"], [], ["vocab.json", "merges.txt"], ["tokenizer_config.json"]])
+)
 def test_a_model_without_a_tokenizer_json(flash_train, model, tmp_path, files):
     folder = model()
     for name in files:
@@ -78,7 +81,7 @@ def test_a_tilde_in_init_from_is_expanded(flash_train, model, tmp_path, monkeypa
     assert saved["tokenizer_file"] == str(tmp_path / "model" / "tokenizer.json")
 
 
-@pytest.mark.parametrize("specials", [["<a>", "<b>"], ["</s>", "<|endoftext|>"]], ids=["unknown", "two"])
+@pytest.mark.parametrize("specials", slow_after(1, [["<a>", "<b>"], ["</s>", "<|endoftext|>"]]), ids=["unknown", "two"])
 def test_an_unknown_end_token(flash_train, model, specials):
     folder = model()
     write_tokenizer(folder / "tokenizer.json", specials)
@@ -88,7 +91,7 @@ def test_an_unknown_end_token(flash_train, model, specials):
     assert works(flash_train, f"init_from={folder}", f"data.eos={token}")
 
 
-@pytest.mark.parametrize("token", ["[SEP]", "<|end of text|>", "it's", "a=b", "0", "~"])
+@pytest.mark.parametrize("token", slow_after(1, ["<|end of text|>", "[SEP]", "it's", "a=b", "0", "~"]))
 def test_any_token_can_be_given(flash_train, tmp_path, token):
     file = write_tokenizer(tmp_path / "tokens.json", ["<a>", token])
     assert works(flash_train, f"data.tokenizer={file}", f"data.eos={token}", "data.bos=")
@@ -100,7 +103,7 @@ def test_any_token_can_be_given(flash_train, tmp_path, token):
     }
 
 
-@pytest.mark.parametrize("key", ["data.eos", "data.bos"])
+@pytest.mark.parametrize("key", slow_after(1, ["data.eos", "data.bos"]))
 def test_tokens_for_bytes(flash_train, tmp_path, key):
     line = refusal(flash_train, f"{key}=</s>")
     assert f"{key}=</s>: bytes have their own begin and end tokens" in line and "data.tokenizer=FILE with it" in line
@@ -208,6 +211,7 @@ FOLLOWED = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="precision=fp16-mixed is no mistake on a GPU")
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "advice"), FOLLOWED, ids=[" ".join(arguments) for arguments, _ in FOLLOWED])
 def test_the_advice_works(flash_train, model, tmp_path, arguments, advice):
     folder = model()

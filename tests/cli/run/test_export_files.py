@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from flash_train.cli import export as export_command
 from flash_train.cli import train as command
 from tests.support.data.tokenizers import write_tokenizer
+from tests.support.tiers import slow_after
 
 SPECIALS = ["<s>", "</s>", "<|endoftext|>", "<|im_end|>"]  # ids 256 to 259
 STILL = "optimizer.lr=1e-30"  # a step leaves all weights as they are
@@ -125,7 +126,7 @@ def test_transformers_reads_the_same_before_and_after(source, trained, tmp_path)
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.chat_template["tools"] == "{{ tools }}"
 
 
-@pytest.mark.parametrize(("seq_len", "expected"), [(128, 512), (1024, 1024)])
+@pytest.mark.parametrize(("seq_len", "expected"), slow_after(1, [(1024, 1024), (128, 512)], unpack=True))
 def test_the_length_is_the_larger_one_of_model_and_training(source, trained, tmp_path, seq_len, expected):
     out = exported(trained(source, f"seq_len={seq_len}", "model.rope_scaling.factor=16"), tmp_path / "out")
     config = config_of(out)
@@ -133,6 +134,7 @@ def test_the_length_is_the_larger_one_of_model_and_training(source, trained, tmp
     assert config["rope_parameters"] == config_of(source)["rope_parameters"] | {"factor": 16.0}
 
 
+@pytest.mark.slow
 def test_a_yarn_rule_keeps_the_original_length(source, trained, tmp_path):
     """Without its original length YaRN takes max_position_embeddings, which grows when training rows are longer."""
     edit(source / "config.json", rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4})
@@ -144,6 +146,7 @@ def test_a_yarn_rule_keeps_the_original_length(source, trained, tmp_path):
     assert torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_settings_that_were_changed_are_written(source, trained, tmp_path):
     changes = ("model.rope_theta=1e6", "model.rope_scaling.kind=none", "model.norm_eps=1e-3", "attention.dropout=0.25")
     config = config_of(exported(trained(source, *changes), tmp_path / "out"))
@@ -151,12 +154,14 @@ def test_settings_that_were_changed_are_written(source, trained, tmp_path):
     assert config == config_of(source) | expected | {"attention_dropout": 0.25}
 
 
+@pytest.mark.slow
 def test_config_has_the_dtype_of_the_weights(source, trained, tmp_path):
     out = exported(trained(source), tmp_path / "out", "--dtype", "bf16")
     assert config_of(out) == config_of(source) | {"dtype": "bfloat16"}
     assert {tensor.dtype for tensor in weights_of(out).values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_a_given_end_token_is_in_every_file(source, trained, tmp_path):
     out = exported(trained(source, "data.eos=<|im_end|>", "data.bos="), tmp_path / "out")
     assert config_of(out)["eos_token_id"] == config_of(out, "generation_config.json")["eos_token_id"] == [259, 258]
@@ -194,6 +199,7 @@ def test_a_run_without_text_keeps_the_tokenizer_of_its_model(source, trained, tm
     assert files_of(exported(run_dir, tmp_path / "out")) == files_of(source)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_the_first_model(source, trained, tmp_path):
     run_dir = trained(source, "stop_after=1", "max_steps=2")
     trained(source, "resume=last", "max_steps=2")
@@ -201,7 +207,7 @@ def test_a_resumed_run_remembers_the_first_model(source, trained, tmp_path):
     assert files_of(exported(run_dir, tmp_path / "out")) == files_of(source)
 
 
-@pytest.mark.parametrize("change", ["removed", "edited", "folder removed"])
+@pytest.mark.parametrize("change", slow_after(1, ["edited", "removed", "folder removed"]))
 def test_a_file_that_changed_since_is_named_and_not_written(source, trained, tmp_path, capsys, change):
     run_dir = trained(source)
     expected = files_of(source)
@@ -222,6 +228,7 @@ def test_a_file_that_changed_since_is_named_and_not_written(source, trained, tmp
         assert files_of(out) == expected
 
 
+@pytest.mark.slow
 def test_force_removes_the_files_of_the_earlier_model(source, trained, tmp_path):
     out = exported(trained(source), tmp_path / "out")
     (out / "notes.txt").write_text("mine")
@@ -231,7 +238,7 @@ def test_force_removes_the_files_of_the_earlier_model(source, trained, tmp_path)
     assert not list(out.glob(".*"))
 
 
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("exists", slow_after(1, [True, False]))
 def test_a_write_that_fails_leaves_the_folder_as_it_was(source, trained, tmp_path, monkeypatch, capsys, exists):
     run_dir, out = trained(source), tmp_path / "out"
     if exists:
@@ -249,6 +256,7 @@ def test_a_write_that_fails_leaves_the_folder_as_it_was(source, trained, tmp_pat
     assert not list(tmp_path.glob(".out*")) and not list(out.glob(".*"))
 
 
+@pytest.mark.slow
 def test_the_folder_has_the_usual_permissions(source, trained, tmp_path):
     (tmp_path / "usual").mkdir()
     assert exported(trained(source), tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -159,6 +159,7 @@ def test_recall_prints_the_chance_level(in_process, tiny, tmp_path):
     assert "chance level" in out and "answer accuracy" in out and "sample" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 def test_two_steps_of_the_kernels_under_the_interpreter(tiny, tmp_path):
     tiny = [*tiny, "seq_len=32", "batch_size=1", "max_steps=2", "trainer.progress_bar=false"]

@@ -11,6 +11,7 @@ from flash_train.profiling.memory.ledger import Ledger
 from flash_train.profiling.memory.prediction import KINDS, _StepWalk, predict
 from flash_train.profiling.memory.step import Step
 from tests.support.profiling.measured_step import measured
+from tests.support.tiers import slow_after
 
 MODEL = ModelConfig(
     vocab_size=320, n_layers=3, width=192, n_heads=4, n_kv_heads=2, head_dim=48, mlp_width=528, tied_embeddings=False
@@ -54,7 +55,7 @@ def label(step: Step) -> str:
     return f"{model}-{step.seq_len}-{step.memory}-{step.attention}-{step.precision}-{step.accumulate}"
 
 
-@pytest.mark.parametrize("step", STEPS, ids=label)
+@pytest.mark.parametrize("step", slow_after(8, STEPS), ids=label)
 def test_measured_peak_agrees_with_the_prediction(step):
     found, expected = measured(step), predict(step)
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)

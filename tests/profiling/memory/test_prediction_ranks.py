@@ -27,7 +27,7 @@ def peaks_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[float, f
     return {name: (float(predicted), float(peak)) for name, predicted, peak in LINE.findall(done.stdout)}
 
 
-QUICK = ("ddp-true-checkpoint", "fsdp", "gather", "gather-groups", "ulysses-groups")
+QUICK = ("ddp-true-checkpoint", "fsdp", "gather-groups")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Cases of the decode kernel, compared with the reference.
 
-``python -m tests.support.attention.decoding`` runs them in the interpreter and prints one JSON line per case.
+``python -m tests.support.attention.decoding NAME...`` runs these in the interpreter and prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _mask(case: Case, device: str, generator: torch.Generator) -> Mask:
 
 
 def main() -> None:
-    for case in CASES:
+    for case in (case for case in CASES if case.name in sys.argv[1:]):
         try:
             result: Any = error(case, "cpu")
         except (AssertionError, RuntimeError, ValueError, TypeError):
