@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, attention, unpad_input
 from flash_train.attention.backends import backend_names
+from flash_train.attention.rows import take_rows
 from flash_train.checks import check_name
 
 
@@ -99,7 +100,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, length = q.shape[:2]
         used = ~ignored
         k, rows, boundaries_k, *_ = unpad_input(k, used)
-        v = v.flatten(0, 1).index_select(0, rows)
+        v = take_rows(v.flatten(0, 1), rows)
         boundaries_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
         packing = Packing(boundaries_q, boundaries_k)
         return attention(q.flatten(0, 1), k, v, spec, packing=packing, backend=self.backend).view(q.shape)

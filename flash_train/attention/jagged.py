@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_train.attention.packing import Packing
+from flash_train.attention.rows import take_rows
 
 
 class Unpacked(NamedTuple):
@@ -84,7 +85,7 @@ def unpack(q: Any, k: Any, v: Any, packing: Packing | None) -> Unpacked:
         if not torch.equal(cu_k, cu_v):
             raise ValueError(f"k has boundaries {cu_k.tolist()} and v {cu_v.tolist()}: must be equal")
     packed = [
-        x.values() if rows is None else x.values().index_select(0, rows)
+        x.values() if rows is None else take_rows(x.values(), rows)
         for x, rows in ((q, q_rows), (k, k_rows), (v, v_rows))
     ]
     packing = Packing(cu_q, cu_q if k.shape[1] == q.shape[1] else cu_k)

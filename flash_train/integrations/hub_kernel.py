@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_train.attention import Packing, attention
 from flash_train.attention.flash_attn import flash_attn_with_kvcache
-from flash_train.attention.flash_attn.api import _spec
+from flash_train.attention.flash_attn.api import spec_of
 from flash_train.checks import check, integer_at_least
 from flash_train.files import write_json, write_text
 
@@ -80,7 +80,7 @@ def flash_attn_func(
     Args:
         s_aux: sinks, (heads,).
     """
-    return attention(q, k, v, _spec(dropout_p, softmax_scale, causal, window_size, softcap), sinks=s_aux)
+    return attention(q, k, v, spec_of(dropout_p, softmax_scale, causal, window_size, softcap), sinks=s_aux)
 
 
 def flash_attn_varlen_func(
@@ -105,5 +105,5 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: not read; `transformers` passes them.
         s_aux: sinks, (heads,).
     """
-    spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
+    spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
     return attention(q, k, v, spec, packing=Packing(cu_seqlens_q, cu_seqlens_k), sinks=s_aux)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from flash_train.attention import AttentionSpec, Causal, Full, Mask, Packing, Window
+from flash_train.attention import AttentionSpec, Packing
 from flash_train.attention.backends import backend_names
 from flash_train.attention.dropout import draw_state
+from flash_train.attention.flash_attn.api import spec_of
 from flash_train.attention.functional import operands_of, prepare
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.families import is_own
@@ -268,13 +269,8 @@ def _spec_and_packing(
     *window: int | None,
 ) -> tuple[AttentionSpec, Packing | None]:
     """Translate PyTorch's arguments; a bound of the window is None or negative if there is none."""
-    left, right = (None if bound is None or bound < 0 else bound for bound in window)
-    if is_causal:
-        right = 0
-    mask: Mask = Window(left, right)
-    if left is None and right in (None, 0):
-        mask = Full() if right is None else Causal()
-    spec = AttentionSpec(mask, scale, dropout=dropout_p)
+    left, right = (-1 if bound is None else bound for bound in window)
+    spec = spec_of(dropout_p, scale, is_causal, (left, right), 0.0)
     if cum_seq_q is None and cum_seq_k is None:
         return spec, None
     if cum_seq_q is None or cum_seq_k is None:

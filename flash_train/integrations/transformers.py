@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, Window, attention, pad_input
 from flash_train.attention.backends import backend_names
 from flash_train.attention.flash_attn.padding import boundaries_of
+from flash_train.attention.rows import take_rows
 from flash_train.checks import check_name
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def attention_forward(
     if attention_mask is not None:
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         found = _once(attention_mask, length, lambda: Unpadded.of(attention_mask, length))
-        q, k, v = (x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, found.q), (k, found.k), (v, found.k)))
+        q, k, v = (take_rows(x.flatten(0, 1), rows) for x, rows in ((q, found.q), (k, found.k), (v, found.k)))
         out = attention(q, k, v, spec, packing=found.packing, sinks=s_aux, backend=backend)
         return pad_input(out, found.q, batch, length), None
     if packing is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:

@@ -70,7 +70,7 @@ def flash_attn_func(
     rng: RngState | None = None,
 ) -> Result:
     """Compute the attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, kv_heads, head_dim)."""
-    spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
+    spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, spec, None, alibi_slopes, deterministic, return_attn_probs, backend, rng)
 
 
@@ -157,7 +157,7 @@ def flash_attn_varlen_func(
     pages = integer_tensor("block_table", block_table, q.device)
     if pages is not None:
         k, v = _copy_pages(q, k, v, packing, pages)
-    spec = _spec(dropout_p, softmax_scale, causal, window_size, softcap)
+    spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, spec, packing, alibi_slopes, deterministic, return_attn_probs, backend, rng)
 
 
@@ -266,7 +266,7 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError, TypeError: arguments that do not fit together; nothing has been written then.
     """
-    spec = _spec(0.0, softmax_scale, causal, window_size, softcap)
+    spec = spec_of(0.0, softmax_scale, causal, window_size, softcap)
     n_splits = integer(num_splits)
     length = None if isinstance(cache_seqlens, Tensor) else integer(cache_seqlens)
     lengths = cache_seqlens if length is None else length
@@ -331,9 +331,10 @@ def _attend(
     return out, lse, None
 
 
-def _spec(
+def spec_of(
     dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float
 ) -> AttentionSpec:
+    """Translate flash-attn's arguments; in `window_size`, negative is no bound."""
     bounds = integers(window_size)
     if bounds is None or len(bounds) != 2:
         raise ValueError(f"window_size={window_size!r}: must be two integers (left, right), -1 for no bound")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_train.attention.rows import put_rows, take_rows
 from flash_train.attention.tracing import unreadable
 
 
@@ -32,7 +31,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
         repeated = indices.numel() - indices.unique().numel()
         if repeated:
             raise ValueError(f"{repeated} of {indices.numel()} indices repeat a row: must be distinct for the gradient")
-    return _TakeRows.apply(input, indices.long())
+    return take_rows(input, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -54,28 +53,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
             f"indices have shape {tuple(indices.shape)} and values {tuple(values.shape)}: must be (total,) and "
             "(total, ...)"
         )
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
-
-
-class _TakeRows(torch.autograd.Function):
-    """``index_select`` of distinct rows. PyTorch's own backward adds rows up, on a GPU with atomics."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, rows: Tensor) -> Tensor:
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        x, rows = inputs
-        ctx.save_for_backward(rows)
-        ctx.count = x.shape[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        return index_put_first_axis(grad, rows, ctx.count), None
+    return put_rows(values, indices, first_axis_dim)
 
 
 def unpad_input(
@@ -113,7 +91,7 @@ def unpad_input(
     indices = packed.flatten().nonzero().flatten()
     cu_seqlens = boundaries_of(lengths)
     longest = int(lengths.max()) if lengths.numel() else 0
-    tokens = _TakeRows.apply(hidden_states.flatten(0, 1), indices)
+    tokens = take_rows(hidden_states.flatten(0, 1), indices)
     return tokens, indices, cu_seqlens, longest, used.sum(-1, dtype=torch.int32)
 
 
@@ -149,7 +127,7 @@ def unpad_input_for_concatenated_sequences(
         raise ValueError(f"a row of attention_mask_in_length has {most} tokens: must be at most seqlen, {shape[1]}")
     tokens = torch.arange(shape[1], device=lengths.device) < totals[:, None]
     indices = tokens.flatten().nonzero().flatten()
-    return _TakeRows.apply(hidden_states.flatten(0, 1), indices), indices, boundaries_of(found), longest
+    return take_rows(hidden_states.flatten(0, 1), indices), indices, boundaries_of(found), longest
 
 
 def boundaries_of(lengths: Tensor) -> Tensor:
