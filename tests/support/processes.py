@@ -24,6 +24,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
+
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch.distributed.fsdp",
@@ -118,6 +120,7 @@ def _run(arguments: list[str], cwd: str, environment: dict[str, str], out: int, 
     sys.stdout.reconfigure(line_buffering=False)  # type: ignore[attr-defined]  # whatever it was before
     os.environ.clear()
     os.environ.update(environment)
+    rank_zero_only.rank = _get_rank() or 0  # Lightning read the server's variables
     os.chdir(cwd)
     sys.path[:0] = [cwd]
     warnings.simplefilter("ignore")
