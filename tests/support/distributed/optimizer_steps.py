@@ -1,6 +1,6 @@
 """Random optimizer steps on several ranks, compared with one process: loss and every gradient.
 
-    python -m tests.support.distributed.optimizer_steps RANKS DRAWS
+    python -m tests.support.distributed.optimizer_steps RANKS DRAWS [FIRST]
 
 A draw is a model, rows of packed documents, and a division of the ranks. The ranks take one step of a Lightning
 `Trainer`. One process also computes the same step by itself, in a loop of its own.
@@ -214,7 +214,7 @@ def difference(draw: Draw, folder: str) -> float:
     return max(x if x == x else float("inf") for x in found)
 
 
-def check(rank: int, ranks: int, draws: int, folder: str) -> None:
+def check(rank: int, ranks: int, draws: int, first: int, folder: str) -> None:
     """Run all draws as one of the ranks.
 
     Raises:
@@ -231,7 +231,7 @@ def check(rank: int, ranks: int, draws: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
         kinds, largest = Counter[str](), 0.0
-        for seed in range(draws):
+        for seed in range(first, first + draws):
             draw = Draw.of(seed, ranks)
             worst = torch.tensor(difference(draw, folder), dtype=torch.float64)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -247,10 +247,10 @@ def check(rank: int, ranks: int, draws: int, folder: str) -> None:
         leave_groups()
 
 
-def main(ranks: int, draws: int) -> None:
+def main(ranks: int, draws: int, first: int = 0) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert Path(folder).is_dir()
-        mp.start_processes(check, (ranks, draws, folder), nprocs=ranks, start_method="fork")
+        mp.start_processes(check, (ranks, draws, first, folder), nprocs=ranks, start_method="fork")
 
 
 if __name__ == "__main__":
