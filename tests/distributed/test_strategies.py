@@ -10,13 +10,13 @@ from flash_train.distributed.sharding import blocks_of
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
 from flash_train.training import CausalLMModule
 from tests.support.model.tiny import tiny_config
-from tests.support.processes import run
+from tests.support.processes import run_python
 from tests.support.tiers import slow_after
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_exchanged_gradients_are_summed_once_and_in_pieces(ranks):
-    done = run("tests.support.distributed.summed_gradients", str(ranks), timeout=120)
+    done = run_python("tests.support.distributed.summed_gradients", str(ranks), timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -24,7 +24,7 @@ def test_exchanged_gradients_are_summed_once_and_in_pieces(ranks):
     ("ranks", "draws", "first"), slow_after(2, [(2, 10, 0), (4, 6, 0), (2, 100, 10), (4, 104, 6)], unpack=True)
 )
 def test_a_step_of_several_ranks_is_the_step_of_one_process(ranks, draws, first):
-    done = run("tests.support.distributed.optimizer_steps", ranks, draws, first, timeout=900)
+    done = run_python("tests.support.distributed.optimizer_steps", ranks, draws, first, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = [int(count) for count in re.findall(r"(\d+) of \d+x\d+x\d+", done.stdout)]
     assert done.stdout.startswith(f"{ranks} ranks: ") and sum(counts) == draws, done.stdout
@@ -46,7 +46,7 @@ def test_blocks_are_the_elements_of_the_outermost_containers():
 
 
 def test_foreign_modules_train_sharded():
-    done = run("tests.support.distributed.foreign_module", timeout=120)
+    done = run_python("tests.support.distributed.foreign_module", timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal to one process") == 2
 

@@ -157,6 +157,7 @@ def test_weights_of_other_dtypes_are_refused():
         AdamW(weights)
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter():
     """As accurate as PyTorch's fused step, equal to PyTorch's operations; states load both ways, and misuse raises."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")

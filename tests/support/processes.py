@@ -145,6 +145,12 @@ def run(module: str, *arguments: object, timeout: float = 300, **options: Any) -
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def run_python(module: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a module to its end in a new interpreter, for modules that spawn processes themselves."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

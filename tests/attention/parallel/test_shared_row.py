@@ -11,7 +11,7 @@ from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState
 from flash_train.attention.parallel.row_plan import plan_row
 from flash_train.attention.parallel.shared_attention import shared_attention
 from flash_train.attention.parallel.shared_row import SharedRow
-from tests.support.processes import run
+from tests.support.processes import run_python
 from tests.support.tiers import slow_after
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("ranks", slow_after(1, [2, 4]))
 def test_ranks_that_share_a_row_agree_with_one_process(ranks):
-    done = run("tests.support.attention.shared_rows", ranks, 100)
+    done = run_python("tests.support.attention.shared_rows", ranks, 100)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(f"{ranks} ranks: 50 ulysses, 50 gather; largest difference"), done.stdout
 
@@ -122,7 +122,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused(alone):
 
 def test_selective_checkpointing_repeats_no_exchange_and_gradients_repeat():
     """With four groups of heads: gather fetches keys twice and returns gradients, ulysses exchanges there and back."""
-    done = run("tests.support.attention.shared_row_recompute")
+    done = run_python("tests.support.attention.shared_row_recompute")
     assert done.returncode == 0, done.stderr[-3000:]
     gather, ulysses = map(json.loads, done.stdout.splitlines())
     assert gather == {"method": "gather", "exchanges": {"none": 12, "selective": 12, "checkpoint": 16}, "same": True}

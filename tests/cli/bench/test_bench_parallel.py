@@ -14,6 +14,7 @@ from tests.support.processes import run_ranks
 MODULE = "flash_train.cli.bench_parallel"
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_each_way_and_write_records(tmp_path):
     out = run_ranks(MODULE, 2, "attention", "--tiny", "--only", "seed3", "--out", tmp_path / "parallel.json")
     found = json.loads((tmp_path / "parallel.json").read_text())

@@ -172,7 +172,7 @@ def check(rank: int, ranks: int, draws: int, store: str) -> None:
 
 def main(ranks: int, draws: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(check, (ranks, draws, str(Path(folder, "store"))), nprocs=ranks, start_method="fork")
+        mp.spawn(check, (ranks, draws, str(Path(folder, "store"))), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -77,4 +77,4 @@ def check(rank: int, folder: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(check, (folder,), nprocs=RANKS, start_method="fork")
+        mp.spawn(check, (folder,), nprocs=RANKS)

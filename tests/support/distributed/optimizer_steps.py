@@ -250,7 +250,7 @@ def check(rank: int, ranks: int, draws: int, first: int, folder: str) -> None:
 def main(ranks: int, draws: int, first: int = 0) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert Path(folder).is_dir()
-        mp.start_processes(check, (ranks, draws, first, folder), nprocs=ranks, start_method="fork")
+        mp.spawn(check, (ranks, draws, first, folder), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -73,4 +73,4 @@ def check_adds(ranks: int) -> None:
 if __name__ == "__main__":
     number = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as shared:
-        mp.start_processes(check, (number, shared), nprocs=number, start_method="fork")
+        mp.spawn(check, (number, shared), nprocs=number)
