@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ class BackgroundWriter:
         They cannot share the groups of the training, whose collectives run at the same time.
         """
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            # Every rank is a member, so it is a group; other callers may get a number that says they are not.
+            self._group = cast(ProcessGroup, dist.new_group(backend="gloo"))
         return self._group
 
     def start(self, checkpoint: Mapping[str, Any], write: Write) -> None:

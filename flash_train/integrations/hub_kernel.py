@@ -12,22 +12,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import Tensor
-
-from flash_train.attention import Packing, attention
-from flash_train.attention.flash_attn import flash_attn_with_kvcache
-from flash_train.attention.flash_attn.api import spec_of
 from flash_train.checks import check, integer_at_least
 from flash_train.files import write_json, write_text
-
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "write_kernel"]
 
 NAME = "flash-train"
 BACKENDS = ("cpu", "cuda")  # of the package `kernels`: a variant of the build for each
 
 MODULE = '''"""The attention of the installed package flash-train."""
 
-from flash_train.integrations.hub_kernel import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_train.attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 '''
@@ -60,50 +53,3 @@ def write_kernel(folder: str | Path, *, version: int = 1) -> Path:
         write_text(variant / "__init__.py", MODULE)
         write_json(variant / "metadata.json", metadata)
     return folder
-
-
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Compute the attention of q (batch, seqlen, heads, head_dim) to k, v (batch, seqlen_k, kv_heads, head_dim).
-
-    The arguments are flash-attn's, and those that `transformers` passes to a kernel.
-
-    Args:
-        s_aux: sinks, (heads,).
-    """
-    return attention(q, k, v, spec_of(dropout_p, softmax_scale, causal, window_size, softcap), sinks=s_aux)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Compute the attention of packed q (total_q, heads, head_dim) to packed k, v (total_k, kv_heads, head_dim).
-
-    Args:
-        cu_seqlens_q, cu_seqlens_k: int32 (documents + 1,), the boundaries of the documents.
-        max_seqlen_q, max_seqlen_k: not read; `transformers` passes them.
-        s_aux: sinks, (heads,).
-    """
-    spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
-    return attention(q, k, v, spec, packing=Packing(cu_seqlens_q, cu_seqlens_k), sinks=s_aux)

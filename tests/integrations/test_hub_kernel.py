@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from flash_train.integrations.hub_kernel import flash_attn_func, flash_attn_varlen_func, write_kernel
+from flash_train.attention import flash_attn_func, flash_attn_varlen_func
+from flash_train.integrations.hub_kernel import write_kernel
 from tests.support.redrawn import assert_within
 
 kernels = pytest.importorskip("kernels")

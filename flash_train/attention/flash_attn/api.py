@@ -21,6 +21,7 @@ Args:
     cu_seqlens_q, block_table and other indices: int32 tensors on the device of q, or lists of integers.
     backend: as in ``attention``.
     rng: dropout state; None draws one from PyTorch's generator.
+    s_aux: sinks, (heads,), as kernels for gpt-oss take them.
 
 Returns:
     out (batch, seqlen_q, heads, v_head_dim), packed (total_q, heads, v_head_dim), in the dtype of q; exactly 0 for
@@ -33,6 +34,8 @@ Raises:
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,10 +71,11 @@ def flash_attn_func(
     *,
     backend: str = "auto",
     rng: RngState | None = None,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """Compute the attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, kv_heads, head_dim)."""
     spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
-    return _attend(q, k, v, spec, None, alibi_slopes, deterministic, return_attn_probs, backend, rng)
+    return _attend(q, k, v, spec, None, alibi_slopes, deterministic, return_attn_probs, backend, rng, s_aux)
 
 
 def flash_attn_qkvpacked_func(
@@ -141,6 +145,7 @@ def flash_attn_varlen_func(
     *,
     backend: str = "auto",
     rng: RngState | None = None,
+    s_aux: Tensor | None = None,
 ) -> Result:
     """Compute the attention of packed q (total_q, heads, head_dim) to packed k, v (total_k, kv_heads, head_dim).
 
@@ -158,7 +163,7 @@ def flash_attn_varlen_func(
     if pages is not None:
         k, v = _copy_pages(q, k, v, packing, pages)
     spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
-    return _attend(q, k, v, spec, packing, alibi_slopes, deterministic, return_attn_probs, backend, rng)
+    return _attend(q, k, v, spec, packing, alibi_slopes, deterministic, return_attn_probs, backend, rng, s_aux)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -313,6 +318,7 @@ def _attend(
     return_attn_probs: bool,
     backend: str,
     rng: RngState | None,
+    sinks: Tensor | None,
 ) -> Result:
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         head_dim = max(q.shape[-1], v.shape[-1])
@@ -323,12 +329,10 @@ def _attend(
                 f"deterministic=True, and backend={name} gives repeatable gradients only under "
                 "torch.use_deterministic_algorithms(True): call that, or use backend=flash"
             )
-    if not return_attn_probs:
-        return attention(q, k, v, spec, packing=packing, rng=rng, alibi_slopes=alibi_slopes, backend=backend)
-    out, lse = attention(
-        q, k, v, spec, packing=packing, rng=rng, alibi_slopes=alibi_slopes, backend=backend, return_lse=True
+    call = partial(
+        attention, q, k, v, spec, packing=packing, rng=rng, alibi_slopes=alibi_slopes, sinks=sinks, backend=backend
     )
-    return out, lse, None
+    return (*call(return_lse=True), None) if return_attn_probs else call()
 
 
 def spec_of(

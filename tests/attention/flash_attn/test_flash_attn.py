@@ -42,12 +42,26 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
 def test_signatures_equal_flash_attns(function):
-    """Names, order and defaults of flash-attn 2.8.3, followed by our two keyword-only arguments."""
+    """Names, order and defaults of flash-attn 2.8.3, followed by our keyword-only arguments."""
+    own = ["backend='auto'", "rng=None"]
+    if function in (flash_attn_func, flash_attn_varlen_func):
+        own.append("s_aux=None")
     parameters = list(inspect.signature(function).parameters.values())
     bare = [p.replace(annotation=p.empty) for p in parameters]
-    assert ", ".join(map(str, bare[:-2])) == SIGNATURES[function]
-    assert [str(p) for p in bare[-2:]] == ["backend='auto'", "rng=None"]
-    assert [p.kind for p in bare[-2:]] == [inspect.Parameter.KEYWORD_ONLY] * 2
+    assert ", ".join(map(str, bare[: -len(own)])) == SIGNATURES[function]
+    assert [str(p) for p in bare[-len(own) :]] == own
+    assert [p.kind for p in bare[-len(own) :]] == [inspect.Parameter.KEYWORD_ONLY] * len(own)
+
+
+def test_sinks_are_those_of_attention():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 9, heads, 8) for heads in (4, 2, 2))
+    sinks, cu = torch.randn(4), torch.tensor([0, 9, 18], dtype=torch.int32)
+    expected = attention(q, k, v, AttentionSpec(Causal()), sinks=sinks)
+    assert (expected - attention(q, k, v, AttentionSpec(Causal()))).abs().max() > 0.01
+    assert torch.equal(flash_attn_func(q, k, v, causal=True, s_aux=sinks), expected)
+    packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 9, 9, causal=True, s_aux=sinks)
+    torch.testing.assert_close(packed.view_as(expected), expected)
 
 
 def naive(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, softmax_scale=None):
