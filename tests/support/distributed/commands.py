@@ -1,4 +1,4 @@
-"""`flash-train` on several ranks of this machine, each with a tiny model on the CPU."""
+"""`flash-train` on several ranks of this machine, each with a tiny model, on the CPU or a GPU."""
 
 import shutil
 import tempfile
@@ -28,11 +28,11 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def overrides(corpus: Path, run_dir: Path, *more: str) -> list[str]:
+def overrides(corpus: Path, run_dir: Path, *more: str, hardware: str = "cpu") -> list[str]:
     """Return the arguments of a run of eight steps, each with four rows, that saves every second one."""
     return [
         *("data=text", f"data.path={corpus}", f"data.cache_dir={corpus}_cache", "data.val_batches=1"),
-        *("seq_len=64", "batch_size=1", "global_batch=4", "max_steps=8", "log_every=1", "hardware=cpu"),
+        *("seq_len=64", "batch_size=1", "global_batch=4", "max_steps=8", "log_every=1", f"hardware={hardware}"),
         *("logger=none", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=null", "trainer.progress_bar=false"),
         *("callbacks.sample.tokens=0", f"run_dir={run_dir}", *TINY_MODEL, *more),
     ]
