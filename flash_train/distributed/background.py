@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 Write = Callable[[Mapping[str, Any]], None]
 
@@ -27,7 +27,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self.after: Callable[[], None] | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: StateDictStager | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: ProcessGroup | None = None
@@ -85,16 +85,11 @@ class BackgroundWriter:
             self._error = error
 
     def _copy(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        gpu = torch.cuda.is_available()
         if self._stager is None:
-            gpu = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=gpu,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=gpu,
-                )
-            )
-        copy = self._stager.stage(dict(checkpoint))
-        assert isinstance(copy, Mapping)  # a future only with `use_async_staging`
+            # PyTorch's public `DefaultStager` wraps this class. In PyTorch 2.11 and 2.12 it copies only once.
+            self._stager = StateDictStager(pin_memory=gpu)
+        copy = self._stager.stage(dict(checkpoint), non_blocking=gpu)
+        if gpu:
+            torch.cuda.synchronize()
         return copy

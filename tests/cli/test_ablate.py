@@ -25,6 +25,7 @@ from flash_train.cli.sweep.trial import Result, keep, known_result
 from flash_train.files import write_text
 from flash_train.profiling.memory.prediction import predict
 from tests.support.cli.sweeps import planned
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[2]
 LONG = 2**18  # tokens whose score matrix fits nowhere
@@ -192,7 +193,9 @@ def test_mistakes_and_help_do_not_wait_for_pytorch(tmp_path):
     code += "    assert not {'torch', 'matplotlib'} & set(sys.modules)"
     for argument in ("--help", "sweep.attention=[sdpa,fast]", "sweep.seq_len=[64,1]"):
         command = [sys.executable, "-c", code, argument]
-        ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+        ended = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True
+        )
         assert b"AssertionError" not in ended.stderr and ended.returncode == (argument != "--help"), ended.stderr
 
 
@@ -291,7 +294,7 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(cwd), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": python_path(), "HOME": str(cwd), "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,6 +14,7 @@ import flash_train
 from flash_train import cli
 from flash_train.cli.config.errors import one_line_errors
 from flash_train.cli.config.overrides import read
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(path.stem for path in Path(cli.__file__).parent.glob("*.py"))
@@ -21,7 +22,7 @@ COMMANDS = [name for name in MODULES if "\ndef main(" in (ROOT / "flash_train" /
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300)
 
 

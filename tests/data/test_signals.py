@@ -14,6 +14,7 @@ from flash_train.data.loading import BatchStream
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.sampler import EndlessBatchSampler, EndlessOrder
 from flash_train.data.signals import STOPPING, leave_signals_to_main
+from tests.support.processes import python_path
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="workers know the sender on Linux only")
 
@@ -101,7 +102,7 @@ def test_no_worker_outlives_the_main_process(end):
     """The interpreter would wait forever for a worker that ignores every SIGTERM, which keeps the output open."""
     process = subprocess.Popen(
         [sys.executable, "-c", EXITS, end],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

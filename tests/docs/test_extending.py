@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import ROOT, blocks_of
+from tests.support.processes import python_path
 
 PAGE = ROOT / "docs" / "extending.md"
 BLOCKS = blocks_of(PAGE)
@@ -90,7 +91,7 @@ def recipe(tmp_path, monkeypatch):
     folder = tmp_path / "checkout"
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    environ = {**os.environ, "PYTHONPATH": str(folder), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": python_path(folder), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ.pop("TRITON_INTERPRET", None)
 

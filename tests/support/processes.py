@@ -37,6 +37,12 @@ IMPORTED = (
     "flash_train.distributed.strategy",
 )
 
+
+def python_path(folder: Path = ROOT) -> str:
+    """Return PYTHONPATH for a new process: this checkout, or another, before what it has here."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(list(IMPORTED))
 
@@ -65,7 +71,7 @@ class Process:
         self, module: str, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
     ) -> None:
         self.args = [module, *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        environment = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
         pipes = os.pipe(), os.pipe()
         streams = [Descriptor(written) for _, written in pipes]
         self._process: BaseProcess = _server.Process(target=_run, args=(self.args, str(cwd), environment, *streams))

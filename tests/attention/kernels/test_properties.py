@@ -17,6 +17,7 @@ from tests.support.attention import fuzz
 from tests.support.attention.contract import run
 from tests.support.attention.problem import FAR_STEP, STRIDED, Case, arrange
 from tests.support.attention.properties import CARD, SMALL, cases, problem, variant
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[3]
 ANY_DTYPE = replace(SMALL, dtypes=(torch.float32, torch.float16, torch.bfloat16))
@@ -197,7 +198,7 @@ def test_failures_name_their_draws(tmp_path):
     state = tmp_path / "state.json"
     done = subprocess.run(
         [sys.executable, str(tmp_path / "planted.py"), str(state)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": python_path()},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert sorted(map(int, re.findall(r"FAILED seed 0 draw (\d+)", done.stdout))) == [1, 2, 6], done.stdout

@@ -13,6 +13,7 @@ from flash_train.cli import train as command
 from flash_train.cli.config.errors import UsageError, one_line_errors
 from flash_train.model import ModelConfig, Transformer, save_pretrained
 from flash_train.training import OptimizerConfig
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[3]
 
@@ -230,7 +231,7 @@ def test_a_loss_that_is_not_finite_is_reported_once(tiny, tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), *tiny, *overrides],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(20000 + os.getpid() % 10000)},
+        env={**os.environ, "PYTHONPATH": python_path(), "MASTER_PORT": str(20000 + os.getpid() % 10000)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -245,7 +246,7 @@ def test_a_mistake_in_a_separate_process(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), "seq_len=abc"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=300,

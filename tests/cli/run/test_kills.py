@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import python_path
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -17,7 +19,7 @@ def test_runs_that_are_killed_and_resumed_lose_nothing():
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cli.kills", "--kills", "6", "--seed", "1"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=900,

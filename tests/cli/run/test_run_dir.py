@@ -12,6 +12,7 @@ from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run import run_dir as lock_module
 from flash_train.cli.run.interrupt import resumable
 from flash_train.cli.run.run_dir import LOCK, locked, new_folder
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[3]
 HOLDS = """
@@ -29,7 +30,7 @@ def other(tmp_path):
     """Another process that has locked `tmp_path / "run"`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, tmp_path / "run"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -30,6 +30,7 @@ from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run import warm_up
 from flash_train.model import Transformer
 from tests.support.fused import fused_on_cpu
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[3]
 LATER = {"cross_entropy_kernel", "adamw_kernel"}  # they depend on the vocabulary or on all weights
@@ -253,7 +254,7 @@ def test_warm_up_does_not_change_the_run(tmp_path):
     losses = []
     for name, start in (("with", code), ("without", f"{without}{code}")):
         command = [sys.executable, "-c", start, *options, f"run_dir={tmp_path / name}"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         with (tmp_path / name / "metrics.csv").open(encoding="utf-8") as file:
             losses.append([row["train/loss"] for row in csv.DictReader(file)])

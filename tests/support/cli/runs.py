@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import python_path
+
 ROOT = Path(__file__).parents[3]
 TINY_MODEL = [
     *("model.n_layers=1", "model.width=16", "model.n_heads=2", "model.n_kv_heads=1"),
@@ -18,7 +20,7 @@ TINY_MODEL = [
 def start(*arguments: str, cwd: Path, **environ: str) -> subprocess.Popen:
     """Start `scripts/train.py` in a new process, without any variable or account of W&B."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"PYTHONPATH": str(ROOT), "HOME": str(cwd), **environ}
+    env |= {"PYTHONPATH": python_path(), "HOME": str(cwd), **environ}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments],
         cwd=cwd,
