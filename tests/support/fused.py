@@ -1,9 +1,12 @@
 """A model on a CPU takes the code path of CUDA: it launches this project's kernels, and a test gets each launch."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from triton.runtime.jit import JITFunction
 
 from flash_train.attention import backends
@@ -24,3 +27,17 @@ def fused_on_cpu(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) ->
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
     monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
     monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
+
+
+@contextmanager
+def no_products() -> Iterator[None]:
+    """Matrix products on the CPU return zeros: for measurements of memory, which need no values."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():  # that PyTorch's own products are replaced
+        warnings.simplefilter("ignore")
+        library.impl("mm", lambda a, b: a.new_zeros(len(a), b.shape[1]), "CPU")
+        library.impl("mm.out", lambda a, b, *, out: out.zero_(), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -15,7 +15,7 @@ import torch
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from tests.support.fused import fused_on_cpu
+from tests.support.fused import fused_on_cpu, no_products
 from tests.support.profiling.measured_step import measured
 
 MODEL = ModelConfig(
@@ -41,7 +41,7 @@ STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), repl
 def empty_kernels(monkeypatch):
     launched: list[str] = []
     fused_on_cpu(monkeypatch, lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
-    with torch.backends.mkldnn.flags(enabled=False):  # whose products take memory of their own, on a CPU
+    with no_products():  # which take memory of their own, on a CPU
         yield launched
 
 
@@ -50,7 +50,6 @@ def label(step: Step) -> str:
     return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS, ids=label)
 def test_measured_peak_agrees_with_the_prediction(step, empty_kernels):
     found, expected = measured(step), predict(step)

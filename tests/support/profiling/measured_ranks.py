@@ -47,7 +47,7 @@ from flash_train.profiling.memory.allocations import Recording, moments
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.training import CausalLMModule, OptimizerConfig, StepSeed
-from tests.support.fused import fused_on_cpu
+from tests.support.fused import fused_on_cpu, no_products
 
 MEASURED = "measured"  # the phase of the measured optimizer step, the second
 MIB = 2**20
@@ -348,7 +348,7 @@ def main(arguments: list[str]) -> None:
     patch.setattr("flash_train.model.kernels.cross_entropy._add_product", lambda *_: None)
     patch.setitem(gradient_sums._REDUCE, dist.ReduceOp.AVG, lambda *_, **__: None)
     try:
-        with torch.backends.mkldnn.flags(enabled=False):  # whose products take memory of their own, on a CPU
+        with no_products():  # which take memory of their own, on a CPU
             print_table(options.names, on_gpu=False)
         dist.barrier()
     finally:
