@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -82,8 +83,12 @@ def read(arguments: list[str]) -> CommandLine:
     )
 
 
+@lru_cache(maxsize=1024)  # Hydra's parser takes a millisecond, and a start asks for each override a hundred times
 def parse(text: str) -> Override:
-    """Parse one override. A mistake raises `UsageError`, which names the argument and says how to write it."""
+    """Parse one override, which callers must not change.
+
+    A mistake raises `UsageError`, which names the argument and says how to write it.
+    """
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:

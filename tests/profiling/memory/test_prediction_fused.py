@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-import torch
 
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
