@@ -151,32 +151,35 @@ def draw_state(device: torch.device) -> torch.Tensor:
 
 
 def keep_mask(
-    state: torch.Tensor, entry: int, head: int, queries: torch.Tensor, keys: torch.Tensor, threshold: int
+    state: torch.Tensor, entry: int, head: int | range, queries: torch.Tensor, keys: torch.Tensor, threshold: int
 ) -> torch.Tensor:
-    """Compute the dropout mask of one head of one entry, in plain PyTorch. Tests compare every kernel with it.
+    """Compute the dropout mask of a head, or of several heads, of one entry, in plain PyTorch.
+
+    Tests compare every kernel with it.
 
     Args:
         state: int64 (2,): seed and offset.
         entry: batch row; packed, number of the entry.
-        head: query head.
+        head: query head, or query heads.
         queries, keys: int64 (m,), (n,): positions within the entry.
         threshold: ``k`` from 1 to 256; an element is kept with probability ``k / 256``.
 
     Returns:
-        bool (m, n), True if the weight is kept.
+        bool (m, n) for one head, (heads, m, n) for several, True if the weight is kept.
     """
     queries, keys = queries.to(state.device)[:, None], keys.to(state.device)[None, :]
-    shape = torch.broadcast_shapes(queries.shape, keys.shape)
+    heads = torch.tensor(head, dtype=torch.int64, device=state.device)[..., None, None]
+    shape = torch.broadcast_shapes(heads.shape, queries.shape, keys.shape)
     words = philox(
         (
             (4 * (queries // 16) + queries % 8 // 2).expand(shape),
             (4 * (keys // 16) + keys % 8 // 2).expand(shape),
-            torch.full(shape, head, dtype=torch.int64, device=state.device),
+            heads.expand(shape),
             torch.full(shape, entry, dtype=torch.int64, device=state.device),
         ),
         stream_key(state),
     )
-    word = torch.stack(words, -1).gather(-1, (2 * (queries % 2) + keys % 2)[..., None])[..., 0]
+    word = torch.stack(words, -1).gather(-1, (2 * (queries % 2) + keys % 2).expand(shape)[..., None])[..., 0]
     byte = (word >> (8 * (2 * (queries // 8 % 2) + keys // 8 % 2))) & 0xFF
     return byte < threshold
 

@@ -137,4 +137,6 @@ def dropout_mask(
     queries = torch.arange(first_query, first_query + entry.len_q)
     keys = torch.arange(first_key, first_key + entry.len_k)
     heads = range(first_head, first_head + n_heads)
-    return torch.stack([keep_mask(rng, number, h, queries, keys, spec.keep_threshold) for h in heads])
+    step = max(1, 2**20 // max(1, entry.len_q * entry.len_k))  # heads at once: a few take less time, many take memory
+    groups = [heads[i : i + step] for i in range(0, n_heads, step)]
+    return torch.cat([keep_mask(rng, number, group, queries, keys, spec.keep_threshold) for group in groups])
