@@ -14,6 +14,10 @@ import pytest
 import torch
 
 from flash_train.output import show_messages
+from tests.support.interpreting import interpret
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpret()
 
 if hasattr(signal, "SIGHUP"):  # under nohup it is ignored, here and in every run that a test starts
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -158,7 +158,7 @@ class RankWatch:
                 selector.register(peer.connection, selectors.EVENT_READ, rank)
                 for message in peer.left_over():  # a rank has begun to work while others were still connecting
                     self._handle(rank, message)
-            while not self._is_over:
+            while not self._is_over and selector.get_map():  # without connections nothing is left to watch
                 for key, _ in selector.select(POLL):
                     rank = key.data
                     for message in self._peers[rank].receive():

@@ -1,5 +1,7 @@
 """Index tensors may be strided views, int64, or lists."""
 
+import functools
+
 import pytest
 import torch
 
@@ -128,13 +130,9 @@ def test_decode_kernel_accepts_views_of_documents(device, view):
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-@on_devices
-@pytest.mark.parametrize("view", ["column", "tail"])
-@pytest.mark.parametrize(
-    "name", ["cu_seqlens_q", "cu_seqlens_k", "rng", "alibi_slopes", "sinks", "term_tensors", "lse"]
-)
-def test_operators_take_views(device, name, view):
-    """Without the checks of the public function, as in a saved program."""
+@functools.cache
+def operator_call(device):
+    """The arguments of a call of the operators, a function that makes it, and its results."""
     from flash_train.attention.kernels.call import Call
 
     generator = torch.Generator().manual_seed(4)
@@ -154,12 +152,22 @@ def test_operators_take_views(device, name, view):
         )
         return out, lse, *grads
 
-    right = run(call)
+    return call, run, run(call)
+
+
+@on_devices
+@pytest.mark.parametrize("view", ["column", "tail"])
+@pytest.mark.parametrize(
+    "name", ["cu_seqlens_q", "cu_seqlens_k", "rng", "alibi_slopes", "sinks", "term_tensors", "lse"]
+)
+def test_operators_take_views(device, name, view):
+    """Without the checks of the public function, as in a saved program."""
+    (call, run, right), change = operator_call(device), VIEWS[view]
     if name == "lse":
-        found = run(call, column)
+        found = run(call, change)
     else:
         given = getattr(call, name)
-        changed = [column(x) for x in given] if name == "term_tensors" else column(given)
+        changed = [change(x) for x in given] if name == "term_tensors" else change(given)
         found = run(call._replace(**{name: changed}))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 import zlib
@@ -14,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    interpret()  # before Triton is imported
 
 import torch
 

@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support.interpreting import interpret
+
 BACKENDS = ("triton", "hopper", "standard", "chunked")
 TIMEOUT_S = 600  #: for one draw, including compilation
 PER_VARIANT = {"cpu": 1, "cuda": 100}  #: draws per variant; the interpreter compiles nothing
@@ -302,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     subject = Subject(chosen.seed, chosen.device, chosen.backend)
     if chosen.device == "cpu" and chosen.backend == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, here and in the workers
+        interpret()  # before Triton is imported, here and in the workers
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if chosen.one is not None:
         print(draw(subject, chosen.one).source)

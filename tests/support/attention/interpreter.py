@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    interpret()  # before Triton is imported
 
 import torch
 

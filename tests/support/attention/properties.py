@@ -9,14 +9,15 @@ Triton interpreter, and shrinks the first that fails.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    interpret()  # before Triton is imported
 
 import torch
 from hypothesis import given, settings

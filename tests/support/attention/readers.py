@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    interpret()  # before Triton is imported
 
 import torch
 import torch.nn.functional as F

@@ -5,12 +5,13 @@ python -m tests.support.attention.row_sums DRAWS
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    interpret()  # before Triton is imported
 
 import torch
 from torch import Tensor

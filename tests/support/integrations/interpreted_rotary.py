@@ -4,11 +4,12 @@ A test runs this script, since the interpreter must be chosen before Triton is i
 the interpreter computes correctly.
 """
 
-import os
 import sys
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()  # before Triton is imported
 
 import torch
 from torch import Tensor

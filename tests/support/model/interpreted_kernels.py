@@ -4,12 +4,13 @@ A test runs this script, since the interpreter must be chosen before Triton is i
 the interpreter computes correctly.
 """
 
-import os
 import sys
 from collections.abc import Callable
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()  # before Triton is imported
 
 import torch
 import torch.nn.functional as F

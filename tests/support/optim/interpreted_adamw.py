@@ -1,11 +1,12 @@
 """Compares the kernel of `AdamW` with PyTorch's AdamW and operations. As a script, it runs in Triton's interpreter."""
 
 import copy
-import os
 import sys
 
+from tests.support.interpreting import interpret
+
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()  # before Triton is imported
 
 import torch
 from torch import Tensor, nn
