@@ -228,6 +228,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_results.runs_table,
     "training_peer": training_results.peer_table,
     "training_peer.summary": training_results.peer_summary,
+    "transformers": training_results.attention_functions_table,
     "start": start_sentences,
     "attention_h200": attention_table,
     "attention_h200.summary": attention_short,
