@@ -1,8 +1,9 @@
 """A Llama of transformers with each attention, trained on one GPU: ``python scripts/bench_transformers.py --out FILE``.
 
 Everything but attention is the same: 1.3 B weights in bf16, liger-kernel's operations, fused AdamW, and one packed row
-of documents, as ``DataCollatorWithFlattening`` gives it. The attentions are ours, ``sdpa``, and PyTorch's
-``varlen_attn``, which has no dropout. They take turns in one process: an untimed step each, then a timed one.
+of documents, as ``DataCollatorWithFlattening`` gives it. Layers are checkpointed; without that, the masks of ``sdpa``
+fill the card. The attentions are ours, ``sdpa``, and PyTorch's ``varlen_attn``, which has no dropout. They take turns
+in one process: an untimed step each, then a timed one.
 
 A rate is recorded only if the model's hidden states are at most twice as far from those in fp32 as with ``sdpa``, and
 the losses of all steps agree. FILE is written after every case. The exit status is 0 only if all have their rates.
@@ -186,6 +187,7 @@ def measure(case: TransformersCase, environment: dict[str, str | None]) -> Recor
         with torch.no_grad():
             losses[name].append(float(turns.loss()))
     del exact
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = case.dropout
     for _ in range(case.rounds):
