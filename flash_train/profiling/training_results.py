@@ -61,10 +61,9 @@ def attention_functions_table(records: Records) -> str:
     words = (
         "Training a Llama of 1.3 B parameters in bf16 with each attention, on packed rows of\n"
         f"{first['seq_len']:,} tokens with log-normal document lengths. The rest is the same: Liger's operations,\n"
-        "gradient checkpointing, fused AdamW, and the arguments that `DataCollatorWithFlattening` gives. The losses\n"
-        "agree within 0.5 %, and hidden states are at most twice as far from fp32 as with `sdpa`. PyTorch's\n"
-        "`varlen_attn` has no dropout\n"
-        f"({first['gpu']}, torch {first['torch']}).\n\n"
+        "gradient checkpointing, fused AdamW, and the arguments that `DataCollatorWithFlattening` gives. The\n"
+        "losses agree within 0.5 %, and hidden states are at most twice as far from fp32 as with `sdpa`.\n"
+        f"PyTorch's `varlen_attn` has no dropout ({first['gpu']}, torch {first['torch']}).\n\n"
     )
     rows = [
         (

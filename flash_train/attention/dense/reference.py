@@ -13,6 +13,7 @@ from flash_train.attention.dropout import EntryOrigins, entry_origin, keep_mask
 from flash_train.attention.packing import Entry, Packing
 from flash_train.attention.packing import entries as entries_of
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.tracing import unreadable
 
 
 def reference_attention(
@@ -137,6 +138,7 @@ def dropout_mask(
     queries = torch.arange(first_query, first_query + entry.len_q)
     keys = torch.arange(first_key, first_key + entry.len_k)
     heads = range(first_head, first_head + n_heads)
-    step = max(1, 2**20 // max(1, entry.len_q * entry.len_k))  # heads at once: a few take less time, many take memory
+    # Heads at once: several take less time, but many take memory. A traced program must not depend on the lengths.
+    step = 1 if unreadable(rng) else max(1, 2**20 // max(1, entry.len_q * entry.len_k))
     groups = [heads[i : i + step] for i in range(0, n_heads, step)]
     return torch.cat([keep_mask(rng, number, group, queries, keys, spec.keep_threshold) for group in groups])

@@ -1,0 +1,21 @@
+"""The optimizer's kernel compiles in every format of weights and averages, and hardly spills."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+
+from tests.support.processes import ROOT
+
+
+@pytest.mark.slow
+def test_formats_hardly_spill():
+    """In another process, since a process cannot change Triton's driver."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.optim.compiled", "90"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    spills = [int(count) for count in re.findall(r"(\d+) spills$", done.stdout, re.MULTILINE)]
+    assert len(spills) == 11 and max(spills) <= 4, done.stdout
