@@ -16,6 +16,7 @@ from flash_train.optim.formats import CODE_BLOCK
 from flash_train.optim.state import AVERAGES, LOWER, SCALES, STAGED
 from flash_train.optim.update import Update
 
+OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}  # of the compiler; see `_launch`
 STATE_NAMES = (*AVERAGES, *SCALES.values(), LOWER)  # in the order of the kernel's addresses
 
 
@@ -86,12 +87,14 @@ class Launcher:
         scale = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
         (beta1, beta2), step, found = update.betas, update.step, update.found
         with torch.cuda.device_of(weights[0]):
+            # Without fused multiply-adds: the compiler fuses other products in each format of the weights, and an exact
+            # master must get the bits that an fp32 weight gets.
             kernel.adamw_kernel[(len(table.tensor),)](
                 table.addresses, len(weights), table.device_sizes, table.device_numbers, table.tensor, table.start,
                 scale, update.lr * update.weight_decay, update.lr / (1 - beta1**step), beta1, beta2,
                 (1 - beta2**step) ** -0.5, update.eps, step, update.seed & 0xFFFFFFFF, update.seed >> 32 & 0xFFFFFFFF,
                 2 * update.part, WEIGHT=kernel.TYPES[found.weight], MOMENT=kernel.TYPES[found.moment],
-                MASTER=found.master, ALIGNED=table.aligned, PLANE=kernel.PLANE, num_warps=2, enable_fp_fusion=True,
+                MASTER=found.master, ALIGNED=table.aligned, PLANE=kernel.PLANE, **OPTIONS,
             )  # fmt: skip
 
 

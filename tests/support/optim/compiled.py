@@ -3,6 +3,7 @@
 python -m tests.support.optim.compiled [CHIP ...]
 """
 
+import re
 import sys
 from itertools import product
 
@@ -10,6 +11,7 @@ import torch
 import triton
 
 from flash_train.optim import kernel
+from flash_train.optim.launch import OPTIONS
 from tests.support.attention.compiled import AbsentDevice
 from tests.support.attention.machine_code import resources_of
 
@@ -30,10 +32,13 @@ def main(chips: list[str]) -> None:
         compiled = kernel.adamw_kernel.warmup(
             table, 1, table, number, number, number, torch.empty((), dtype=torch.float32), 0.1, 0.1, 0.9, 0.95, 1.1,
             1e-8, 3, 17, 17, 2, WEIGHT=kernel.TYPES[weight], MOMENT=kernel.TYPES[moment], MASTER=master, ALIGNED=True,
-            PLANE=kernel.PLANE, num_warps=2, enable_fp_fusion=True, grid=(1,),
+            PLANE=kernel.PLANE, grid=(1,), **OPTIONS,
         )  # fmt: skip
-        found = resources_of(compiled)
-        print(f"sm_{chip} {weight} {moment} {master}: {found.registers} registers, {found.spills} spills", flush=True)
+        found, fused = resources_of(compiled), len(re.findall(r"fma\.\w+\.f32", compiled.asm["ptx"]))
+        print(
+            f"sm_{chip} {weight} {moment} {master}: {found.registers} registers, {found.spills} spills, {fused} fused",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
