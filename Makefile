@@ -1,7 +1,7 @@
 # Every target says what it does: `make help`.
 .DEFAULT_GOAL := help
 QUICK = tests/test_*.py tests/attention/masks tests/attention/dense/test_sdpa.py tests/records tests/data/test_packing.py tests/model/test_config.py
-.PHONY: help install quick test test-all test-property test-compile gpu lint format types imports check readme ci
+.PHONY: help install quick test test-all test-property test-compile gpu lint format types imports check docs readme ci
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -44,6 +44,9 @@ imports:  ## check that imports point down only
 	lint-imports
 
 check: lint types imports  ## lint, types and imports
+
+docs:  ## show the documentation site, and build it again at every change
+	mkdocs serve
 
 readme:  ## fill the tables of the README and of docs/ from docs/results
 	python scripts/update_readme.py

@@ -1,0 +1,166 @@
+"""Pages of the documentation site that come from other files; mkdocs.yml names this module as a hook.
+
+The front page is README.md. The reference of the configuration comes from its schema. The reference of the Python
+interface comes from docstrings. Links to files of the repository lead to the pages made of them.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from flash_train.cli.config import schema
+from flash_train.cli.config.validate import RULES
+
+ROOT = Path(__file__).parents[1]
+#: files outside docs/, and the pages made of them
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "license.md",
+    "flash_train/attention/kernels/README.md": "kernel_sources.md",
+    "tests/README.md": "tests.md",
+}
+#: pages of the Python interface, and the modules whose public names they show
+MODULES = {
+    "attention": ["flash_train.attention"],
+    "nn": ["flash_train.nn"],
+    "training": ["flash_train.training"],
+    "model": ["flash_train.model"],
+    "data": ["flash_train.data"],
+    "optim": ["flash_train.optim"],
+    "distributed": ["flash_train.distributed.strategy", "flash_train.distributed.dims"],
+    "integrations": [
+        "flash_train.integrations.transformers", "flash_train.integrations.causal_lm",
+        "flash_train.integrations.pytorch", "flash_train.integrations.flash_attn",
+        "flash_train.integrations.hub_kernel",
+    ],
+}  # fmt: skip
+NAMES = {"None": "null", "True": "true", "False": "false", "???": "none: the choice gives it"}
+TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null", "Any": "any"}
+LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made of other files."""
+    from mkdocs.structure.files import File
+
+    made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items()}
+    made["license.md"] = f"# License\n\n```text\n{made['license.md']}```\n"
+    made["reference/configuration.md"] = configuration_page()
+    made |= {f"reference/{name}.md": interface_page(name, modules) for name, modules in MODULES.items()}
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links between files of the repository into links between pages."""
+    sources = {made: source for source, made in OUTSIDE.items()}
+    at = page.file.src_uri
+    folder = (ROOT / sources.get(at, f"docs/{at}")).parent
+
+    def replaced(link: re.Match) -> str:
+        target = link[2]
+        if "://" in target:
+            return link[0]
+        file = (folder / target).resolve()
+        name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else target
+        to = OUTSIDE.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else None)
+        if to is None or "/" in at:
+            return link[0]
+        return f"{link[1]}{to}{link[3] or ''})"
+
+    return LINK.sub(replaced, markdown)
+
+
+def interface_page(name: str, modules: list[str]) -> str:
+    """A page with the public names of modules, for mkdocstrings."""
+    return f"# {name}\n\n" + "\n\n".join(f"::: {module}" for module in modules) + "\n"
+
+
+def configuration_page() -> str:
+    """Every key of the configuration: type, default, allowed values and what it means."""
+    text = [
+        "# Every key of the configuration",
+        "",
+        "`python scripts/train.py key=value` sets a key; [Configuration](../configuration.md) explains how.",
+        "`null` stands for a value that is decided when the run begins.",
+        "",
+    ]
+    for title, keys in groups_of_keys():
+        text += [f"## {title}", "", "| key | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+        for key, kind, default, words in keys:
+            allowed = RULES[key].words if key in RULES else ""
+            cells = (f"`{key}`", kind, f"`{default}`", allowed, words.replace(" | ", ", "))
+            text.append(f"| {' | '.join(cells)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+Key = tuple[str, str, Any, str]
+
+
+def groups_of_keys() -> Iterator[tuple[str, list[Key]]]:
+    """Yield the keys of the run itself, then the keys of each group and of each kind of data and logger."""
+    yield "Run", [key for key in keys_of(schema.TrainSchema, "") if "." not in key[0]]
+    for entry in fields(schema.TrainSchema):
+        if is_dataclass(entry.type):
+            yield entry.name, list(keys_of(entry.type, f"{entry.name}."))
+    common = {key for key, *_ in keys_of(schema.DataSchema, "data.")}
+    for kind in schema.DATA_SCHEMAS:
+        own = [key for key in keys_of(kind, "data.") if key[0] not in common]
+        if own:
+            yield f"data={kind.corpus}", own
+    yield "logger=wandb", [key for key in keys_of(schema.WandbSchema, "logger.") if key[0] != "logger.name"]
+    yield "Ablations: sweep", list(keys_of(schema.SweepSchema, "sweep."))
+
+
+def keys_of(kind: type, prefix: str) -> Iterator[Key]:
+    """Yield the keys of a part of the schema: dotted name, type, default, and the comment next to it."""
+    comments = {name: words for each in reversed(kind.__mro__[:-1]) for name, words in schema_comments(each).items()}
+    for entry in fields(kind):
+        key = f"{prefix}{entry.name}"
+        if is_dataclass(entry.type):
+            yield from keys_of(entry.type, f"{key}.")
+            continue
+        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        shown = NAMES.get(str(default), default)
+        name = entry.type.__name__ if isinstance(entry.type, type) else str(entry.type)
+        name = re.sub(r"\w+", lambda word: TYPES.get(word[0], word[0]), name.replace(" | ", " or "))
+        words = comments.get(entry.name) or file_comments().get(key, "")
+        yield key, name, shown, "" if " | " in words and ";" not in words else words  # `allowed` has the choices
+
+
+def schema_comments(kind: type) -> dict[str, str]:
+    """The comments next to the fields of a dataclass, by field."""
+    lines = inspect.getsource(kind).splitlines()
+    (body,) = ast.parse("\n".join(lines)).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            _, comment, words = lines[node.end_lineno - 1].partition("  # ")
+            if comment:
+                found[node.target.id] = words
+    return found
+
+
+def file_comments() -> dict[str, str]:
+    """The comments next to the keys in conf/, by dotted key."""
+    found: dict[str, str] = {}
+    for file in [ROOT / "conf" / "train.yaml", *sorted((ROOT / "conf").glob("*/*.yaml"))]:
+        path: list[tuple[int, str]] = []
+        prefix = "" if file.parent.name == "conf" else f"{file.parent.name}."
+        for line in file.read_text(encoding="utf-8").splitlines():
+            match = re.match(r"( *)(\w+):(.*?)(?:\s# (.*))?$", line)
+            if match:
+                indent = len(match[1])
+                path = [(at, name) for at, name in path if at < indent] + [(indent, match[2])]
+                if match[4]:
+                    found.setdefault(prefix + ".".join(name for _, name in path), match[4])
+    return found

@@ -1,0 +1,62 @@
+"""The pages of the site that are made of other files say something about every key, and lead somewhere."""
+
+import importlib.util
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from tests.support.processes import ROOT
+
+
+@pytest.fixture(scope="module")
+def site_pages():
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts" / "site_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_key_is_described(site_pages):
+    from flash_train.cli.config.choices import dotted_names
+    from flash_train.cli.config.compose import compose_config
+    from flash_train.cli.config.validate import RULES
+
+    described = {key: words for _, keys in site_pages.groups_of_keys() for key, _, _, words in keys}
+    assert not [key for key, words in described.items() if not words]
+    composed = set(dotted_names(OmegaConf.to_container(compose_config(["hardware=cpu"]))))
+    values = {name for name in composed if not any(other.startswith(f"{name}.") for other in composed)}
+    assert not (values | set(RULES)) - set(described)
+    page = site_pages.configuration_page()
+    assert "| `model.n_layers` | integer or null | `null` | in [1, 1000] | transformer blocks |" in page
+    assert "| `trainer.devices` | integer | `1` | in [1, 1024] | devices on each node |" in page
+
+
+def test_the_navigation_has_every_page(site_pages):
+    def pages(entries):
+        for entry in entries:
+            (value,) = entry.values()
+            yield from pages(value) if isinstance(value, list) else [value]
+
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = list(pages(yaml.safe_load(text)["nav"]))
+    made = {*site_pages.OUTSIDE.values(), "reference/configuration.md"}
+    made |= {f"reference/{name}.md" for name in site_pages.MODULES}
+    assert sorted(named) == sorted(made | {path.name for path in (ROOT / "docs").glob("*.md")})
+
+
+@pytest.mark.parametrize(
+    ("at", "link", "to"),
+    [
+        ("index.md", "[a](docs/train.md#files)", "[a](train.md#files)"),
+        ("kernels.md", "[a](../flash_train/attention/kernels/README.md)", "[a](kernel_sources.md)"),
+        ("train.md", "[a](../CONTRIBUTING.md) [b](memory.md)", "[a](contributing.md) [b](memory.md)"),
+        ("train.md", "[a](https://a.b/c.md)", "[a](https://a.b/c.md)"),
+    ],
+)
+def test_links_between_files_lead_to_pages(site_pages, at, link, to):
+    class Page:
+        class file:
+            src_uri = at
+
+    assert site_pages.on_page_markdown(link, Page) == to
