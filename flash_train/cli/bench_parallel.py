@@ -1,9 +1,11 @@
-"""Speed on several GPUs: ``torchrun --nproc-per-node 2 scripts/bench_parallel.py attention|training --out FILE``.
+"""Speed on several GPUs: ``torchrun --nproc-per-node 2 scripts/bench_parallel.py attention --out FILE``.
 
 attention: a row that the GPUs share. Each case also runs on one GPU, on every rank at the same time. The share of the
 ideal is that time over the number of ranks times the shared time. Every way is checked against fp32 on the inputs of
 the timing; a wrong one gets no rate. Times are medians over rounds of the slowest rank's, between barriers; planning
 the row is not part of them, and has a column of its own.
+
+scaling: the same for 64 heads, with rows of 8,192 tokens for each GPU and of 262,144 tokens.
 
 training: runs with sharded weights compared with a peer, rows that the GPUs share, and whole weights compared with GPUs
 that train alone. A rate is recorded only if the losses agree.
@@ -37,17 +39,19 @@ from flash_train.cli.bench.records import (
 from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.distributed.leave import leave_groups
-from flash_train.profiling.attention.shared import measure_shared, shared_cases
+from flash_train.profiling.attention.shared import measure_shared, scaling_cases, shared_cases
 
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("what", choices=("attention", "training"))
+    parser.add_argument("what", choices=("attention", "scaling", "training"))
     parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")
     options = parser.parse_args(arguments)
     every: list[Any] = list(shared_cases(options.tiny))
+    if options.what == "scaling":
+        every = list(scaling_cases(int(os.environ.get("WORLD_SIZE", "1")), options.tiny))
     measure: Callable[..., Records] = measure_shared
     show = shown
     if options.what == "training":

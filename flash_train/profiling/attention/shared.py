@@ -71,6 +71,19 @@ def shared_cases(tiny: bool = False) -> Iterator[SharedCase]:
             yield SharedCase(f"h{h}/{kv}-packed{n}-seed{seed}{end}", lengths, h, kv, dropout=dropout)
 
 
+def scaling_cases(ranks: int, tiny: bool = False) -> Iterator[SharedCase]:
+    """Yield rows that grow with the ranks, then long rows, each as one document and packed; `tiny` ones are for CPUs."""
+    heads, kv_heads = (8, 1) if tiny else (64, 8)
+    short, long = (128 * ranks, 512) if tiny else (8192 * ranks, 262_144)
+    rows = [(short, (short,), ""), *((short, log_normal_lengths(short, seed), f"-seed{seed}") for seed in range(3))]
+    rows += [(long, (long,), ""), (long, log_normal_lengths(long, 1), "-seed1")]
+    for dropout in (0.0, 0.1):
+        end = f"-dropout{dropout}" if dropout else ""
+        for n, lengths, seed in rows:
+            kind = "packed" if seed else "n"
+            yield SharedCase(f"h{heads}/{kv_heads}-{kind}{n}{seed}{end}", lengths, heads, kv_heads, dropout=dropout)
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to compute a case: q, k, v to the output, and the rows of the whole output that it computes."""

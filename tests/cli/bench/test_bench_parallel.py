@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flash_train.cli.bench_parallel import main, shown
 from flash_train.profiling.attention import shared
-from flash_train.profiling.attention.shared import measure_shared, shared_cases
+from flash_train.profiling.attention.shared import measure_shared, scaling_cases, shared_cases
 from tests.support.processes import run_ranks
 
 MODULE = "flash_train.cli.bench_parallel"
@@ -30,6 +30,17 @@ def test_two_ranks_measure_each_way_and_write_records(tmp_path):
         assert record["ranks"] == 2 and record["share"] > 0 and 0 <= record["error"] < 1e-5
         assert record["way"] != "one" or record["share"] == 1.0
     assert found["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.slow
+def test_rows_that_grow_with_the_ranks(tmp_path):
+    names = [case.name for case in scaling_cases(4) if not case.dropout]
+    packed = [f"h64/8-packed32768-seed{seed}" for seed in range(3)]
+    assert names == ["h64/8-n32768", *packed, "h64/8-n262144", "h64/8-packed262144-seed1"]
+    run_ranks(MODULE, 2, "scaling", "--tiny", "--only", "seed2", "--out", tmp_path / "parallel.json")
+    records = json.loads((tmp_path / "parallel.json").read_text())["records"]
+    assert {r["case"] for r in records} == {"h8/1-packed256-seed2", "h8/1-packed256-seed2-dropout0.1"}
+    assert all(record["error"] < 1e-5 and record["tflops"] > 0 for record in records)
 
 
 @pytest.mark.slow
