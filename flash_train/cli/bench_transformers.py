@@ -15,6 +15,7 @@ import argparse
 import gc
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -259,3 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = environment_of(options.commit)
     records = measure_cases(options, CASES, wanted, environment, partial(measure, environment=environment), shown)
     return int(any("reason" in record for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -72,7 +72,7 @@ def shared_cases(tiny: bool = False) -> Iterator[SharedCase]:
 
 
 def scaling_cases(ranks: int, tiny: bool = False) -> Iterator[SharedCase]:
-    """Yield rows that grow with the ranks, then long rows, each as one document and packed; `tiny` ones are for CPUs."""
+    """Yield rows that grow with the ranks, then long rows, as one document and packed; `tiny` ones are for CPUs."""
     heads, kv_heads = (8, 1) if tiny else (64, 8)
     short, long = (128 * ranks, 512) if tiny else (8192 * ranks, 262_144)
     rows = [(short, (short,), ""), *((short, log_normal_lengths(short, seed), f"-seed{seed}") for seed in range(3))]
