@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from flash_train.attention import attended_pairs
 from flash_train.cli.bench.records import (
     COMPARED_VERSIONS,
+    LOSS_TOLERANCE,
     Records,
     add_options,
     environment_of,
@@ -52,7 +53,6 @@ from flash_train.training.callbacks.step_times import PARTS
 
 VOCAB_SIZE = 32768
 ATTENTION = "flash"
-LOSS_TOLERANCE = 5e-3  # relative, at every step; two runs of one implementation differ by a tenth of this
 WARM_UP = 2  # steps: the first compiles, the second is the first with the allocator's blocks in place
 # The defaults of PyTorch's AdamW, but no weight decay: ours would not decay the norms.
 OPTIMIZER = OptimizerConfig(

@@ -27,19 +27,20 @@ from torch import Tensor
 
 from flash_train.cli.bench.records import (
     COMPARED_VERSIONS,
+    LOSS_TOLERANCE,
     Records,
     add_options,
     environment_of,
     measure_cases,
     selected_cases,
 )
-from flash_train.cli.bench_training import LOSS_TOLERANCE, VOCAB_SIZE
 from flash_train.cli.config.environment import grow_segments
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.integrations.transformers import register
 from flash_train.profiling.attention.cases import log_normal_lengths
 from flash_train.records import memory_use, peak_memory, reset_peak_memory
 
+VOCAB_SIZE = 32768
 HIDDEN_TOLERANCE = 2.0  # times the error with sdpa
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from flash_train.attention import attended_pairs
 from flash_train.attention.kernels.families import fastest_on
+from flash_train.cli.bench.records import LOSS_TOLERANCE
 from flash_train.cli.components.model_config import build_model_config
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.run.memory_check import capacity_of_rank, workspace_of
@@ -41,7 +42,6 @@ from flash_train.records import device_name, memory_use, peak_flops, peak_memory
 from flash_train.records.memory_use import free_memory
 from flash_train.training import CausalLMModule, OptimizerConfig
 
-LOSS_TOLERANCE = 5e-3  # relative
 WARM_UP = 2  # steps: the first compiles, the second is the first with the allocator's blocks in place
 OPTIMIZER = OptimizerConfig(
     lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None, master="none"

@@ -15,6 +15,9 @@ from flash_train.records import versions
 Records = list[dict[str, Any]]
 COMPARED_VERSIONS = ("commit", "gpu", "torch", "triton")  #: records can be compared only if these are equal
 
+#: between the losses of two implementations, relative; two runs of one implementation differ by a tenth of this
+LOSS_TOLERANCE = 5e-3
+
 
 class Named(Protocol):
     @property
