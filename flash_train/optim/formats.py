@@ -99,6 +99,11 @@ def decade_bounds(signed: bool) -> tuple[float, ...]:
     return tuple(10.0 ** (i - 7) * (1 + 1.8 / 2 ** (i if signed else i + 1)) for i in range(1, DECADES))
 
 
+def top_bound(signed: bool) -> float:
+    """Return the bound above which a number takes the value 1: half way from the value below, 1 - 0.45 / count."""
+    return 1 - 0.225 / 2 ** (DECADES - 1 if signed else DECADES)
+
+
 def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes, uint8 in the shape of x, and the scales of the blocks, fp32 (..., n / 256).
 
@@ -109,17 +114,17 @@ def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """
     blocks = x.unflatten(-1, (-1, CODE_BLOCK))
     scale = blocks.abs().amax(-1)
-    y = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    y = blocks * scale.clamp(min=torch.finfo(torch.float32).tiny).reciprocal()[..., None]
     magnitude = y.abs()
     decade = sum((magnitude > bound).to(torch.int32) for bound in decade_bounds(signed))
     count = 2 ** (decade if signed else decade + 1)
-    place = ((magnitude * 10.0 ** (DECADES - 1 - decade) - 0.1) / 0.9 * count).floor().to(torch.int32)
+    place = ((magnitude * 10.0 ** (DECADES - 1 - decade) - 0.1) * (count / 0.9)).floor().to(torch.int32)
     number = count + torch.minimum(place.clamp(min=0), count - 1) - (0 if signed else 1)
     if signed:
         number = torch.where(magnitude < 0.275e-6, 0, number)  # half of the smallest value
-        code = torch.where(y < 0, 127 - number, torch.where(y >= 1, 255, 127 + number))
+        code = torch.where(y < 0, 127 - number, torch.where(y > top_bound(True), 255, 127 + number))
     else:
-        code = torch.where(y >= 1, 255, torch.where(magnitude == 0, 0, number))
+        code = torch.where(y > top_bound(False), 255, torch.where(magnitude == 0, 0, number))
     return code.to(torch.uint8).view(x.shape), scale
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flash_train.attention.dropout import PHILOX_ROUNDS
-from flash_train.optim.formats import CODE_BLOCK, DECADES, DRAW_BLOCK, decade_bounds
+from flash_train.optim.formats import CODE_BLOCK, DECADES, DRAW_BLOCK, decade_bounds, top_bound
 
 BLOCK = DRAW_BLOCK  # elements per program
 PLANE = BLOCK // 4  # elements that a program updates at a time; each thread moves 16 bytes of a bf16 weight
@@ -19,6 +19,8 @@ CODES = tl.constexpr(CODE_BLOCK)
 LAST_DECADE = tl.constexpr(DECADES - 1)
 SIGNED_BOUNDS = tl.constexpr(decade_bounds(True))
 UNSIGNED_BOUNDS = tl.constexpr(decade_bounds(False))
+SIGNED_TOP = tl.constexpr(top_bound(True))
+UNSIGNED_TOP = tl.constexpr(top_bound(False))
 LOG2_10 = tl.constexpr(3.321928094887362)
 NAN = tl.constexpr(0x7FC0)  # as bf16
 # bf16 numbers are int16 here, since Triton's interpreter computes bf16 wrongly
@@ -200,7 +202,7 @@ def _load_codes(pointers, scale, mask, left, plane: tl.constexpr, SIGNED: tl.con
     if not SIGNED:
         place = number + 1
     decade = (place.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # of 2^decade values, or twice as many
-    values = tl.exp2(-decade.to(tl.float32))
+    values = ((127 - decade) << 23).to(tl.float32, bitcast=True)  # 2^-decade
     first = decade
     if not SIGNED:
         first = decade - 1
@@ -223,7 +225,7 @@ def _store_codes(pointers, scale, x, mask, left, plane: tl.constexpr, SIGNED: tl
         x = tl.where(mask, x, 0.0)
     blocks = tl.reshape(x, [PLANE // CODES, CODES])
     largest = tl.max(tl.abs(blocks), 1)
-    y = tl.reshape(blocks / tl.maximum(largest, 1.1754943508222875e-38)[:, None], [PLANE])
+    y = tl.reshape(blocks * (1 / tl.maximum(largest, 1.1754943508222875e-38))[:, None], [PLANE])
     magnitude = tl.abs(y)
     decade = tl.zeros([PLANE], tl.int32)
     for i in tl.static_range(LAST_DECADE):
@@ -235,13 +237,13 @@ def _store_codes(pointers, scale, x, mask, left, plane: tl.constexpr, SIGNED: tl
     if not SIGNED:
         count = count * 2
     up = tl.exp2((decade - LAST_DECADE).to(tl.float32) * -LOG2_10)
-    place = tl.floor((magnitude * up - 0.1) / 0.9 * count.to(tl.float32)).to(tl.int32)
+    place = tl.floor((magnitude * up - 0.1) * (count.to(tl.float32) * (1 / 0.9))).to(tl.int32)
     number = count + tl.minimum(tl.maximum(place, 0), count - 1)
     if SIGNED:
         number = tl.where(magnitude < 0.275e-6, 0, number)
-        code = tl.where(y < 0, 127 - number, tl.where(y >= 1, 255, 127 + number))
+        code = tl.where(y < 0, 127 - number, tl.where(y > SIGNED_TOP, 255, 127 + number))
     else:
-        code = tl.where(y >= 1, 255, tl.where(magnitude == 0, 0, number - 1))
+        code = tl.where(y > UNSIGNED_TOP, 255, tl.where(magnitude == 0, 0, number - 1))
     tl.store(pointers, code.to(tl.uint8), mask=mask)
     scales, exist = _scales(scale, left, plane, PLANE)
     tl.store(scales, largest, mask=exist)

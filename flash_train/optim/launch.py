@@ -16,7 +16,7 @@ from flash_train.optim.formats import CODE_BLOCK
 from flash_train.optim.state import AVERAGES, LOWER, SCALES, STAGED
 from flash_train.optim.update import Update
 
-OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}  # of the compiler; see `_launch`
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # of the compiler; see `_launch`
 STATE_NAMES = (*AVERAGES, *SCALES.values(), LOWER)  # in the order of the kernel's addresses
 
 
