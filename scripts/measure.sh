@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer start collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer start updates collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -36,10 +36,10 @@ EOF
 }
 
 train() { # NAME OVERRIDE…
-  grep -qs '"status": "finished"' "$out/training/$1/summary.json" && return
+  grep -qs '"status": "finished"' "$out/$1/summary.json" && return
   local resume=()
-  compgen -G "$out/training/$1/checkpoints/step-*.ckpt" >/dev/null && resume=(resume=last)
-  python scripts/train.py run_dir="$out/training/$1" "${model[@]}" data=stdlib max_steps=100 logger=none "${@:2}" "${resume[@]}"
+  compgen -G "$out/$1/checkpoints/step-*.ckpt" >/dev/null && resume=(resume=last)
+  python scripts/train.py run_dir="$out/$1" data=stdlib logger=none "${@:2}" "${resume[@]}"
 }
 
 for part; do
@@ -61,11 +61,19 @@ for part; do
     training_peer) python scripts/bench_training.py --out "$out/training_peer.json" "${commit[@]}" ;;
     start) python scripts/bench_start.py --out "$out/start.json" "${commit[@]}" ;;
     training)
-      for attention in flash sdpa; do train "$attention-16k" attention=$attention seq_len=16384; done
-      for attention in flash sdpa standard; do train "$attention-4k" attention=$attention seq_len=4096; done
+      once() { train "training/$1-$2" "${model[@]}" max_steps=100 attention="$1" seq_len="$2"; }
+      for attention in flash sdpa; do once $attention 16384; done
+      for attention in flash sdpa standard; do once $attention 4096; done
+      ;;
+    updates) # fine-tuning at a small learning rate, with each way to keep bf16 weights, and with fp32 weights
+      tune() { train "updates/$1" model=pretrained init_from="$out/start" max_steps=150 optimizer.lr=2e-5 "${@:2}"; }
+      train updates/start model=125m precision=bf16-mixed max_steps=150
+      [ -e "$out/start" ] || python scripts/export.py "$out/updates/start" "$out/start"
+      tune mixed precision=bf16-mixed
+      for master in exact stochastic none; do tune $master precision=bf16-true optimizer.master=$master; done
       ;;
     collect)
-      for name in ablation find_max training; do
+      for name in ablation find_max training updates; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done

@@ -226,6 +226,7 @@ def compile_tier_cell(record: dict[str, Any] | None) -> str:
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_results.runs_table,
+    "updates": training_results.updates_table,
     "training_peer": training_results.peer_table,
     "training_peer.summary": training_results.peer_summary,
     "transformers": training_results.attention_functions_table,

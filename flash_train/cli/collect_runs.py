@@ -1,7 +1,7 @@
 """Collect run directories into one file for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
 
 The directories must be of one kind. A training run gives one record: its summary.json, with the mean of its last ten
-training losses from metrics.csv. An ablation gives a record per trial, a search for the longest row gives one per
+training losses from metrics.csv, and the `optimizer.master` of its config.yaml. An ablation gives a record per trial, a search for the longest row gives one per
 attention and memory mode.
 """
 
@@ -23,7 +23,7 @@ from flash_train.profiling.ablation.table import from_csv
 from flash_train.records import read_column
 
 LAST = 10
-RUN_KEYS = ("model", "precision", "attention", "seq_len")  # they identify a training run
+RUN_KEYS = ("model", "precision", "attention", "seq_len", "master")  # they identify a training run
 ABLATION, LOSSES, FIND_MAX = "ablation.csv", "ablation_losses.csv", "find_max.json"
 
 Records = list[dict[str, Any]]
@@ -45,7 +45,8 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
         summary.pop(path)
     if commit:
         summary["versions"]["commit"] = commit
-    return {**summary, f"train_loss_last_{LAST}": sum(losses) / len(losses)}
+    master = OmegaConf.select(cast(DictConfig, OmegaConf.load(run_dir / "config.yaml")), "optimizer.master")
+    return {**summary, "master": master, f"train_loss_last_{LAST}": sum(losses) / len(losses)}
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:

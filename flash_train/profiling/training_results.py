@@ -26,6 +26,31 @@ def runs_table(records: Records) -> str:
     return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
 
 
+def updates_table(records: Records) -> str:
+    """A row per way to keep the weights of a model that is tuned on; first what it was before."""
+    (start,) = [record for record in records if record["model"] != "pretrained"]
+    (fp32,) = [record for record in records if record["model"] == "pretrained" and record["precision"] != "bf16-true"]
+    tuned = [record for record in records if record["precision"] == "bf16-true"]
+    gain = start["val_loss"] - fp32["val_loss"]
+    words = (
+        f"`{start['model']}` was trained for {start['steps']} steps of `data=stdlib` in `{start['precision']}`, and then\n"
+        f"tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}). Validation loss before:\n"
+        f"{start['val_loss']:.4f}.\n\n"
+    )
+    rows = [
+        (
+            f"`{record['precision']}`",
+            f"`{record['master']}`" if record["master"] else "fp32 weights",
+            number(record["val_loss"], ".4f"),
+            number(record["val_loss"] / fp32["val_loss"] - 1, "+.2%"),
+            number((start["val_loss"] - record["val_loss"]) / gain, ".0%"),
+        )
+        for record in sorted([fp32, *tuned], key=lambda record: record["val_loss"])
+    ]
+    header = ("precision", "`optimizer.master`", "validation loss", "to fp32 weights", "share of their progress")
+    return words + table(header, rows, left=2)
+
+
 def peer_table(records: Records) -> str:
     """What was compared, and a row per case and implementation."""
     words = (
