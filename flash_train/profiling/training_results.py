@@ -33,8 +33,8 @@ def updates_table(records: Records) -> str:
     tuned = [record for record in records if record["precision"] == "bf16-true"]
     gain = start["val_loss"] - fp32["val_loss"]
     words = (
-        f"`{start['model']}` was trained for {start['steps']} steps of `data=stdlib` in `{start['precision']}`, and then\n"
-        f"tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}). Validation loss before:\n"
+        f"`{start['model']}` was trained for {start['steps']} steps of `data=stdlib` in `{start['precision']}`,\n"
+        f"and then tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}). Validation loss before:\n"
         f"{start['val_loss']:.4f}.\n\n"
     )
     rows = [

@@ -19,6 +19,7 @@ from flash_train.model import ModelConfig, Transformer
 from flash_train.training.batch import Batch, document_layout, document_lengths, uses_own_kernels
 from flash_train.training.evaluation_sums import EvaluationSums
 from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
+from flash_train.training.step_graph import StepGraph
 from flash_train.training.step_log import is_logged, log_at_step
 from flash_train.training.token_mean import TokenMean
 
@@ -119,6 +120,8 @@ class CausalLMModule(pl.LightningModule):
         self.planned_steps: int | None = None
         self.pretrained: dict[str, Any] | None = None  # see PRETRAINED
         self.first_weights: Callable[[Any], None] = lambda model: model.draw_weights()
+        self.step_graph: StepGraph | None = None  # set by the callback `CudaGraph`
+        self._is_replayed = False  # the newest micro-batch
         self._token_mean = TokenMean()
         self._forward_dtype = torch.get_default_dtype()
 
@@ -164,16 +167,28 @@ class CausalLMModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._forward_dtype = torch.get_default_dtype()
-        batch, context = self.own_part(batch)
-        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **context)
-        return self._token_mean.add(loss_sum, n_tokens, batch["labels"].numel())
+        sums = None if self.step_graph is None else self.step_graph.run(batch)
+        self._is_replayed = sums is not None
+        if sums is None:
+            batch, context = self.own_part(batch)
+            sums = self.model.loss(batch["tokens"], batch["labels"], **context)
+        return self._token_mean.add(*sums, batch["labels"].numel())
+
+    def loss_with_sums(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Compute what a `StepGraph` captures: the loss that `backward` gets, and the sums that it is made of."""
+        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
+        loss = loss_sum / batch["labels"].numel() / self.trainer.accumulate_grad_batches
+        return loss, (loss_sum, n_tokens)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run Lightning's backward under the default dtype of the forward pass.
+        """Run Lightning's backward under the default dtype of the forward pass; a replay has already run it.
 
         Lightning's bf16-true changes the default dtype during the forward pass alone. Recomputation must find it
         unchanged: with torch 2.11, nested checkpoints raise otherwise.
         """
+        if self._is_replayed and self.step_graph is not None:
+            self.step_graph.give_gradients()
+            return
         outside = torch.get_default_dtype()
         torch.set_default_dtype(self._forward_dtype)
         try:

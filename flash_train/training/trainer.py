@@ -15,6 +15,7 @@ from flash_train.training.callbacks import (
     AtomicCheckpointIO,
     ClosingSample,
     CompletingFitLoop,
+    CudaGraph,
     MissedValidation,
     NonFiniteLoss,
     RichProgress,
@@ -64,6 +65,7 @@ def build_trainer(
     inference_mode: bool = True,
     progress: bool = True,
     step_times: bool = False,
+    cuda_graph: bool | str = "auto",
     generate: Any | None = None,
     summary: dict[str, Any] | None = None,
     logger: Logger | Iterable[Logger] | None = None,
@@ -86,6 +88,7 @@ def build_trainer(
         deterministic: raise where PyTorch has no deterministic implementation.
         inference_mode: give False if validation shares compiled code with training.
         step_times: measure forward, backward, optimizer and attention separately (see `StepTimes`).
+        cuda_graph: `auto`, True or False: replay the launches of a micro-batch (see `CudaGraph`).
         generate: takes the trained module and returns a text, printed at the end of the run.
         summary: more entries for summary.json.
         logger: None, or one or several Lightning loggers.
@@ -103,7 +106,13 @@ def build_trainer(
         raise ValueError("precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU")
 
     standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), *([StepTimes()] if step_times else []), Throughput()]
-    standard += [StopAfter(stop_after), SaveOnSignal(), SlurmRequeue(), RunRecord(run_dir, summary)]
+    standard += [
+        CudaGraph(cuda_graph),
+        StopAfter(stop_after),
+        SaveOnSignal(),
+        SlurmRequeue(),
+        RunRecord(run_dir, summary),
+    ]
     if progress:
         standard.append(RichProgress())
     standard += [*callbacks, ClosingSample(generate)] if progress else [*callbacks]

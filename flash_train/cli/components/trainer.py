@@ -49,6 +49,7 @@ class TrainerOptions:
     inference_mode: bool
     progress: bool
     step_times: bool
+    cuda_graph: bool | str
 
     @classmethod
     def of(cls, config: DictConfig, run_dir: Path, plan: ParallelPlan) -> "TrainerOptions":
@@ -60,6 +61,7 @@ class TrainerOptions:
             progress=trainer.pop("progress_bar"),
             accumulate=plan.accumulate,
             step_times=config.callbacks.step_times,
+            cuda_graph=trainer.pop("cuda_graph"),
             inference_mode=not config.compile,  # validation shares compiled code with training
             **{name: config[name] for name in TOP_LEVEL},
             **trainer,

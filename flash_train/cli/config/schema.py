@@ -136,6 +136,7 @@ class TrainerSchema:
     async_checkpoints: bool = False  # true: a thread writes them while training continues
     checkpoints: bool = True  # false: saves none, so the run cannot resume
     deterministic: bool = False  # raise an error for nondeterministic operators
+    cuda_graph: Any = "auto"  # replay a micro-batch's launches as one CUDA graph; auto: where it is possible and pays
     progress_bar: bool = True  # show one in the terminal
 
 

@@ -73,6 +73,7 @@ RULES = {
     "trainer.num_nodes": at_least(1),
     "trainer.strategy": one_of("auto", "ddp"),
     "trainer.checkpoint_every": at_least(1),
+    "trainer.cuda_graph": Allowed(lambda value: value == "auto" or isinstance(value, bool), "auto, true or false"),
     "parallel.mode": one_of("auto", "none", "ddp", "fsdp", "context"),
     "parallel.replicate": at_least(1),
     "parallel.shard": at_least(1),

@@ -1,6 +1,7 @@
 """Callbacks for any `Trainer`. Each works by itself, except that those that log metrics also need `Throughput`."""
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
+from flash_train.training.callbacks.cuda_graph import CudaGraph
 from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep, SnapshotOnError
 from flash_train.training.callbacks.missed_validation import CompletingFitLoop, MissedValidation
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
@@ -17,6 +18,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "ClosingSample",
     "CompletingFitLoop",
+    "CudaGraph",
     "MemorySnapshot",
     "MissedValidation",
     "NonFiniteLoss",

@@ -57,7 +57,7 @@ class StepTimes(StepCallback):
         self._starts: dict[Any, Any] = {}
         # Compiled blocks do not run the hooks of the modules inside them.
         calls = (
-            [] if _has_compiled_blocks(pl_module) else [m for m in pl_module.modules() if isinstance(m, AttentionCall)]
+            [] if has_compiled_blocks(pl_module) else [m for m in pl_module.modules() if isinstance(m, AttentionCall)]
         )
         self._parts = PARTS if calls else PARTS[:-1]
         self._spans: dict[str, list[tuple[Any, Any]]] = {part: [] for part in self._parts}
@@ -128,5 +128,6 @@ class StepTimes(StepCallback):
             self._handles.pop().remove()
 
 
-def _has_compiled_blocks(pl_module: Any) -> bool:
+def has_compiled_blocks(pl_module: Any) -> bool:
+    """Whether `torch.compile` has taken over any module's call."""
     return any(module._compiled_call_impl is not None for module in pl_module.modules())

@@ -1,0 +1,87 @@
+"""Runs the micro-batches of a training by CUDA graphs, where they can be captured."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from flash_train.checks import Allowed, check
+from flash_train.model import Transformer
+from flash_train.training.batch import uses_own_kernels
+from flash_train.training.callbacks.base import find_callback
+from flash_train.training.callbacks.memory_snapshot import MemorySnapshot
+from flash_train.training.callbacks.step_times import StepTimes, has_compiled_blocks
+from flash_train.training.step_graph import StepGraph
+
+#: tokens of a micro-batch up to which `auto` captures it; longer ones keep a GPU busy, and the graph only takes memory
+MOST_TOKENS = 65_536
+ALLOWED = Allowed(lambda value: value == "auto" or isinstance(value, bool), "auto, true or false")
+
+
+class CudaGraph(Callback):
+    """Captures the forward and backward of a `CausalLMModule` (see `flash_train.training.step_graph`).
+
+    The first two micro-batches run without a graph, so a run starts no later. Weights, losses and random numbers are
+    bit for bit those of a run without graphs. The memory of a micro-batch stays reserved between steps.
+
+    Args:
+        mode: True, False, or `auto`: where it is possible and a micro-batch has at most 65,536 tokens.
+
+    Raises:
+        ValueError: the mode is none of these; or, at the start of training, what prevents True.
+    """
+
+    def __init__(self, mode: bool | str = "auto") -> None:
+        check("cuda_graph", mode, ALLOWED)
+        self.mode = mode
+
+    def obstacle(self, trainer: Trainer, pl_module: Any, tokens: int) -> str | None:
+        """Return what prevents a capture of micro-batches with so many tokens, or None."""
+        if self.mode is False:
+            return "it is false"
+        model, device = getattr(pl_module, "model", None), trainer.strategy.root_device
+        if device.type != "cuda":
+            return "there is no NVIDIA GPU"
+        if not isinstance(trainer.strategy, SingleDeviceStrategy):
+            return "several devices exchange tensors within a step"
+        if not isinstance(model, Transformer):
+            return f"{type(model).__name__} is no Transformer of flash_train"
+        if not uses_own_kernels(model.attention, device, model.config.head_dim):
+            return f"attention={model.attention} needs the lengths of a batch's documents on the host"
+        if has_compiled_blocks(pl_module):
+            return "compile=true has launches of its own"
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return "fp16-mixed changes the scale of the loss"
+        if find_callback(trainer, StepTimes) or find_callback(trainer, MemorySnapshot):
+            return "callbacks that look into a step (step_times, memory_snapshot) need its launches one by one"
+        if model.offload > 0:
+            return "memory.offload copies to the host within a step"
+        random = max(model.config.attention_dropout, model.config.residual_dropout) > 0
+        if random and model.memory != "none":
+            return f"memory={model.memory} with dropout reads the generator's state within a step"
+        if self.mode == "auto" and tokens > MOST_TOKENS:
+            return f"{tokens:,} tokens keep the GPU busy without"
+        return None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        data = getattr(trainer, "datamodule", None)
+        tokens = getattr(data, "batch_size", 0) * getattr(data, "seq_len", 0)
+        obstacle = self.obstacle(trainer, pl_module, tokens)
+        if obstacle and self.mode is True:
+            raise ValueError(f"cuda_graph=true: {obstacle}; allowed: auto or false")
+        if obstacle is None:
+            pl_module.step_graph = StepGraph(
+                pl_module.loss_with_sums, [*pl_module.parameters()], required=self.mode is True
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._release(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._release(pl_module)
+
+    @staticmethod
+    def _release(pl_module: Any) -> None:
+        if graph := getattr(pl_module, "step_graph", None):
+            graph.release()
+            pl_module.step_graph = None

@@ -1,0 +1,146 @@
+"""A micro-batch's forward and backward as a CUDA graph.
+
+With short rows the GPU waits for the host, which launches a thousand small kernels in a step. All batches of a run have
+the same shape, and this project's kernels read the documents' boundaries on the device. So the launches of one
+micro-batch are captured (`torch.cuda.CUDAGraph`), and replayed for every later batch, which is copied to where the
+captured one was. The optimizer's step and everything around it run as without graphs.
+
+A replay reads the state of PyTorch's generator anew, so it draws the random numbers of a run without graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_train.output import LOGGER
+from flash_train.records.memory_use import bytes_in_words
+from flash_train.training.batch import Batch
+
+WARM_UP = (
+    2  # micro-batches that run without a graph: they compile and choose kernels, and allocate the optimizer's state
+)
+
+Sums = tuple[Tensor, Tensor]  # of the losses in nats, and the number of labelled tokens
+Replay = Callable[[], Any]
+#: returns what runs a function again, and the tensors that each run writes
+Capture = Callable[[Callable[[], Sums]], tuple[Replay, Sums]]
+
+
+class CudaCapture:
+    """Captures functions as CUDA graphs that share their memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], Sums]) -> tuple[Replay, Sums]:
+        torch.cuda.empty_cache()  # the graph has memory of its own
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            sums = run()
+        self._pool = graph.pool()
+        return graph.replay, sums
+
+
+class StepGraph:
+    """Replays the forward and backward of micro-batches.
+
+    A step's first micro-batch writes the gradients and the later ones add to them: these are two graphs. A batch of
+    another shape than the first one's runs without a graph.
+
+    Args:
+        loss: returns the loss of a batch to run backward from, and the sums that it came from.
+        parameters: the weights.
+        required: whether a failed capture is an error. If not, a message says so, and the run goes on without graphs.
+        capture: how to capture; tests on a CPU give another.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Batch], tuple[Tensor, Sums]],
+        parameters: Sequence[nn.Parameter],
+        *,
+        required: bool = True,
+        capture: Capture | None = None,
+    ) -> None:
+        self._loss, self._required = loss, required
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._capture = capture or CudaCapture()
+        self._is_on = True
+        self._seen = 0
+        self._batch: Batch | None = None  # what the graphs read
+        self._gradients: list[Tensor | None] | None = None  # where they write
+        self._replays: dict[bool, tuple[Replay, Sums]] = {}  # of a step's first micro-batch, and of later ones
+
+    def run(self, batch: Batch) -> Sums | None:
+        """Return a micro-batch's sums, or None if it must run without a graph; the next call overwrites them.
+
+        The weights get their gradients by `give_gradients`.
+        """
+        self._seen += 1
+        is_first = all(parameter.grad is None for parameter in self._parameters)
+        if not self._is_on or self._seen <= WARM_UP or not (is_first or self._are_given()):
+            return None
+        if self._batch is None:
+            self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
+        elif _shapes(self._batch) != _shapes(batch):
+            return None
+        for name, x in batch.items():
+            if isinstance(x, Tensor):
+                self._batch[name].copy_(x)
+        if is_first not in self._replays and not self._add_graph(self._batch, is_first):
+            return None
+        replay, sums = self._replays[is_first]
+        replay()
+        return sums
+
+    def give_gradients(self) -> None:
+        """Give the weights the gradients of the step so far."""
+        assert self._gradients is not None
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def release(self) -> None:
+        """Free the memory, and run without graphs from now on."""
+        self._replays.clear()
+        self._batch = self._gradients = None
+        self._is_on = False
+
+    def _are_given(self) -> bool:
+        pairs = zip(self._parameters, self._gradients or (), strict=False)
+        return self._gradients is not None and all(parameter.grad is gradient for parameter, gradient in pairs)
+
+    def _add_graph(self, batch: Batch, is_first: bool) -> bool:
+        """Capture a micro-batch; return whether there is a graph."""
+        start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+
+        def forward_and_backward() -> Sums:
+            loss, sums = self._loss(batch)
+            with torch.autocast(loss.device.type, enabled=False):  # as around Lightning's backward
+                loss.backward()
+            return sums[0].detach(), sums[1]
+
+        try:
+            self._replays[is_first] = self._capture(forward_and_backward)
+        except RuntimeError as error:
+            if self._required:
+                raise
+            for parameter in self._parameters if is_first else ():
+                parameter.grad = None
+            self.release()
+            LOGGER.warning("trainer.cuda_graph=auto: runs without a CUDA graph (%s)", str(error).partition("\n")[0])
+            return False
+        if is_first:
+            self._gradients = [parameter.grad for parameter in self._parameters]
+        took = bytes_in_words(torch.cuda.memory_reserved() - reserved)
+        which = "a step's first micro-batch" if is_first else "further micro-batches"
+        LOGGER.info("CUDA graph of %s: captured in %.1f s, %s", which, time.perf_counter() - start, took)
+        return True
+
+
+def _shapes(batch: Batch) -> dict[str, Any]:
+    return {name: (x.shape, x.dtype) for name, x in batch.items() if isinstance(x, Tensor)}

@@ -1,0 +1,199 @@
+"""StepGraph: replayed micro-batches give the losses, gradients and weights of others, bit for bit."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from flash_train.training import CausalLMModule, CudaGraph, OptimizerConfig, StepSeed, StepTimes, build_trainer
+from flash_train.training.step_graph import WARM_UP, StepGraph
+from tests.support.training.tiny_run import packed_row, tiny_config, tiny_module
+
+NO_DROPOUT = tiny_config(attention_dropout=0.0, residual_dropout=0.0)
+
+
+def plain_row(index, rows=1):
+    """Rows of one document each: other attention than this project's kernels would read lengths on the host."""
+    return {
+        name: torch.cat([packed_row(index + 100 * row)[name] for row in range(rows)]) for name in ("tokens", "labels")
+    }
+
+
+class Rerun:
+    """Captures on a CPU: a replay runs the function again, and writes to the tensors of the first run."""
+
+    def __init__(self, parameters):
+        self.parameters = [*parameters]
+        self.captures = self.replays = 0
+
+    def __call__(self, run):
+        self.captures += 1
+        before = [parameter.grad for parameter in self.parameters]
+        values = [None if gradient is None else gradient.clone() for gradient in before]
+        sums = run()
+        gradients = [parameter.grad for parameter in self.parameters]
+        for gradient, value in zip(gradients, values, strict=True):
+            if value is not None:  # a capture computes nothing
+                gradient.copy_(value)
+
+        def replay():
+            self.replays += 1
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+            for x, again in zip(sums, run(), strict=True):
+                x.copy_(again)
+            for parameter, gradient, given in zip(self.parameters, gradients, before, strict=True):
+                if given is None:
+                    gradient.copy_(parameter.grad)
+                    parameter.grad = None
+
+        return replay, sums
+
+
+class Replaying(pl.Callback):
+    """Gives a module on a CPU a graph."""
+
+    def on_train_start(self, trainer, pl_module):
+        parameters = [*pl_module.parameters()]
+        self.capture = Rerun(parameters)
+        pl_module.step_graph = StepGraph(pl_module.loss_with_sums, parameters, capture=self.capture)
+
+
+class Results(pl.Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        last = pl_module.last_step
+        if last is not None and last.step == len(self.steps) + 1:
+            self.steps.append((last.loss.item(), last.gradient_norm.item()))
+
+
+def fit(batches, *callbacks, accumulate=1, max_steps=6, module=None, **options):
+    results, module = Results(), module or tiny_module(config=NO_DROPOUT)
+    options = {"accelerator": "cpu", **options}
+    trainer = pl.Trainer(
+        max_steps=max_steps, accumulate_grad_batches=accumulate, callbacks=[results, StepSeed(3), *callbacks],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return results.steps, [parameter.detach().cpu() for parameter in module.parameters()]
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0] and len(ours[0]) > 3
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_replays_train_as_a_run_without_graphs(accumulate):
+    batches = [plain_row(index) for index in range(6 * accumulate)]
+    replaying = Replaying()
+    assert_same(fit(batches, replaying, accumulate=accumulate), fit(batches, accumulate=accumulate))
+    # The micro-batches of the step in which the warm-up ends run without a graph
+    steps_without = -(-WARM_UP // accumulate)
+    assert replaying.capture.replays == (6 - steps_without) * accumulate
+    assert replaying.capture.captures == (1 if accumulate == 1 else 2)
+
+
+def test_batches_of_another_shape_run_without_a_graph():
+    long = plain_row(50, rows=2)
+    for accumulate in (1, 2):
+        batches = [plain_row(index) if index % 3 else long for index in range(1, 6 * accumulate + 1)]
+        assert_same(fit(batches, Replaying(), accumulate=accumulate), fit(batches, accumulate=accumulate))
+
+
+def test_a_capture_that_fails(caplog):
+    batches = [plain_row(index) for index in range(12)]
+
+    class Failing(Replaying):
+        def on_train_start(self, trainer, pl_module):
+            def capture(run):
+                run()
+                raise RuntimeError("out of graphs\nand more")
+
+            parameters = [*pl_module.parameters()]
+            pl_module.step_graph = StepGraph(
+                pl_module.loss_with_sums, parameters, required=self.required, capture=capture
+            )
+
+    failing = Failing()
+    failing.required = False
+    assert_same(fit(batches, failing, accumulate=2), fit(batches, accumulate=2))
+    assert "trainer.cuda_graph=auto: runs without a CUDA graph (out of graphs)" in caplog.text
+    failing.required = True
+    with pytest.raises(RuntimeError, match="out of graphs"):
+        fit(batches, failing)
+
+
+def test_what_prevents_a_graph_is_named(tmp_path):
+    batches = [plain_row(0)]
+    with pytest.raises(ValueError, match="cuda_graph=true: there is no NVIDIA GPU; allowed: auto or false"):
+        fit(batches, CudaGraph(True))
+    with pytest.raises(ValueError, match="cuda_graph='yes': must be auto, true or false"):
+        CudaGraph("yes")
+    fit(batches, CudaGraph())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp32"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_graphs_train_as_a_run_without(tmp_path, precision, accumulate, dropout):
+    _compare_on_gpu(tmp_path, precision=precision, accumulate=accumulate, dropout=dropout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["selective", "checkpoint"])
+def test_graphs_with_recomputation(tmp_path, memory):
+    _compare_on_gpu(tmp_path, precision="bf16-true", accumulate=2, dropout=0.0, memory=memory)
+
+
+def _compare_on_gpu(tmp_path, *, precision, accumulate, dropout, memory="none"):
+    config = tiny_config(head_dim=64, width=128, attention_dropout=dropout, residual_dropout=dropout, vocab_size=31)
+    batches = [packed_row(index) for index in range(8 * accumulate)]
+    found, captured = [], []
+    for mode in (True, False):
+        torch.manual_seed(0)
+        module = CausalLMModule(config, OptimizerConfig(lr=1e-2, warmup_steps=2), attention="triton", memory=memory)
+        results = Results()
+        watch = [Watch(captured)] if mode else []
+        trainer = build_trainer(
+            run_dir=tmp_path / str(mode), max_steps=8, accumulate=accumulate, precision=precision, accelerator="cuda",
+            checkpoints=False, progress=False, cuda_graph=mode, limit_val_batches=0, callbacks=[results, *watch],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        found.append((results.steps, [parameter.detach().cpu() for parameter in module.parameters()]))
+    assert_same(*found)
+    assert captured[-1] == (1 if accumulate == 1 else 2)
+
+
+class Watch(pl.Callback):
+    """Notes how many graphs there were before the end of training."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.found.append(len(pl_module.step_graph._replays))
+
+
+@pytest.mark.gpu
+def test_what_prevents_a_graph_on_a_gpu(tmp_path):
+    for options, words in (
+        ({"attention": "sdpa"}, "attention=sdpa needs the lengths"),
+        ({"attention": "triton", "memory": "checkpoint"}, "memory=checkpoint with dropout"),
+        ({"attention": "triton", "compile": True}, "compile=true"),
+    ):
+        trainer = build_trainer(
+            run_dir=tmp_path, max_steps=1, accelerator="cuda", checkpoints=False, progress=False, cuda_graph=True,
+            limit_val_batches=0,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            trainer.fit(tiny_module(**options), DataLoader([packed_row(0)], batch_size=None))
+    trainer = build_trainer(
+        run_dir=tmp_path, max_steps=1, accelerator="cuda", checkpoints=False, progress=False, cuda_graph=True,
+        limit_val_batches=0, callbacks=[StepTimes()],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="step_times"):
+        trainer.fit(tiny_module(attention="triton"), DataLoader([packed_row(0)], batch_size=None))
