@@ -34,8 +34,8 @@ def updates_table(records: Records) -> str:
     gain = start["val_loss"] - fp32["val_loss"]
     words = (
         f"`{start['model']}` was trained for {start['steps']} steps of `data=stdlib` in `{start['precision']}`,\n"
-        f"and then tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}). Validation loss before:\n"
-        f"{start['val_loss']:.4f}.\n\n"
+        f"and then tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}).\n"
+        f"Validation loss before: {start['val_loss']:.4f}.\n\n"
     )
     rows = [
         (

@@ -82,6 +82,7 @@ class RichProgress(StepCallback, ProgressBar):
         if stop is not None and stop.steps is not None:
             limits.append(trainer.global_step + stop.steps)
         self._last_step = min(limits, default=None)
+        self._throughput.listeners.append(self._show)
         if self.enabled and self.console.is_terminal and self.lines.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -98,15 +99,14 @@ class RichProgress(StepCallback, ProgressBar):
             self._bar.start()
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
-        step = trainer.global_step
-        measured = None
-        if self._throughput.row_step == step:
-            measured = describe(self._throughput.row, max(0, (self._last_step or step) - step))
         if self._bar is not None:
-            self._bar.update(self._task, completed=step)
-            if measured:
-                self._bar.update(self._task, measured=measured)
-        elif self.enabled and measured:
+            self._bar.update(self._task, completed=trainer.global_step)
+
+    def _show(self, step: int, row: dict[str, float | None]) -> None:
+        measured = describe(row, max(0, (self._last_step or step) - step))
+        if self._bar is not None:
+            self._bar.update(self._task, measured=measured)
+        elif self.enabled:
             width = len(str(self._last_step or step))
             self._pending_line = f"step {step:>{width}}/{self._last_step or '?'}  {measured}"
 

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from flash_train.files import remove_temporary, write_json
 from flash_train.output import say
 from flash_train.records import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions
-from flash_train.training.callbacks.base import StepCallback, find_callback, validation_metrics
+from flash_train.training.callbacks.base import find_callback, validation_metrics
 from flash_train.training.callbacks.stop import SaveOnSignal
 from flash_train.training.callbacks.throughput import Throughput
 
@@ -35,7 +35,7 @@ def is_unfinished(run_dir: Path) -> bool:
     return status != "finished"
 
 
-class RunRecord(StepCallback):
+class RunRecord(Callback):
     """Keeps the files of a run up to date in `run_dir`.
 
     `metrics.csv` gets a row per measurement of `Throughput`, which must run before this callback, and per validation.
@@ -74,13 +74,10 @@ class RunRecord(StepCallback):
             remove_temporary(self.run_dir, (METRICS, SUMMARY, *PLOTS))
             self.table = MetricsTable(self.run_dir / METRICS, up_to_step=trainer.global_step)
             self._is_resumed = bool(self.table.rows)
+            self._throughput.listeners.append(self._write_row)
             self._summarise(trainer, pl_module, "running")
             if watch := getattr(trainer.strategy, "watch", None):
                 watch.before_exit.append(partial(self._end_with, trainer))
-
-    def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if self.table is not None and self._throughput.row_step == trainer.global_step:
-            self._write_row(trainer.global_step, self._throughput.row)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.table is not None:  # a run that resumes from this checkpoint reads earlier rows from the file

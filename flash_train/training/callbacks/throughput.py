@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput as RollingThroughput
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from torch import Tensor
 
 from flash_train.distributed.dims import data_share
 from flash_train.precision import lightning_compute_dtype
@@ -70,10 +71,26 @@ class _ActionTimer(Profiler):
         self.inner.teardown(*args, **kwargs)
 
 
+class _Measurement(NamedTuple):
+    """What a row is made of, noted when its step was queued; the values may still be on their way to the host."""
+
+    step: int
+    values: Tensor  # loss and gradient norm
+    event: torch.cuda.Event | None
+    learning_rate: float
+    steps: int
+    micro_batches: int
+    tokens: int
+    flops: int
+    waited: float
+    imbalance: dict[str, float | None]
+    device: torch.device
+
+
 class Throughput(StepCallback):
     """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at the last one, and logs them.
 
-    `row` holds the newest measurement for other callbacks, with full precision:
+    `row` holds the newest measurement with full precision, and `listeners` are called with each and its step:
 
         train/loss, train/gradient_norm, train/learning_rate   of this step
         time/step_seconds, time/data_wait_seconds              per optimizer step, mean since the last row
@@ -88,7 +105,9 @@ class Throughput(StepCallback):
     `last_step`, a `StepResult` after the first optimizer step. Batches are dictionaries with `tokens` (batch, seq_len).
     Ranks that share a row each compute an equal part of its FLOPs.
 
-    Validation and saving checkpoints do not count as training time. The device is synchronised at logged steps only.
+    Validation and saving checkpoints do not count as training time. On a GPU a row is measured when the next step has
+    been queued, so that the device never waits for the host, and at the latest before a validation, a checkpoint or the
+    end. With `StepTimes` the device is synchronised at logged steps.
     With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
     computed by Lightning's `Throughput` class. Lightning's `ThroughputMonitor` does not fit: it assumes the same FLOPs
     for every batch, synchronises at every batch and does not know the H200.
@@ -98,14 +117,17 @@ class Throughput(StepCallback):
 
     def __init__(self) -> None:
         self.row: dict[str, float | None] = {}
-        self.row_step = 0
+        self.listeners: list[Callable[[int, dict[str, float | None]], None]] = []
         self._in_batch = False
+        self._pending: _Measurement | None = None
         self._timer = _ActionTimer(PassThroughProfiler())
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         require(self, pl_module, "flops", "last_step")
         device = pl_module.device
+        self.listeners.clear()
+        self._pending = None
         self.peak_flops = known_peak(device, trainer.precision)
         self._step_times = find_callback(trainer, StepTimes, before=self)
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
@@ -140,34 +162,56 @@ class Throughput(StepCallback):
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._steps += 1
-        step = trainer.global_step
+        self._finish(trainer)
+        step, result = trainer.global_step, pl_module.last_step
         if not is_logged(trainer, step):
             return
-        result = pl_module.last_step
-        loss, norm = result.loss.item(), result.gradient_norm.item()  # waits for the device
+        values = torch.stack([result.loss, result.gradient_norm.to(result.loss.dtype)])
+        event = None
+        if values.device.type == "cuda" and self._step_times is None:
+            values = torch.empty(2, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending = _Measurement(
+            step, values, event, result.learning_rate, self._steps, self._micro_batches, self._tokens, self._flops,
+            self._timer.seconds, self._imbalance(trainer), pl_module.device,
+        )  # fmt: skip
+        self._flops = 0
+        if event is None:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Make the row of a step that was queued."""
+        if self._pending is None:
+            return
+        measured, self._pending = self._pending, None
+        if measured.event is not None:
+            measured.event.synchronize()
+        loss, norm = measured.values.tolist()  # waits for the device
         clock = time.perf_counter() if self._paused_since is None else self._paused_since
         now = clock - self._start - self._paused_seconds
         steps, then, waited = self._previous_row
-        self._previous_row = (self._steps, now, self._timer.seconds)
+        self._previous_row = (measured.steps, now, measured.waited)
         self._rolling.update(
-            time=now, batches=self._micro_batches, samples=self._micro_batches, lengths=self._tokens, flops=self._flops
-        )
-        self._flops = 0
+            time=now, batches=measured.micro_batches, samples=measured.micro_batches, lengths=measured.tokens,
+            flops=measured.flops,
+        )  # fmt: skip
         rates = self._rolling.compute()
-        self.row_step = step
         self.row = {
             "train/loss": loss,
             "train/gradient_norm": norm,
-            "train/learning_rate": result.learning_rate,
-            "time/step_seconds": (now - then) / (self._steps - steps),
-            "time/data_wait_seconds": (self._timer.seconds - waited) / (self._steps - steps),
+            "train/learning_rate": measured.learning_rate,
+            "time/step_seconds": (now - then) / (measured.steps - steps),
+            "time/data_wait_seconds": (measured.waited - waited) / (measured.steps - steps),
             **(self._step_times.read() if self._step_times else {}),
             "throughput/tokens_per_second": rates["device/items_per_sec"] * self._data_ranks,
             "throughput/mfu": rates.get("device/mfu"),
-            **self._imbalance(trainer),
-            **memory_use(pl_module.device),
+            **measured.imbalance,
+            **memory_use(measured.device),
         }
-        log_at_step(trainer, {name: value for name, value in self.row.items() if value is not None}, step)
+        log_at_step(trainer, {name: value for name, value in self.row.items() if value is not None}, measured.step)
+        for listener in self.listeners:
+            listener(measured.step, self.row)
 
     @staticmethod
     def _imbalance(trainer: Trainer) -> dict[str, float | None]:
@@ -178,15 +222,21 @@ class Throughput(StepCallback):
         self.pause(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._finish(trainer)
         self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        try:
+            self._finish(trainer)
+        except RuntimeError as lost:  # a lost device fails every call
+            exception.add_note(f"The last row is missing: {lost}")
         self._detach()
 
     def pause(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock until the next training batch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or self._paused_since is not None:
             return
+        self._finish(trainer)
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         self._paused_since = time.perf_counter()
