@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer start updates collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer start graphs updates collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -65,6 +65,14 @@ for part; do
       for attention in flash sdpa; do once $attention 16384; done
       for attention in flash sdpa standard; do once $attention 4096; done
       ;;
+    graphs) # short rows, with and without CUDA graphs
+      both() { for graph in true false; do train "graphs/$1-$graph" trainer.cuda_graph=$graph max_steps=30 "${@:2}"; done; }
+      both 125m model=125m
+      both 4096 "${model[@]}" seq_len=4096
+      both 4096x8 "${model[@]}" seq_len=4096 accumulate=8
+      both 1024 "${model[@]}" seq_len=1024 batch_size=4
+      both 1024x8 "${model[@]}" seq_len=1024 batch_size=4 accumulate=8
+      ;;
     updates) # fine-tuning at a small learning rate, with each way to keep bf16 weights, and with fp32 weights
       tune() { train "updates/$1" model=pretrained init_from="$out/start" max_steps=150 optimizer.lr=2e-5 "${@:2}"; }
       train updates/start model=125m precision=bf16-mixed max_steps=150
@@ -73,7 +81,7 @@ for part; do
       for master in exact stochastic none; do tune $master precision=bf16-true optimizer.master=$master; done
       ;;
     collect)
-      for name in ablation find_max training updates; do
+      for name in ablation find_max training graphs updates; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done

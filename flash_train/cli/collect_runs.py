@@ -1,8 +1,8 @@
 """Collect run directories into one file for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
 
 The directories must be of one kind. A training run gives one record: its summary.json, with the mean of its last ten
-training losses from metrics.csv, and the `optimizer.master` of its config.yaml. An ablation gives a record per trial, a
-search for the longest row gives one per attention and memory mode.
+training losses from metrics.csv, and the settings of its config.yaml that tell such runs apart. An ablation gives a record per
+trial, a search for the longest row gives one per attention and memory mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from flash_train.profiling.ablation.table import from_csv
 from flash_train.records import read_column
 
 LAST = 10
-RUN_KEYS = ("model", "precision", "attention", "seq_len", "master")  # they identify a training run
+RUN_KEYS = ("model", "precision", "attention", "seq_len")  # these and SETTINGS identify a training run
+SETTINGS = {
+    "master": "optimizer.master",
+    "batch_size": "batch_size",
+    "accumulate": "accumulate",
+    "cuda_graph": "trainer.cuda_graph",
+}
 ABLATION, LOSSES, FIND_MAX = "ablation.csv", "ablation_losses.csv", "find_max.json"
 
 Records = list[dict[str, Any]]
@@ -45,8 +51,9 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
         summary.pop(path)
     if commit:
         summary["versions"]["commit"] = commit
-    master = OmegaConf.select(cast(DictConfig, OmegaConf.load(run_dir / "config.yaml")), "optimizer.master")
-    return {**summary, "master": master, f"train_loss_last_{LAST}": sum(losses) / len(losses)}
+    config = cast(DictConfig, OmegaConf.load(run_dir / "config.yaml"))
+    settings = {name: OmegaConf.select(config, key) for name, key in SETTINGS.items()}
+    return {**summary, **settings, f"train_loss_last_{LAST}": sum(losses) / len(losses)}
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:
@@ -121,9 +128,14 @@ def collect_all(run_dirs: list[Path], commit: str | None, known: Records) -> Rec
         found = known + [record for run in run_dirs for record in collect_find_max(run, commit)]
         return list({(record["attention"], record["memory"]): record for record in found}.values())
     found = [collect(run, commit) for run in run_dirs]
-    places = {tuple(map(record.get, RUN_KEYS)) for record in found}
-    records = found + [record for record in known if tuple(map(record.get, RUN_KEYS)) not in places]
+    records = found + [record for record in known if not any(_are_same_run(record, new) for new in found)]
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
+
+
+def _are_same_run(known: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether a new record replaces a known one; records of earlier versions lack some settings."""
+    settings = [name for name in SETTINGS if name in known]
+    return all(known.get(name) == new.get(name) for name in (*RUN_KEYS, *settings))
 
 
 @one_line_errors()

@@ -20,7 +20,12 @@ from flash_train.cli.sweep.find_max_options import split
 
 # The first step creates the optimizer's state, the second starts with the gradients of the first; the third is typical.
 RECORDED = 3
-DEFAULTS = {"max_steps": str(RECORDED), "trainer.progress_bar": "false", "trainer.checkpoints": "false"}
+DEFAULTS = {
+    "max_steps": RECORDED,
+    "trainer.progress_bar": False,
+    "trainer.checkpoints": False,
+    "trainer.cuda_graph": False,
+}
 HELP = """Where the memory of a training step goes: weights, gradients, optimizer state, activations by kind, loss.
 
   python scripts/profile_memory.py seq_len=16384 model=1b3 memory=selective

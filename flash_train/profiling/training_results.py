@@ -26,6 +26,30 @@ def runs_table(records: Records) -> str:
     return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
 
 
+def graphs_table(records: Records) -> str:
+    """A row per model, length and accumulation, with and without a CUDA graph."""
+    by_case: dict[tuple[Any, ...], dict[bool, dict[str, Any]]] = {}
+    for record in records:
+        case = tuple(record[name] for name in ("model", "precision", "seq_len", "batch_size", "accumulate"))
+        by_case.setdefault(case, {})[record["cuda_graph"]] = record
+    rows = []
+    for (model, precision, seq_len, batch_size, accumulate), found in by_case.items():
+        without, captured = found[False], found[True]
+        rows.append(
+            (
+                f"`{model}`",
+                f"`{precision}`",
+                f"{seq_len:,} x {batch_size}",
+                str(accumulate or 1),
+                *(number(one["mfu"], ".1%") for one in (without, captured)),
+                *(number(1e3 * one["step_seconds"], ".1f") for one in (without, captured)),
+                number(without["step_seconds"] / captured["step_seconds"], ".2f"),
+            )
+        )
+    header = ("model", "precision", "tokens", "`accumulate`", "MFU", "captured", "step (ms)", "captured", "ratio")
+    return f"Medians of a step ({records[0]['device']}):\n\n" + table(header, rows, left=3)
+
+
 def updates_table(records: Records) -> str:
     """A row per way to keep the weights of a model that is tuned on; first what it was before."""
     (start,) = [record for record in records if record["model"] != "pretrained"]

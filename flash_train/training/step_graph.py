@@ -5,7 +5,7 @@ the same shape, and this project's kernels read the documents' boundaries on the
 micro-batch are captured (`torch.cuda.CUDAGraph`), and replayed for every later batch, which is copied to where the
 captured one was. The optimizer's step and everything around it run as without graphs.
 
-A replay reads the state of PyTorch's generator anew, so it draws the random numbers of a run without graphs.
+A replay reads the present state of PyTorch's generator, so it draws the random numbers of a run without graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], Sums]) -> tuple[Replay, Sums]:
-        torch.cuda.empty_cache()  # the graph has memory of its own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             sums = run()
@@ -55,7 +54,7 @@ class StepGraph:
     Args:
         loss: returns the loss of a batch to run backward from, and the sums that it came from.
         parameters: the weights.
-        required: whether a failed capture is an error. If not, a message says so, and the run goes on without graphs.
+        required: whether a failed capture is an error. If not, a message says so, and the run continues without graphs.
         capture: how to capture; tests on a CPU give another.
     """
 
@@ -116,6 +115,7 @@ class StepGraph:
 
     def _add_graph(self, batch: Batch, is_first: bool) -> bool:
         """Capture a micro-batch; return whether there is a graph."""
+        torch.cuda.empty_cache()  # the graph has memory of its own
         start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
 
         def forward_and_backward() -> Sums:

@@ -152,10 +152,12 @@ def test_runs_are_collected(tmp_path):
     run.mkdir()
     summary = {"seq_len": 8, "tokens_per_second": 1.0, "run_dir": "x", "wandb_dir": None, "versions": {"commit": None}}
     (run / "summary.json").write_text(json.dumps(summary | {"status": "finished"}))
+    (run / "config.yaml").write_text("optimizer: {master: exact}\nbatch_size: 2\n")
     (run / "metrics.csv").write_text("step,train/loss\n" + "".join(f"{i},{float(i)}\n" for i in range(1, 13)))
     assert collect_runs([str(run), "--out", str(tmp_path / "out.json"), "--commit", "abc"]) == 0
     (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
     assert record["train_loss_last_10"] == 7.5  # of 3 … 12
+    assert (record["master"], record["batch_size"], record["cuda_graph"]) == ("exact", 2, None)
     assert record["versions"]["commit"] == "abc"
     assert "run_dir" not in record
 

@@ -43,9 +43,9 @@ class CommandLine:
         """The first override with several values, such as seed=0,1; None if each has one."""
         return next((text for text in self.overrides if parse(text).is_sweep_override()), None)
 
-    def with_override(self, key: str, value: str) -> "CommandLine":
+    def with_override(self, key: str, value: Any) -> "CommandLine":
         """The same with one more `key=value`, quoted if needed; it wins over an earlier one."""
-        return replace(self, overrides=(*self.overrides, quote(key, value)))
+        return replace(self, overrides=(*self.overrides, override_text(key, value)))
 
     def arguments(self) -> list[str]:
         return [*self.flags, *self.overrides]

@@ -17,10 +17,12 @@ from flash_train.cli.components.rotary import rotary_note
 from flash_train.cli.components.trainer import build_run_trainer
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
+from flash_train.cli.run.memory_choice import shortage_for_graph
 from flash_train.cli.run.resume import check_resume, find_checkpoint
 from flash_train.data import PackedDataModule
 from flash_train.profiling.memory.step import Step
-from flash_train.training import CausalLMModule
+from flash_train.training import CausalLMModule, CudaGraph
+from flash_train.training.callbacks.base import find_callback
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
         module.model.keep, module.model.offload = step.keep, step.offload
     deal_rows(data, module.model, plan)
     notes = data_notes(data, plan) | {"model": rotary_note(config, model)}
+    if step is not None and device.type == "cuda":
+        notes["cuda_graph"] = graph_note(config, step, trainer, module)
     if checkpoint:
         notes |= check_resume(checkpoint, config, module, run_dir)
     # The logger comes last because it writes to run_dir: a run that cannot begin leaves nothing there. A validation
@@ -85,3 +89,25 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
     logger = None if config.validate_only else build_logger(config.logger, run_dir, plain(config))
     trainer.logger = logger
     return Run(trainer, module, data, logger, checkpoint, (backend, reason), plan, notes)
+
+
+def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, module: CausalLMModule) -> str | None:
+    """What the user should know of `trainer.cuda_graph`. If `auto` finds an obstacle, nothing will be captured.
+
+    Raises:
+        UsageError: what prevents `true`.
+    """
+    graph = find_callback(trainer, CudaGraph)
+    if graph is None or graph.mode is False:
+        return None
+    obstacle = graph.obstacle(trainer, module, step.row_tokens)
+    if config.callbacks.memory_snapshot.every:
+        obstacle = obstacle or "callbacks.memory_snapshot needs the launches of a step one by one"
+    if graph.mode == "auto":
+        obstacle = obstacle or shortage_for_graph(config, step, trainer.strategy.root_device)
+    if obstacle is None:
+        return "the launches of a micro-batch are captured after the second one, and replayed"
+    if graph.mode is True:
+        raise UsageError(f"trainer.cuda_graph=true: {obstacle}; allowed: auto or false")
+    graph.mode = False
+    return f"none ({obstacle})"

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run.memory_check import AUTO, host_share, least_bytes, limit_of
-from flash_train.profiling.memory.prediction import predict
+from flash_train.profiling.memory.prediction import in_addition_to_graph, predict
 from flash_train.profiling.memory.results import RELATIVE
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words
@@ -59,6 +59,17 @@ def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> St
     kept = most_kept(step, limit)
     print_kept(kept, step.model.n_layers, step.memory)
     return replace(step, keep=kept / step.model.n_layers)
+
+
+def shortage_for_graph(config: DictConfig, step: Step, device: torch.device) -> str | None:
+    """Why a captured micro-batch does not fit the memory together with a validation, with 5 % left; None if it does."""
+    limit = limit_of(config, device)
+    if limit is None:
+        return None
+    needed = predict(step).peak_bytes + in_addition_to_graph(step)
+    if needed <= (1 - RELATIVE) * limit:
+        return None
+    return f"it would take up to {bytes_in_words(needed)} of {bytes_in_words(limit)} together with a validation"
 
 
 def most_kept(step: Step, limit: int) -> int:

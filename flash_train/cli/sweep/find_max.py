@@ -33,6 +33,7 @@ TRIAL_OVERRIDES = (
         "logger=none",
         "trainer.checkpoints=false",
         "trainer.progress_bar=false",
+        "trainer.cuda_graph=false",  # the memory of a step is measured
         "callbacks.sample.tokens=0",
     ),
     "data.val_batches=1",  # every run validates; that takes less memory than a step

@@ -8,7 +8,7 @@ With `Step.fused` it follows the path on CUDA (kernels for norm, rotary, SwiGLU 
 PyTorch's own operations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_train.model.kernels.common import MAX_LOGIT_TOKENS
 from flash_train.model.ops import CHUNK_TOKENS
@@ -61,6 +61,18 @@ def predict(step: Step) -> Prediction:
     phases = {name: ledger.peak(name) for name in PHASES}
     host = OptimizerState.of(step).host + step.inputs_on_host * walk.activation_bytes * walk.stream
     return Prediction(ledger.peak(), phases, walk.per_layer, ledger.moments, host)
+
+
+def in_addition_to_graph(step: Step) -> int:
+    """Return an upper limit of the bytes that a validation takes in addition to a captured micro-batch.
+
+    That memory is only for replays, so a validation has its own: it takes less than a forward that keeps the inputs of
+    all blocks.
+    """
+    forward = predict(replace(step, memory="checkpoint", keep=0.0, offload=0.0)).phases
+    fullest = max((forward[name] for name in ("forward", "loss")), key=lambda moment: moment.total)
+    held = ("weights", "gradients", "optimizer state", "matrix-product workspace")
+    return sum(size for kind, size in fullest.parts.items() if kind not in held)
 
 
 class _StepWalk(ModuleWalk):

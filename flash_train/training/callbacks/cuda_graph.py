@@ -21,8 +21,8 @@ ALLOWED = Allowed(lambda value: value == "auto" or isinstance(value, bool), "aut
 class CudaGraph(Callback):
     """Captures the forward and backward of a `CausalLMModule` (see `flash_train.training.step_graph`).
 
-    The first two micro-batches run without a graph, so a run starts no later. Weights, losses and random numbers are
-    bit for bit those of a run without graphs. The memory of a micro-batch stays reserved between steps.
+    The first two micro-batches run without a graph, so a run starts no later. Weights, losses and random numbers have
+    the same bits as in a run without graphs. The memory of a micro-batch stays reserved between steps.
 
     Args:
         mode: True, False, or `auto`: where it is possible and a micro-batch has at most 65,536 tokens.
