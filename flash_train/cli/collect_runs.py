@@ -1,8 +1,8 @@
 """Collect run directories into one file for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
 
 The directories must be of one kind. A training run gives one record: its summary.json, with the mean of its last ten
-training losses from metrics.csv, and the settings of its config.yaml that tell such runs apart. An ablation gives a record per
-trial, a search for the longest row gives one per attention and memory mode.
+training losses from metrics.csv, and the settings of its config.yaml that tell such runs apart. An ablation gives a
+record per trial, a search for the longest row gives one per attention and memory mode.
 """
 
 from __future__ import annotations
