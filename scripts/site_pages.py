@@ -1,19 +1,27 @@
 """Pages of the documentation site that come from other files; mkdocs.yml names this module as a hook.
 
-The front page is README.md. The reference of the configuration comes from its schema. The reference of the Python
-interface comes from docstrings. Links to files of the repository lead to the pages made of them.
+The front page is README.md. The references of the configuration, the commands and a run's files come from the code.
+The reference of the Python interface comes from docstrings. Links to files of the repository lead to the pages made of
+them.
 """
 
 import ast
+import importlib.util
 import inspect
 import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flash_train.cli.config import schema
 from flash_train.cli.config.validate import RULES
+from flash_train.records import contents
 
 ROOT = Path(__file__).parents[1]
 #: files outside docs/, and the pages made of them
@@ -40,8 +48,14 @@ MODULES = {
         "flash_train.integrations.hub_kernel",
     ],
 }  # fmt: skip
+CLI = ROOT / "flash_train" / "cli"
+#: the commands that come first on their page
+COMMANDS = ["train", "profile_memory", "ablate", "export"]
 NAMES = {"None": "null", "True": "true", "False": "false", "???": "none: the choice gives it"}
 TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null", "Any": "any"}
+PICTURES = "assets/pictures"  # where the site has the pictures of site_pictures.py
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # the pictures need the kernels' tiles
+PICTURE = re.compile(r"<!-- picture:(\w+) -->")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -52,14 +66,28 @@ def on_files(files: Any, config: Any) -> Any:
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items()}
     made["license.md"] = f"# License\n\n```text\n{made['license.md']}```\n"
     made["reference/configuration.md"] = configuration_page()
+    made["reference/commands.md"] = commands_page()
+    made["reference/run.md"] = run_page()
     made |= {f"reference/{name}.md": interface_page(name, modules) for name, modules in MODULES.items()}
+    if HAS_TRITON:
+        made |= {f"{PICTURES}/{name}": text for name, text in site_pictures().pictures().items()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
+@cache
+def site_pictures() -> Any:
+    """The module that draws the pictures."""
+    spec = importlib.util.spec_from_file_location("site_pictures", ROOT / "scripts" / "site_pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links between files of the repository into links between pages."""
+    """Put pictures where their marks are, and turn links between files of the repository into links between pages."""
     sources = {made: source for source, made in OUTSIDE.items()}
     at = page.file.src_uri
     folder = (ROOT / sources.get(at, f"docs/{at}")).parent
@@ -75,7 +103,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link[0]
         return f"{link[1]}{to}{link[3] or ''})"
 
-    return LINK.sub(replaced, markdown)
+    return PICTURE.sub(picture, LINK.sub(replaced, markdown))
+
+
+def picture(mark: re.Match) -> str:
+    """A picture with its caption, which is also what a screen reader says; nothing where Triton does not exist."""
+    if not HAS_TRITON:
+        return ""
+    name = f"{mark[1]}.svg"
+    caption = site_pictures().CAPTIONS[name]
+    return f"![{caption}]({PICTURES}/{name})\n\n*{caption}*"
 
 
 def interface_page(name: str, modules: list[str]) -> str:
@@ -99,6 +136,58 @@ def configuration_page() -> str:
             cells = (f"`{key}`", kind, f"`{default}`", allowed, words.replace(" | ", ", "))
             text.append(f"| {' | '.join(cells)} |")
         text.append("")
+    return "\n".join(text)
+
+
+def commands_page() -> str:
+    """Every command with its help."""
+    names = [path.stem for path in sorted((ROOT / "scripts").glob("*.py")) if (CLI / path.name).is_file()]
+    names.sort(key=lambda name: (COMMANDS.index(name) if name in COMMANDS else len(COMMANDS), name))
+    installed = {target.split(":")[0].rpartition(".")[2]: name for name, target in installed_commands().items()}
+    with ThreadPoolExecutor(2) as pool:
+        helps = pool.map(help_of, names)
+    text = [
+        "# Every command",
+        "",
+        "Commands with a second name are installed with the package. All have the",
+        "[exit statuses](../configuration.md#mistakes) of `train.py`: 0 if all went well, else 1, 3, 4 or 128 and a",
+        "signal's number.",
+        "",
+    ]
+    for name, words in zip(names, helps, strict=True):
+        second = f", `{installed[name]}`" if name in installed else ""
+        text += [f"## {name}", "", f"`python scripts/{name}.py`{second}", "", "```text", words, "```", ""]
+    return "\n".join(text)
+
+
+def help_of(name: str) -> str:
+    """What a command prints with --help; without the composed configuration, which has a page of its own."""
+    command = [sys.executable, "-m", f"flash_train.cli.{name}", "--help"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return printed.partition("\nThe configuration that these arguments make")[0].rstrip()
+
+
+def installed_commands() -> dict[str, str]:
+    """The names of installed commands, and the functions that they run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project["scripts"]
+
+
+def run_page() -> str:
+    """Every file of a run, every metric, and every entry of the summary."""
+    text = [
+        "# Files and metrics of a run",
+        "",
+        "[Train](../train.md#the-files-of-a-run) says where they are.",
+        "",
+    ]
+    for title, first, entries in (
+        ("Files", "file", contents.FILES),
+        ("Metrics", "metric", contents.METRICS),
+        ("Summary", "entry of summary.json", contents.SUMMARY),
+    ):
+        text += [f"## {title}", "", f"| {first} | meaning |", "| --- | --- |"]
+        text += [f"| `{name}` | {words} |" for name, words in entries.items()] + [""]
     return "\n".join(text)
 
 

@@ -1,9 +1,9 @@
 """A micro-batch's forward and backward as a CUDA graph.
 
-With short rows the GPU waits for the host, which launches a thousand small kernels in a step. All batches of a run have
-the same shape, and this project's kernels read the documents' boundaries on the device. So the launches of one
-micro-batch are captured (`torch.cuda.CUDAGraph`), and replayed for every later batch, which is copied to where the
-captured one was. The optimizer's step and everything around it run as without graphs.
+Steps over short rows are launch-bound: a thousand kernels are launched for each. All batches of a run have the same
+shape, and this project's kernels read the documents' boundaries on the device. So the launches of one micro-batch are
+captured (`torch.cuda.CUDAGraph`), and replayed for every later batch, which is copied to where the captured one was.
+The optimizer's step and everything around it run as without graphs.
 
 A replay reads the present state of PyTorch's generator, so it draws the random numbers of a run without graphs.
 """

@@ -1,11 +1,13 @@
 """The pages of the site that are made of other files say something about every key, and lead somewhere."""
 
 import importlib.util
+import re
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError
 from tests.support.processes import ROOT
 
 
@@ -32,6 +34,34 @@ def test_every_key_is_described(site_pages):
     assert "| `trainer.devices` | integer | `1` | in [1, 1024] | devices on each node |" in page
 
 
+def test_every_command_is_described(site_pages, monkeypatch):
+    monkeypatch.setattr(site_pages, "help_of", lambda name: f"help of {name}")
+    page = site_pages.commands_page()
+    commands = [path.stem for path in (ROOT / "flash_train" / "cli").glob("*.py") if path.stem != "__init__"]
+    assert len(commands) == 12 and all(f"\n## {name}\n" in page for name in commands)
+    assert "`python scripts/profile_memory.py`, `flash-train-memory`" in page
+    statuses = {int(number) for number in re.findall(r"^\| (\d+) \|", configuration(), re.MULTILINE)}
+    assert statuses == {0, UsageError.status, UnavailableError.status, OutOfMemoryError.status}
+
+
+def test_the_help_of_a_command(site_pages):
+    words = site_pages.help_of("train")
+    assert words.startswith("Train a decoder-only") and "\n  Groups" in words.replace("Groups", "  Groups", 1)
+    assert "val_every: null" not in words
+
+
+def configuration():
+    return (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def test_every_picture_is_on_a_page(site_pages):
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    marks = [name for path in (ROOT / "docs").glob("*.md") for name in site_pages.PICTURE.findall(path.read_text())]
+    assert sorted(f"{name}.svg" for name in marks) == sorted(site_pages.site_pictures().pictures())
+    shown = site_pages.PICTURE.sub(site_pages.picture, "<!-- picture:packing -->")
+    assert shown.startswith("![Documents of different lengths") and "(assets/pictures/packing.svg)" in shown
+
+
 def test_the_navigation_has_every_page(site_pages):
     def pages(entries):
         for entry in entries:
@@ -40,7 +70,7 @@ def test_the_navigation_has_every_page(site_pages):
 
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = list(pages(yaml.safe_load(text)["nav"]))
-    made = {*site_pages.OUTSIDE.values(), "reference/configuration.md"}
+    made = {*site_pages.OUTSIDE.values(), *(f"reference/{name}.md" for name in ("configuration", "commands", "run"))}
     made |= {f"reference/{name}.md" for name in site_pages.MODULES}
     assert sorted(named) == sorted(made | {path.name for path in (ROOT / "docs").glob("*.md")})
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import flash_train
+from flash_train.cli.config.pages import OUT_OF_MEMORY as OUT_OF_MEMORY_PAGE
+from flash_train.cli.config.pages import page_of
 from flash_train.output import LOGGER, lasting_output, show_messages
 
 #: the messages of PyTorch's allocators, CUDA's driver, cuBLAS, C++ and Python
@@ -25,6 +27,7 @@ class UsageError(Exception):
     """A mistake in the command line or in a file that it names; its text is the one line that the user sees."""
 
     status = 1  #: the exit status of the process
+    page: str | None = None  #: of the documentation; None: the page of the first key that the text names
 
 
 class UnavailableError(UsageError):
@@ -37,6 +40,7 @@ class OutOfMemoryError(UsageError):
     """A run needs more memory than the machine has."""
 
     status = 4
+    page = f"docs/{OUT_OF_MEMORY_PAGE}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -88,8 +92,10 @@ def _in_one_line() -> Iterator[None]:
 
 
 def fail(error: UsageError) -> NoReturn:
-    """Log an error as one line and exit with its status."""
-    LOGGER.error("%s", " ".join(str(error).split()))
+    """Log an error as one line, with the page that helps, and exit with its status."""
+    text = " ".join(str(error).split())
+    page = error.page or page_of(text)
+    LOGGER.error("%s", f"{text} (see {page})" if page else text)
     sys.exit(error.status)
 
 

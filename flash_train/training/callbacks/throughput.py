@@ -90,23 +90,17 @@ class _Measurement(NamedTuple):
 class Throughput(StepCallback):
     """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at the last one, and logs them.
 
-    `row` holds the newest measurement with full precision, and `listeners` are called with each and its step:
-
-        train/loss, train/gradient_norm, train/learning_rate   of this step
-        time/step_seconds, time/data_wait_seconds              per optimizer step, mean since the last row
-        time/forward_seconds, …                                if `StepTimes` runs before this callback
-        throughput/tokens_per_second                           all positions of the rows of all ranks, each once
-        throughput/mfu                                         exact model FLOPs over the card's dense peak, or None
-        data/imbalance                                         of this step, if the trainer's data module has a number
-                                                               `imbalance` (see `PackedDataModule.imbalance`)
-        memory/...                                             see `flash_train.records.memory_use`
+    `row` holds the newest measurement with full precision, and `listeners` are called with each and its step. A row
+    has the metrics `train/`, `time/`, `throughput/`, `data/` and `memory/` of `flash_train.records.contents.METRICS`.
+    The times of a step's parts are there if `StepTimes` runs before this callback, and `data/imbalance` if the
+    trainer's data module has a number `imbalance` (see `PackedDataModule.imbalance`).
 
     The module is a `CausalLMModule`, or has two of its attributes: `flops(batch)`, which returns an int, and
     `last_step`, a `StepResult` after the first optimizer step. Batches are dictionaries with `tokens` (batch, seq_len).
     Ranks that share a row each compute an equal part of its FLOPs.
 
     Validation and saving checkpoints do not count as training time. On a GPU a row is measured when the next step has
-    been queued, so that the device never waits for the host, and at the latest before a validation, a checkpoint or the
+    been queued, so that the device never idles, and at the latest before a validation, a checkpoint or the
     end. With `StepTimes` the device is synchronised at logged steps.
     With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
     computed by Lightning's `Throughput` class. Lightning's `ThroughputMonitor` does not fit: it assumes the same FLOPs

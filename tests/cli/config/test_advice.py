@@ -137,7 +137,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(flash_train, model, tmp_pat
 def test_another_shape_than_the_models(flash_train, model, arguments):
     given = [f"init_from={model()}", "data.tokenizer=bytes"]
     line = refusal(flash_train, *given, *arguments)
-    choice, keys = re.search(r"allowed: (model=pretrained), and no (.+)", line).groups()
+    choice, keys = re.search(r"allowed: (model=pretrained), and no (.+) \(see", line).groups()
     kept = [text for text in arguments if text.partition("=")[0] not in ("model", *keys.split(", "))]
     assert works(flash_train, *given, choice, *kept)
 

@@ -252,7 +252,7 @@ def test_a_mistake_in_a_separate_process(tmp_path):
         timeout=300,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "flash-train: seq_len=abc: needs an integer\n"
+    assert done.stderr == "flash-train: seq_len=abc: needs an integer (see docs/configuration.md)\n"
     assert not list(tmp_path.iterdir())
 
 

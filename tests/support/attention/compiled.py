@@ -151,7 +151,7 @@ def allowed_spills(variant: Variant) -> tuple[int, int]:
         return (192, 200) if variant.dropout or variant.extras else (144, 128)
     if variant.head_dim % 16:
         return 1536, 1536
-    extras = 96 if variant.extras else 0
+    extras = 96 if variant.extras else 16 if variant.pieces else 0
     stack, spills = 160, 160
     if variant.head_dim > 128 and variant.dtype == torch.float32:
         stack, spills = 768, 768

@@ -1,0 +1,44 @@
+"""The page of the documentation that helps with a key of the configuration."""
+
+from __future__ import annotations
+
+import re
+
+#: beginnings of keys, and their pages; the first that fits counts
+PAGES = (
+    ("trainer.cuda_graph", "train.md#cuda-graphs"),
+    ("trainer.checkpoint", "resume.md"),
+    ("trainer.async_checkpoints", "resume.md"),
+    ("trainer.devices", "several_gpus.md"),
+    ("trainer.num_nodes", "several_gpus.md"),
+    ("trainer.strategy", "several_gpus.md"),
+    ("parallel", "several_gpus.md"),
+    ("global_batch", "several_gpus.md"),
+    ("memory", "train.md#memory-modes"),
+    ("attention", "train.md#attention-backends"),
+    ("precision", "train.md#hardware"),
+    ("hardware", "train.md#hardware"),
+    ("optimizer", "train.md#hardware"),
+    ("compile", "train.md#what-to-measure-on-request"),
+    ("callbacks", "train.md#what-to-measure-on-request"),
+    ("data", "data.md"),
+    ("model", "models.md"),
+    ("init_from", "models.md"),
+    ("resume", "resume.md"),
+    ("run_dir", "resume.md"),
+    ("sweep", "ablation.md"),
+    ("find_max", "memory.md"),
+    ("logger", "train.md#the-files-of-a-run"),
+    *((key, "configuration.md") for key in ("seq_len", "max_steps", "stop_after", "batch_size", "accumulate", "seed")),
+    *((key, "configuration.md") for key in ("log_every", "val_every", "validate_only", "force", "experiment")),
+)
+OUT_OF_MEMORY = "memory.md"
+KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*(?==)|[a-z_]+(\.[a-z_]+)+")  # "seq_len=3", "model.width must …"
+
+
+def page_of(message: str) -> str | None:
+    """Return the page for the first key that a message names; None if it names none, or an argument without a page."""
+    found = KEY.search(message)
+    pages = (page for start, page in PAGES if found is not None and found[0].startswith(start))
+    page = next(pages, None)
+    return None if page is None else f"docs/{page}"
