@@ -55,6 +55,11 @@ PRECISIONS = {
 }
 
 
+def name_of(lightning: str) -> str:
+    """Return our name of Lightning's precision, or Lightning's where we have none."""
+    return next((name for name, p in PRECISIONS.items() if p.lightning == lightning), lightning)
+
+
 def lightning_compute_dtype(name: str) -> torch.dtype | None:
     """Return the dtype that a Trainer computes in, from Lightning's name of the precision; None for an unknown name."""
     if name == "16-true":  # not in PRECISIONS: gradients in fp16 need a loss scale, and Lightning has none for it

@@ -54,7 +54,7 @@ def _inputs_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype == torch.bfloat16:
             return "the Triton interpreter computes bfloat16 wrongly; use float32 or float16 there"
         return None
-    return f"there is no NVIDIA GPU: the tensors are on {device.type}"
+    return f"there is no NVIDIA GPU, the tensors are on {device.type}"
 
 
 @assume_constant_result

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from flash_train.files import remove_temporary, write_json
 from flash_train.output import say
+from flash_train.precision import name_of
 from flash_train.records import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions
 from flash_train.training.callbacks.base import find_callback, validation_metrics
 from flash_train.training.callbacks.stop import SaveOnSignal
@@ -231,7 +232,7 @@ def _run_description(trainer: Trainer, pl_module: Any) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
         "attention": getattr(pl_module, "attention", None),
         "device": device_name(pl_module.device),
-        "precision": trainer.precision,
+        "precision": name_of(trainer.precision),
     }
 
 
