@@ -109,8 +109,8 @@ def report(sweep: Sweep, results: dict[Trial, Result]) -> None:
     if disturbed := [each.trial for each, row in zip(_with_result(sweep, results), rows, strict=True) if row.disturbed]:
         print(
             f"disturbed: {'; '.join(trial.name for trial in disturbed)}: the step times spread over more than "
-            f"{DISTURBED:.0%} of their median. To run a trial again, remove its folder in {folder}, and start the sweep "
-            "again"
+            f"{DISTURBED:.0%} of their median. To run a trial again, remove its folder in {folder}, and start the "
+            "sweep again"
         )
     for difference in loss_differences(rows):
         print(f"losses{f' at {difference.settings}' if difference.settings else ''}: {difference.finding}")
