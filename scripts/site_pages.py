@@ -55,7 +55,7 @@ NAMES = {"None": "null", "True": "true", "False": "false", "???": "none: the cho
 TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null", "Any": "any"}
 PICTURES = "assets/pictures"  # where the site has the pictures of site_pictures.py
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # the pictures need the kernels' tiles
-PICTURE = re.compile(r"<!-- picture:(\w+) -->")
+PICTURE = re.compile(r"^<!-- picture:(\w+) -->$", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 
