@@ -84,7 +84,10 @@ def test_mistakes_are_reported_before_anything_runs(command, monkeypatch, tmp_pa
 def test_folder_of_a_training_run_is_refused(command, tmp_path):
     (tmp_path / "summary.json").touch()
     code, lines = command("hardware=cpu", f"run_dir={tmp_path}")
-    assert (code, lines) == (1, [f"flash-train: run_dir={tmp_path}: holds a run; allowed: another folder (see docs/resume.md)"])
+    assert (code, lines) == (
+        1,
+        [f"flash-train: run_dir={tmp_path}: holds a run; allowed: another folder (see docs/resume.md)"],
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
