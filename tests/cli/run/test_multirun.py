@@ -74,7 +74,7 @@ def test_another_mistake_ends_the_sweep(flash_train, tiny, tmp_path):
     code, lines = flash_train("-m", *tiny, f"init_from={','.join(map(str, folders))}")
     (line,) = own_lines(lines)
     assert code == 1 and f"run 0 (init_from={folders[0]}): init_from={folders[0]}: config.json is missing" in line
-    assert line.endswith("; runs not begun: 2 of 3")
+    assert line.endswith("; runs not begun: 2 of 3 (see docs/models.md)")
 
 
 @pytest.mark.slow
