@@ -27,6 +27,9 @@ def at_least(low: float) -> Allowed:
     return Allowed(lambda value: value >= low, f"{low} or more")
 
 
+AUTO_OR_BOOL = Allowed(lambda value: value == "auto" or isinstance(value, bool), "auto, true or false")
+
+
 def above(low: float) -> Allowed:
     return Allowed(lambda value: value > low, f"more than {low}")
 

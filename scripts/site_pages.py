@@ -15,13 +15,16 @@ import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flash_train.cli.config import schema
 from flash_train.cli.config.validate import RULES
-from flash_train.records import contents
+from flash_train.records import run_files
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # the pictures need the kernels' tiles
+if HAS_TRITON:
+    import site_pictures
 
 ROOT = Path(__file__).parents[1]
 #: files outside docs/, and the pages made of them
@@ -54,7 +57,6 @@ COMMANDS = ["train", "profile_memory", "ablate", "export"]
 NAMES = {"None": "null", "True": "true", "False": "false", "???": "none: the choice gives it"}
 TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null", "Any": "any"}
 PICTURES = "assets/pictures"  # where the site has the pictures of site_pictures.py
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # the pictures need the kernels' tiles
 PICTURE = re.compile(r"^<!-- picture:(\w+) -->$", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
@@ -70,20 +72,10 @@ def on_files(files: Any, config: Any) -> Any:
     made["reference/run.md"] = run_page()
     made |= {f"reference/{name}.md": interface_page(name, modules) for name, modules in MODULES.items()}
     if HAS_TRITON:
-        made |= {f"{PICTURES}/{name}": text for name, text in site_pictures().pictures().items()}
+        made |= {f"{PICTURES}/{name}": text for name, text in site_pictures.pictures().items()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
-
-
-@cache
-def site_pictures() -> Any:
-    """The module that draws the pictures."""
-    spec = importlib.util.spec_from_file_location("site_pictures", ROOT / "scripts" / "site_pictures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -111,7 +103,7 @@ def picture(mark: re.Match) -> str:
     if not HAS_TRITON:
         return ""
     name = f"{mark[1]}.svg"
-    caption = site_pictures().CAPTIONS[name]
+    caption = site_pictures.CAPTIONS[name]
     return f"![{caption}]({PICTURES}/{name})\n\n*{caption}*"
 
 
@@ -182,9 +174,9 @@ def run_page() -> str:
         "",
     ]
     for title, first, entries in (
-        ("Files", "file", contents.FILES),
-        ("Metrics", "metric", contents.METRICS),
-        ("Summary", "entry of summary.json", contents.SUMMARY),
+        ("Files", "file", run_files.FILES),
+        ("Metrics", "metric", run_files.METRICS),
+        ("Summary", "entry of summary.json", run_files.SUMMARY),
     ):
         text += [f"## {title}", "", f"| {first} | meaning |", "| --- | --- |"]
         text += [f"| `{name}` | {words} |" for name, words in entries.items()] + [""]

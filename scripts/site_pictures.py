@@ -6,7 +6,6 @@ that it reads the same on a light and on a dark page. Its `<title>` says what it
 
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
 from typing import Any
@@ -15,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 import yaml
+from svg_drawing import INK, Drawing
 from torch import Tensor
 
 from flash_train.attention import dropout as dropout_map
@@ -36,8 +36,7 @@ from flash_train.records.memory_use import GIB
 from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 700
-INK, GREY, PALE, SKY, PURPLE = "#1A1A1A", "#595959", "#ECECEC", "#56B4E9", "#CC79A7"
+GREY, PALE, SKY, PURPLE = "#595959", "#ECECEC", "#56B4E9", "#CC79A7"
 TILE_COLORS = {SKIPPED: PALE, WHOLE: BLUE, PARTIAL: ORANGE}
 PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # Okabe & Ito (2008)
 #: by picture: what it shows, for its title and for the site's alternative text
@@ -56,48 +55,6 @@ CAPTIONS = {
     "schedule.svg": "The forward kernel for Hopper over time: a producer warp loads blocks of keys and values into "
     "stages of shared memory; consumer warpgroups take turns: one multiplies while another exponentiates.",
 }
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
-
-
-class Drawing:
-    """The shapes of one picture, in order."""
-
-    def __init__(self, height: int, name: str) -> None:
-        self.height, self.name = height, name
-        self.shapes: list[str] = []
-
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, edge: str = "", line: float = 1) -> None:
-        stroke = f' stroke="{edge}" stroke-width="{_short(line)}"' if edge else ""
-        place = f'x="{_short(x)}" y="{_short(y)}" width="{_short(width)}" height="{_short(height)}"'
-        self.shapes.append(f'<rect {place} fill="{fill}"{stroke}/>')
-
-    def text(
-        self, x: float, y: float, words: str, size: int = 20, anchor: str = "start", fill: str = INK,
-        bold: bool = False, upwards: bool = False,
-    ) -> None:  # fmt: skip
-        style = f'font-size="{size}" text-anchor="{anchor}" fill="{fill}"' + ' font-weight="bold"' * bold
-        style += f' transform="rotate(-90 {_short(x)} {_short(y)})"' * upwards
-        self.shapes.append(f'<text x="{_short(x)}" y="{_short(y)}" {style}>{escape(words)}</text>')
-
-    def line(self, points: Sequence[tuple[float, float]], color: str = INK, width: float = 2, dash: str = "") -> None:
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        style = f'fill="none" stroke="{color}" stroke-width="{_short(width)}"{dashes}'
-        self.shapes.append(f'<polyline points="{_places(points)}" {style}/>')
-
-    def area(self, points: Sequence[tuple[float, float]], fill: str) -> None:
-        self.shapes.append(f'<polygon points="{_places(points)}" fill="{fill}"/>')
-
-    def box(self, x: float, y: float, width: float, height: float, fill: str, words: str = "", size: int = 18) -> None:
-        """Draw a rectangle with a white edge, and its words in the middle if they fit."""
-        self.rect(x, y, width, height, fill, "#FFFFFF", 2)
-        if words and 0.56 * size * len(words) <= width:
-            self.text(x + width / 2, y + height / 2 + 0.36 * size, words, size, "middle", _readable_on(fill), True)
-
-    def svg(self) -> str:
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" role="img"'
-        card = f'<rect width="{WIDTH}" height="{self.height}" rx="14" fill="#FFFFFF"/>'
-        title = f"<title>{escape(CAPTIONS[self.name])}</title>"
-        return "\n".join([f'{head} font-family="{FONT}">', title, card, *self.shapes, "</svg>\n"])
 
 
 def pictures() -> dict[str, str]:
@@ -122,7 +79,7 @@ def packing(lengths: Sequence[int], seq_len: int) -> str:
     """Documents, the rows made of them, and the mask of the last row."""
     index = pack(np.array(lengths), seq_len)
     top_of_rows = 104 + 28 * len(lengths)
-    drawing = Drawing(max(top_of_rows + 44 * len(index) + 44, 440), "packing.svg")
+    drawing = Drawing(max(top_of_rows + 44 * len(index) + 44, 440), CAPTIONS["packing.svg"])
     cell = 340 / max(*lengths, seq_len)
     drawing.text(20, 38, f"{len(lengths)} documents", bold=True)
     for document, length in enumerate(lengths):
@@ -164,7 +121,7 @@ def packing(lengths: Sequence[int], seq_len: int) -> str:
 
 def tiles(lengths: Sequence[int], tile: Tile) -> str:
     """The tiles of one packed row. Tiles begin at the start of each document, and the mask gives each one's state."""
-    drawing = Drawing(500, "tiles.svg")
+    drawing = Drawing(500, CAPTIONS["tiles.svg"])
     total = sum(lengths)
     left, top, scale = 30, 62, 410 / total
     drawing.text(left, 36, f"{len(lengths)} documents in a row of {total:,} tokens", bold=True)
@@ -210,8 +167,8 @@ def philox_tile() -> tuple[list[list[int]], list[list[int]]]:
 
     def known_bytes(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         counters.append(counter)
-        words = [sum((4 * word + byte) << 8 * byte for byte in range(4)) for word in range(4)]
-        return tuple(torch.full_like(counter[0], word) for word in words)
+        outputs = [sum((4 * number + byte) << 8 * byte for byte in range(4)) for number in range(4)]
+        return tuple(torch.full_like(counter[0], output) for output in outputs)
 
     positions, state = torch.arange(16), torch.zeros(2, dtype=torch.int64)
     with mock.patch.object(dropout_map, "philox", known_bytes):
@@ -223,7 +180,7 @@ def philox_tile() -> tuple[list[list[int]], list[list[int]]]:
 
 def dropout(row: int, column: int) -> str:
     """The Philox calls of a 16 x 16 tile, with one call's elements and their bytes marked."""
-    drawing = Drawing(560, "dropout.svg")
+    drawing = Drawing(560, CAPTIONS["dropout.svg"])
     calls, numbers = philox_tile()
     own = calls[row][column]
     members = [(i, j) for i in range(16) for j in range(16) if calls[i][j] == own]
@@ -258,7 +215,7 @@ def dropout(row: int, column: int) -> str:
 
 def memory(step: Step, name: str) -> str:
     """The predicted memory over the moments of a step, stacked by kind."""
-    drawing = Drawing(460, "memory.svg")
+    drawing = Drawing(460, CAPTIONS["memory.svg"])
     prediction = predict(step)
     peak = prediction.peak_bytes
     columns: dict[tuple[str, int], Moment] = {}  # the fullest moment of each stretch within a phase
@@ -295,7 +252,7 @@ def row_split(lengths: Sequence[int], ranks: int) -> str:
     seq_len = sum(lengths)
     plan = plan_row(lengths, seq_len, ranks)
     begins = plan.begins
-    drawing = Drawing(308 + 52 * ranks, "row_split.svg")
+    drawing = Drawing(308 + 52 * ranks, CAPTIONS["row_split.svg"])
     left, scale = 20, 660 / seq_len
     drawing.text(left, 36, f"one row: {seq_len:,} tokens, {len(lengths)} documents", bold=True)
     for document, length in enumerate(lengths):
@@ -388,7 +345,7 @@ def schedule(tile: ForwardTile, blocks: int) -> str:
     """The warps of the forward kernel for Hopper over time, and which block each stage of shared memory holds."""
     lanes = simulate(tile, blocks)
     of_memory = [lane for lane in lanes if not lane.startswith("consumer")]
-    drawing = Drawing(162 + 38 * len(of_memory) + 84 * tile.consumers, "schedule.svg")
+    drawing = Drawing(162 + 38 * len(of_memory) + 84 * tile.consumers, CAPTIONS["schedule.svg"])
     left, scale = 158, 526 / max(end for pieces in lanes.values() for _, end, _ in pieces)
     queries = tile.portable.block_m // tile.consumers
     drawing.text(20, 36, f"{tile.consumers} consumers of {queries} queries, blocks of {tile.block_n} keys", bold=True)
@@ -410,19 +367,6 @@ def schedule(tile: ForwardTile, blocks: int) -> str:
         drawing.text(x, y + 34, words)
     drawing.text(20, y + 62, "The order is the kernel's; the durations are not measured.", fill=GREY)
     return drawing.svg()
-
-
-def _readable_on(fill: str) -> str:
-    red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
-    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "#FFFFFF"
-
-
-def _short(number: float) -> str:
-    return f"{number:.1f}".removesuffix(".0")
-
-
-def _places(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{_short(x)},{_short(y)}" for x, y in points)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from flash_train.output import LOGGER
 from flash_train.records.memory_use import bytes_in_words
 from flash_train.training.batch import Batch
 
-WARM_UP = (
-    2  # micro-batches that run without a graph: they compile and choose kernels, and allocate the optimizer's state
-)
+#: micro-batches that run without a graph: they compile and choose kernels, and allocate the optimizer's state
+WARM_UP = 2
 
 Sums = tuple[Tensor, Tensor]  # of the losses in nats, and the number of labelled tokens
 Replay = Callable[[], Any]

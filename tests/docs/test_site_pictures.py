@@ -1,6 +1,5 @@
 """The pictures of the site are valid, are the same each time, and show what the project's own functions compute."""
 
-import importlib.util
 import re
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -19,7 +18,7 @@ from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import GIB
-from tests.support.processes import ROOT
+from tests.support.scripts import load_script
 
 TABLES = pytest.importorskip("flash_train.attention.kernels.hopper.tiles", reason="Triton exists for Linux only")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,10 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def site_pictures():
-    spec = importlib.util.spec_from_file_location("site_pictures", ROOT / "scripts" / "site_pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("site_pictures")
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +71,15 @@ def test_packing_shows_the_rows_of_pack(site_pictures, lengths, seq_len):
     svg = site_pictures.packing(lengths, seq_len)
     index = pack(np.array(lengths), seq_len)
     rows = [index.row(row) for row in range(len(index))]
-    words = words_of(svg)
-    assert f"{len(rows)} rows of {seq_len} tokens" in words
-    assert [word for word in words if ":" in word] == [f"{'ABCDE'[d]}: {n}" for row in rows for d, _, n in row]
+    labels = words_of(svg)
+    assert f"{len(rows)} rows of {seq_len} tokens" in labels
+    assert [word for word in labels if ":" in word] == [f"{'ABCDE'[d]}: {n}" for row in rows for d, _, n in row]
     entries = [length for _, _, length in rows[-1]]
     if sum(entries) < seq_len:
         entries.append(seq_len - sum(entries))
     hidden = seq_len**2 - attended_pairs(entries)
-    assert f"{attended_pairs(entries)} pairs attend, not" in words
-    assert f"{attended_pairs([seq_len])} as in one document" in words
+    assert f"{attended_pairs(entries)} pairs attend, not" in labels
+    assert f"{attended_pairs([seq_len])} as in one document" in labels
     assert fills_of(svg).count(site_pictures.PALE) == hidden
 
 
@@ -113,14 +109,14 @@ def test_the_dropout_map_is_the_map_of_keep_mask(site_pictures):
     state = torch.tensor([3, 5])
     counters = [torch.tensor([n // 4 for n in range(16)]), torch.tensor([n % 4 for n in range(16)])]
     rest = torch.zeros(16, dtype=torch.int64)
-    words = torch.stack(philox((*counters, rest, rest), stream_key(state)), 1)
-    drawn = (words[:, :, None] >> torch.arange(0, 32, 8) & 0xFF).reshape(16, 16)  # of each call: its 16 bytes
+    labels = torch.stack(philox((*counters, rest, rest), stream_key(state)), 1)
+    drawn = (labels[:, :, None] >> torch.arange(0, 32, 8) & 0xFF).reshape(16, 16)  # of each call: its 16 bytes
     found = drawn[torch.tensor(calls), torch.tensor(numbers)]
     for threshold in (1, 64, 200, 256):
         assert torch.equal(found < threshold, keep_mask(state, 0, 0, at, at, threshold))
     assert sorted(zip(sum(calls, []), sum(numbers, []), strict=True)) == [(c, n) for c in range(16) for n in range(16)]
-    words = words_of(site_pictures.dropout(5, 14))
-    assert "4, 5, 12, 13" in words and "6, 7, 14, 15" in words and "16 calls" in words and "16 elements" in words
+    labels = words_of(site_pictures.dropout(5, 14))
+    assert "4, 5, 12, 13" in labels and "6, 7, 14, 15" in labels and "16 calls" in labels and "16 elements" in labels
 
 
 def test_memory_shows_the_prediction(site_pictures, drawn):
@@ -130,21 +126,21 @@ def test_memory_shows_the_prediction(site_pictures, drawn):
     )  # fmt: skip
     for step in (Step(model, 65536), Step(model, 8192, memory="checkpoint")):
         prediction = predict(step)
-        words = words_of(site_pictures.memory(step, "small"))
-        assert f"small, {step.seq_len:,} tokens, bf16-mixed, memory={step.memory}" in words
-        assert f"peak {prediction.peak_bytes / GIB:.1f} GiB" in words
+        labels = words_of(site_pictures.memory(step, "small"))
+        assert f"small, {step.seq_len:,} tokens, bf16-mixed, memory={step.memory}" in labels
+        assert f"peak {prediction.peak_bytes / GIB:.1f} GiB" in labels
         held = {kind for _, moment in prediction.moments for kind in moment.parts}
-        assert {"weights", "attention", "gradients"} <= set(words) & held
+        assert {"weights", "attention", "gradients"} <= set(labels) & held
     assert "1b3, 16,384 tokens, bf16-true, memory=selective" in words_of(drawn["memory.svg"])
 
 
 def test_row_split_shows_the_plan(site_pictures):
     lengths, ranks = (3000, 500, 700, 396, 1548), 3
     plan = plan_row(lengths, sum(lengths), ranks)
-    words = words_of(site_pictures.row_split(lengths, ranks))
-    assert f"{ranks} devices, {sum(lengths) // ranks:,} tokens each" in words
-    assert [word for word in words if "million" in word] == [f"{pairs / 1e6:.1f} million" for pairs in plan.pairs]
-    assert f"this plan: {plan.imbalance:.2f}" in words
+    labels = words_of(site_pictures.row_split(lengths, ranks))
+    assert f"{ranks} devices, {sum(lengths) // ranks:,} tokens each" in labels
+    assert [word for word in labels if "million" in word] == [f"{pairs / 1e6:.1f} million" for pairs in plan.pairs]
+    assert f"this plan: {plan.imbalance:.2f}" in labels
     # two documents of a stretch each: the causal pairs of the stretches are equal
     assert site_pictures.stretches_imbalance((4096, 4096), 2) == 1
     # of one document, the second half has three times as many pairs as the first
@@ -170,6 +166,6 @@ def test_the_schedule_obeys_the_pipeline(site_pictures, tile):
                 assert loaded[1] <= used[0] and used[1] <= held[1]
                 assert work[f"consumer {w}", f"S{j}"][1] <= work[f"consumer {w}, exp", f"P{j}"][0]
                 assert work[f"consumer {w}, exp", f"P{j}"][1] <= work[f"consumer {w}", f"O{j}"][0]
-    words = words_of(site_pictures.schedule(tile, 4))
-    assert sum("stage" in word for word in words) == tile.k_stages + tile.v_stages
-    assert f"{tile.consumers} consumers of 64 queries, blocks of {tile.block_n} keys" in words
+    labels = words_of(site_pictures.schedule(tile, 4))
+    assert sum("stage" in word for word in labels) == tile.k_stages + tile.v_stages
+    assert f"{tile.consumers} consumers of 64 queries, blocks of {tile.block_n} keys" in labels

@@ -20,7 +20,6 @@ Mode = Literal["online", "offline"]
 PROJECT = "flash-train"
 NO_SERVER = ("offline", "dryrun", "disabled")  # W&B's modes without a server, where no run can be continued
 NOTES = "The metrics and files of a run: docs/train.md#the-files-of-a-run"
-SETTING = {"notes": "run_notes"}  # W&B's settings that have another name than their variable
 CONNECT_SECONDS = 3.0
 PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
@@ -51,7 +50,7 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
     run_id, part = files.next_run(online=not offline)
     name = settings.run_name or environ.get("WANDB_NAME") or run_dir.name
     group = settings.group or environ.get("WANDB_RUN_GROUP") or (name if offline or part > 1 else None)
-    defaults: dict[str, Any] = {"silent": True, "console": "off", "notes": NOTES}
+    defaults: dict[str, Any] = {"silent": True, "console": "off", "run_notes": NOTES}
     with blame("logger=wandb"), files.undone_on_error(run_id):
         if os.path.expanduser("~") == "~":
             raise ValueError("W&B looks for its settings in the home folder, which is unknown; set HOME")
@@ -67,9 +66,9 @@ def _wandb_run(settings: DictConfig, run_dir: Path, config: Mapping[str, Any]) -
                 resume=None if offline or environ.get("WANDB_RESUME") else "allow",
                 settings=wandb.Settings(
                     **{
-                        SETTING.get(key, key): value
+                        key: value
                         for key, value in defaults.items()
-                        if f"WANDB_{key.upper()}" not in environ
+                        if f"WANDB_{key.removeprefix('run_').upper()}" not in environ
                     }
                 ),
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from flash_train.checks import Allowed, above, at_least, one_of, within
+from flash_train.checks import AUTO_OR_BOOL, Allowed, above, at_least, one_of, within
 from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.config.overrides import PATH_KEYS, require_home
 from flash_train.cli.config.parallel import parallel_plan
@@ -73,7 +73,7 @@ RULES = {
     "trainer.num_nodes": at_least(1),
     "trainer.strategy": one_of("auto", "ddp"),
     "trainer.checkpoint_every": at_least(1),
-    "trainer.cuda_graph": Allowed(lambda value: value == "auto" or isinstance(value, bool), "auto, true or false"),
+    "trainer.cuda_graph": AUTO_OR_BOOL,
     "parallel.mode": one_of("auto", "none", "ddp", "fsdp", "context"),
     "parallel.replicate": at_least(1),
     "parallel.shard": at_least(1),

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from flash_train.checks import Allowed, check
+from flash_train.checks import AUTO_OR_BOOL, check
 from flash_train.model import Transformer
 from flash_train.training.batch import uses_own_kernels
 from flash_train.training.callbacks.base import find_callback
@@ -15,7 +15,6 @@ from flash_train.training.step_graph import StepGraph
 
 #: tokens of a micro-batch up to which `auto` captures it; longer ones keep a GPU busy, and the graph only takes memory
 MOST_TOKENS = 65_536
-ALLOWED = Allowed(lambda value: value == "auto" or isinstance(value, bool), "auto, true or false")
 
 
 class CudaGraph(Callback):
@@ -32,7 +31,7 @@ class CudaGraph(Callback):
     """
 
     def __init__(self, mode: bool | str = "auto") -> None:
-        check("cuda_graph", mode, ALLOWED)
+        check("cuda_graph", mode, AUTO_OR_BOOL)
         self.mode = mode
 
     def obstacle(self, trainer: Trainer, pl_module: Any, tokens: int) -> str | None:

@@ -91,7 +91,7 @@ class Throughput(StepCallback):
     """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at the last one, and logs them.
 
     `row` holds the newest measurement with full precision, and `listeners` are called with each and its step. A row
-    has the metrics `train/`, `time/`, `throughput/`, `data/` and `memory/` of `flash_train.records.contents.METRICS`.
+    has the metrics `train/`, `time/`, `throughput/`, `data/` and `memory/` of `flash_train.records.run_files.METRICS`.
     The times of a step's parts are there if `StepTimes` runs before this callback, and `data/imbalance` if the
     trainer's data module has a number `imbalance` (see `PackedDataModule.imbalance`).
 
@@ -100,8 +100,9 @@ class Throughput(StepCallback):
     Ranks that share a row each compute an equal part of its FLOPs.
 
     Validation and saving checkpoints do not count as training time. On a GPU a row is measured when the next step has
-    been queued, so that the device never idles, and at the latest before a validation, a checkpoint or the
-    end. With `StepTimes` the device is synchronised at logged steps.
+    been queued, so that the device never idles, and at the latest before a validation, a checkpoint or the end. With
+    `StepTimes` the device is synchronised at logged steps.
+
     With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
     computed by Lightning's `Throughput` class. Lightning's `ThroughputMonitor` does not fit: it assumes the same FLOPs
     for every batch, synchronises at every batch and does not know the H200.

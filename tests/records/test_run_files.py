@@ -6,7 +6,7 @@ import json
 import pytest
 
 from flash_train.cli.run import report
-from flash_train.records.contents import FILES, METRICS, SUMMARY
+from flash_train.records.run_files import FILES, METRICS, SUMMARY
 from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
 
