@@ -10,6 +10,7 @@ from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.parallel import SharedRow, shared_attention
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
+from flash_train.model.tiled_mlp import tiled_mlp
 
 Layout = Packing | SharedRow | None
 """Where documents begin: None for one document per row, or the part of a row that this rank holds."""
@@ -28,8 +29,8 @@ class Linear(nn.Linear):
 class SwiGLULinear(Linear):
     """A linear layer over silu(gate) · up. On CUDA it does not keep this product for its backward."""
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
-        return ops.swiglu_linear(gate, up, self.weight)
+    def forward(self, gate: Tensor, up: Tensor, *, needs_value: bool = True) -> Tensor:  # type: ignore[override]
+        return ops.swiglu_linear(gate, up, self.weight, needs_value=needs_value)
 
 
 class RMSNorm(nn.Module):
@@ -115,10 +116,13 @@ class SwiGLU(nn.Module):
         self.up = Linear(config.width, config.mlp_width)
         self.down = SwiGLULinear(config.mlp_width, config.width)
 
-    def forward(self, x: Sequence[Tensor]) -> Tensor:
-        """Return down(silu(gate(x)) · up(x)); x is (tokens, width) twice, for the gate and for up."""
+    def forward(self, x: Sequence[Tensor], *, needs_value: bool = True) -> Tensor:
+        """Return down(silu(gate(x)) · up(x)); x is (tokens, width) twice, for the gate and for up.
+
+        Without `needs_value` only the gradients are right (see `ops.swiglu_linear`).
+        """
         for_gate, for_up = x
-        return self.down(self.gate(for_gate), self.up(for_up))
+        return self.down(self.gate(for_gate), self.up(for_up), needs_value=needs_value)
 
 
 class Block(nn.Module):
@@ -132,15 +136,26 @@ class Block(nn.Module):
         self.mlp_norm = AddRMSNorm(config.width, config.norm_eps, uses=2)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Layout, batch_size: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, packing: Layout, batch_size: int, *, tiled: bool = False
+    ) -> Tensor:
+        """Run the block. With `tiled`, for a block that is recomputed, the MLP keeps its input only."""
         # Draw both masks before the attention: memory=selective does not run it again, so after it the generator has
         # another state in the recomputation than in the forward.
         masks = [self._keep_mask(x, packing) for _ in range(2)]
         x, *normed = self.attention_norm(x)
         update = self._drop(self.attention(normed, cos, sin, packing, batch_size), masks[0])
+        if tiled and not torch.compiler.is_compiling():
+            x = x + update
+            del update, normed
+            return tiled_mlp(self._mlp_half, x, masks[1], [*self.mlp_norm.parameters(), *self.mlp.parameters()])
         x, *normed = self.mlp_norm(x, update)
         del update  # its memory is free for the MLP
         return x + self._drop(self.mlp(normed), masks[1])
+
+    def _mlp_half(self, x: Tensor, mask: Tensor | None, needs_value: bool) -> tuple[Tensor, Tensor]:
+        x, *normed = self.mlp_norm(x)
+        return x, self._drop(self.mlp(normed, needs_value=needs_value), mask)
 
     def _keep_mask(self, x: Tensor, packing: Layout) -> Tensor | None:
         """Draw the mask of an update. A rank that has a part of a row draws the row's mask and takes its part."""

@@ -44,17 +44,18 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
     return x, *[(scaled * weight).to(x.dtype)] * uses
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, needs_value: bool = True) -> Tensor:
     """Compute (silu(gate) · up) @ weight.T (Shazeer 2020, arXiv:2002.05202).
 
     gate, up (..., width), weight (out, width). On CUDA the backward computes the gated product again. It
-    writes its gradients over gate and up, so it runs once.
+    writes its gradients over gate and up, so it runs once. If only its gradients matter, `needs_value=False` saves the
+    forward's work on CUDA: the result then has the right shape and any numbers.
     """
     if _kernels_run(gate):
         from flash_train.model.kernels import swiglu
 
         kind = compute_dtype(gate)
-        return swiglu.swiglu_linear(gate.to(kind), up.to(kind), weight.to(kind))
+        return swiglu.swiglu_linear(gate.to(kind), up.to(kind), weight.to(kind), needs_value)
     return F.linear(F.silu(gate) * up, weight)
 
 

@@ -45,12 +45,15 @@ def first_kept(n_layers: int, memory: str, keep: float) -> int:
     return 0 if memory == "none" else n_layers - round(keep * n_layers)
 
 
-def run_block(block: Callable[..., Any], *args: Any, memory: str, random: bool) -> Any:
-    """Call block(*args) and keep what `memory` says for the backward. `random`: the block draws random numbers."""
+def run_block(block: Callable[..., Any], *args: Any, memory: str, random: bool, **kwargs: Any) -> Any:
+    """Call block(*args, **kwargs) and keep what `memory` says for the backward.
+
+    `random`: the block draws random numbers.
+    """
     if memory == "none" or not torch.is_grad_enabled():
-        return block(*args)
+        return block(*args, **kwargs)
     options: dict[str, Any] = {"context_fn": _selective_contexts} if memory == "selective" else {}
-    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=random, **options)
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=random, **options, **kwargs)
 
 
 def _keep_attention(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

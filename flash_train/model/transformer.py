@@ -94,7 +94,9 @@ class Transformer(nn.Module):
             memory = self.memory if number < first else "none"
             self._host_inputs.settle()
             with self._host_inputs.keeping(number, x) if number < on_host else nullcontext():
-                x = run_block(block, x, cos, sin, packing, tokens.shape[0], memory=memory, random=random)
+                x = run_block(
+                    block, x, cos, sin, packing, len(tokens), tiled=memory != "none", memory=memory, random=random
+                )
             if 0 < number <= on_host and x.requires_grad:
                 self._host_inputs.fetch_before(number - 1, x)
         return self.norm(x).view(*tokens.shape, -1)

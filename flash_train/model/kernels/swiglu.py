@@ -45,8 +45,10 @@ class _SwiGLULinear(torch.autograd.Function):
     """The backward writes over gate and up, so a second backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
+        if not needs_value:
+            return gate.new_empty(()).expand(*gate.shape[:-1], len(weight))
         product = torch.empty_like(gate)
         _launch(product_kernel, gate, up, product)
         return product @ weight.T
@@ -61,7 +63,7 @@ class _SwiGLULinear(torch.autograd.Function):
         _launch(gradients_kernel, gate, up, product)
         torch.autograd.graph.increment_version((gate, up))
         dweight = rows.T @ product.view(-1, product.shape[-1]) if ctx.needs_input_grad[2] else None
-        return gate, up, dweight
+        return gate, up, dweight, None
 
 
 def _launch(kernel: Any, *tensors: Tensor) -> None:
@@ -71,7 +73,7 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
             kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True)
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool = True) -> Tensor:
     """Implement `ops.swiglu_linear`; all tensors have the compute dtype.
 
     Raises:
@@ -84,4 +86,4 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     # The backward writes over gate and up, and must not write over the caller's tensors.
     if learns and (gate.is_leaf or up.is_leaf or overlap(gate, up)):
         gate, up = gate.clone(), up.clone()
-    return _SwiGLULinear.apply(gate, up, weight)
+    return _SwiGLULinear.apply(gate, up, weight, needs_value)

@@ -149,10 +149,14 @@ class MLPWalk(ModuleWalk):
         super().__init__(step, ledger)
         self.linears = linears
 
-    def forward(self, layer: int, *, saves: bool) -> None:
+    def forward(self, layer: int, *, saves: bool, needs_value: bool = True) -> None:
+        """Walk to `added`. Without `needs_value` the fused path stops before it (see `ops.swiglu_linear`)."""
         ledger, fused = self.ledger, self.step.fused
         for name in ("gate", "up"):
             self.linears.forward(layer, name, name, "mlp", self.hidden, saves=saves)
+        if fused and not needs_value:
+            self.linears.forward(layer, "down", "added", "mlp", 0, saves=saves)
+            return
         if not fused:
             ledger.hold(f"{layer}.silu", "mlp", self.activation_bytes * self.hidden)
         ledger.hold(f"{layer}.product", "mlp", self.activation_bytes * self.hidden)

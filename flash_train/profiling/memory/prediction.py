@@ -17,6 +17,7 @@ from flash_train.profiling.memory.ledger import Ledger, Moment
 from flash_train.profiling.memory.module_walks import LinearWalk, MLPWalk, ModuleWalk, NormWalk, ResidualWalk
 from flash_train.profiling.memory.shared_attention_walk import SharedAttentionWalk
 from flash_train.profiling.memory.step import Step
+from flash_train.profiling.memory.tiled_mlp_walk import TiledMLPWalk
 from flash_train.profiling.memory.weights_walk import OptimizerState, ShardedWeights, WholeWeights
 
 KINDS = (
@@ -86,6 +87,7 @@ class _StepWalk(ModuleWalk):
         self.weights = (ShardedWeights if step.dims.shard > 1 else WholeWeights)(step, ledger)
         self.attention = (SharedAttentionWalk if step.dims.context > 1 else AttentionWalk)(step, ledger)
         self.mlp = MLPWalk(step, ledger, self.linears)
+        self.tiled_mlp = TiledMLPWalk(step, ledger)
         self.residual = ResidualWalk(step, ledger)
         self.head = step.model.vocab_size * step.model.width
         self.per_layer = 0
@@ -130,7 +132,13 @@ class _StepWalk(ModuleWalk):
             if layer - 1 in range(self.step.inputs_on_host):
                 ledger.release(f"x{layer - 1}")
             self.weights.before_forward(layer)
-            self.block(layer, saves=self.keeps(layer))
+            self.attention_half(layer, saves=self.keeps(layer))
+            if self.keeps(layer):
+                self.kept_mlp(layer)
+            else:
+                self.residual.add(f"{layer}.middle", f"{layer}.mixed", self.norms)
+                self.tiled_mlp.forward(layer)
+                self.ledger.release(f"{layer}.middle", *self.residual.masks(layer))
             self.weights.after_forward(layer)
             if layer == 0:
                 self.per_layer = self.activations - before
@@ -145,8 +153,8 @@ class _StepWalk(ModuleWalk):
         parts = self.ledger.parts
         return sum(parts.values()) - parts.get("autocast copies", 0) - parts.get("gathered weights", 0)
 
-    def block(self, layer: int, *, saves: bool) -> None:
-        """Walk a block's forward. With `saves`, autograd keeps what the backward needs; otherwise it keeps nothing."""
+    def attention_half(self, layer: int, *, saves: bool) -> None:
+        """Walk to `mixed`, the update. With `saves`, autograd keeps what the backward needs; otherwise nothing."""
         self.residual.draw_masks(layer)
         self.norms.forward(f"{layer}.norm1")
         for name, size in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
@@ -157,17 +165,14 @@ class _StepWalk(ModuleWalk):
         if not saves:
             self.attention.forget(layer)
             self.norms.forget(f"{layer}.norm1")
+
+    def kept_mlp(self, layer: int) -> None:
+        """Walk the MLP of a block that keeps everything."""
         self.residual.add(f"{layer}.middle", f"{layer}.mixed", self.norms, normed=f"{layer}.norm2")
-        self.mlp.forward(layer, saves=saves)
-        if not saves:
-            self.norms.forget(f"{layer}.norm2")
+        self.mlp.forward(layer, saves=True)
         self.residual.add(f"x{layer + 1}", f"{layer}.added", self.norms)
-        if not saves:
-            self.ledger.release(*self.residual.masks(layer))
-        if not saves or self.saves_fp32_copy:  # the norms saved fp32 copies instead of the stream
-            self.ledger.release(f"{layer}.middle")
-        if self.saves_fp32_copy and self.keeps(layer):
-            self.ledger.release(f"x{layer}")
+        if self.saves_fp32_copy:  # the norms saved fp32 copies instead of the stream
+            self.ledger.release(f"{layer}.middle", f"x{layer}")
 
     # -- loss
 
@@ -220,16 +225,13 @@ class _StepWalk(ModuleWalk):
         ledger, e, fused = self.ledger, self.activation_bytes, self.step.fused
         if layer - 1 in range(self.step.inputs_on_host):  # it arrives from the host
             ledger.hold(f"x{layer - 1}", "residual stream", e * self.stream)
-        if not self.keeps(layer):
+        if self.keeps(layer):
+            self.kept_mlp_backward(layer)
+        else:
             self.attention.restore(layer)
-            self.block(layer, saves=True)
-            ledger.release(f"x{layer + 1}")
-
-        self.residual.backward(layer, 2)
-        self.mlp.backward(layer)
-        by = ["up", "gate"] if fused else ["up"]
-        middle = None if self.saves_fp32_copy else f"{layer}.middle"
-        self.norms.backward(f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in by], middle)
+            self.attention_half(layer, saves=True)
+            self.residual.add(f"{layer}.middle", f"{layer}.mixed", self.norms)
+            self.tiled_mlp.backward(layer)
 
         self.residual.backward(layer, 1)
         ledger.hold(f"{layer}.d mixed", "attention", e * self.heads)
@@ -245,6 +247,13 @@ class _StepWalk(ModuleWalk):
         by = ["v", "k", "q"] if fused else ["v"]
         x = None if self.saves_fp32_copy and self.keeps(layer) else f"x{layer}"
         self.norms.backward(f"{layer}.norm1", [f"{layer}.d norm1 by {name}" for name in by], x)
+
+    def kept_mlp_backward(self, layer: int) -> None:
+        self.residual.backward(layer, 2)
+        self.mlp.backward(layer)
+        by = ["up", "gate"] if self.step.fused else ["up"]
+        middle = None if self.saves_fp32_copy else f"{layer}.middle"
+        self.norms.backward(f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in by], middle)
 
     def embedding_backward(self) -> None:
         ledger, m = self.ledger, self.model
