@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max memory attention training training_peer start graphs updates collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload memory attention training training_peer start graphs updates collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -22,7 +22,7 @@ ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees wh
   python scripts/ablate.py run_dir="$out/ablation/$1" "${model[@]}" data.packing=concat logger=none "${@:2}"
 }
 
-find_max() { # ATTENTION OVERRIDE…: short documents, because attention over 500,000 tokens takes minutes a step
+find_max() { # NAME OVERRIDE…: short documents, because attention over 500,000 tokens takes minutes a step
   [ -e "$out/documents.jsonl" ] || python - "$out/documents.jsonl" <<'EOF'
 import json, pathlib, sys, sysconfig
 
@@ -31,7 +31,7 @@ text = "".join(path.read_text("utf-8", "ignore") for path in sources if "site-pa
 with open(sys.argv[1], "w", encoding="utf-8") as file:
     file.writelines(json.dumps({"text": text[start : start + 4096]}) + "\n" for start in range(0, len(text), 4096))
 EOF
-  python scripts/profile_memory.py find_max=true "find_max.attention=[$1]" run_dir="$out/find_max/$1" "${model[@]}" \
+  python scripts/profile_memory.py find_max=true run_dir="$out/find_max/$1" precision=bf16-true \
     data=text data.path="$out/documents.jsonl" logger=none "${@:2}"
 }
 
@@ -53,8 +53,15 @@ for part; do
     ablation_dropout) ablate dropout "$short" "$all" 'sweep.dropout=[0.1]' ;;
     ablation_dropout_long) ablate dropout_long "$long" "$fast" 'sweep.dropout=[0.1]' ;;
     find_max)
-      find_max flash
-      find_max standard 'find_max.memory=[none,checkpoint]' # selective recomputes all of standard attention, as checkpoint does
+      find_max flash model=1b3 'find_max.attention=[flash]'
+      # selective recomputes all of standard attention, as checkpoint does
+      find_max standard model=1b3 'find_max.attention=[standard]' 'find_max.memory=[none,checkpoint]'
+      ;;
+    find_max_offload) # the limits keep each search to one long trial
+      for size in 1b3:1703936 8b:589824; do
+        find_max offload-${size%:*} model=${size%:*} 'find_max.attention=[flash]' 'find_max.memory=[offload]' \
+          find_max.limit=${size#*:}
+      done
       ;;
     memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
     attention) python scripts/bench_attention.py --out "$out/attention_h200.json" "${commit[@]}" ;;

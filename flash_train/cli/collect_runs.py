@@ -126,7 +126,9 @@ def collect_all(run_dirs: list[Path], commit: str | None, known: Records) -> Rec
         return join_trials(known + [record for run in run_dirs for record in collect_ablation(run, commit)])
     if all((run / FIND_MAX).is_file() for run in run_dirs):
         found = known + [record for run in run_dirs for record in collect_find_max(run, commit)]
-        return list({(record["attention"], record["memory"]): record for record in found}.values())
+        return list(
+            {(record.get("model", "1b3"), record["attention"], record["memory"]): record for record in found}.values()
+        )
     found = [collect(run, commit) for run in run_dirs]
     records = found + [record for record in known if not any(_are_same_run(record, new) for new in found)]
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from flash_train.training import AtomicCheckpointIO, RunRecord, StepCheckpoint, Throughput
+from flash_train.training.callbacks.clock import TrainingClock
 from tests.support.training.tiny_run import Hook, RowSharing, TinyData, plain_trainer, read_metrics, tiny_module
 
 
@@ -90,6 +92,59 @@ class Clock(pl.Callback):
         Clock.now += 1
 
 
+class FakeEvent:
+    """An event of a device whose time is `Clock.now`; it is in the stream as soon as it is recorded."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream) -> None:
+        self.at = Clock.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1000 * (end.at - self.at)
+
+
+def test_a_devices_clock_counts_to_the_mark_and_not_to_the_reading(monkeypatch):
+    """The host may read a step's end long after the device has reached it, for example at the end of the next step."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    Clock.now = 5.0
+    clock = TrainingClock(torch.device("cuda"))
+    Clock.now = 7.0
+    first = clock.mark()
+    Clock.now = 17.0
+    second = clock.mark()
+    assert clock.read(first) == 2 and clock.read(second) == 12
+    Clock.now = 18.0
+    clock.pause()
+    Clock.now = 78.0
+    assert clock.mark() is None and clock.read(clock.mark()) == 13
+    clock.resume(0.5)
+    Clock.now = 79.0
+    assert clock.read(clock.mark()) == 14.5
+
+
+@pytest.mark.gpu
+def test_rows_have_the_times_of_their_own_steps(tmp_path):
+    """The host waits for the device within each step, so it queues a step only as fast as the device computes it."""
+    busy = {2: 0.1, 3: 0.4, 4: 0.1}
+
+    class Waits(pl.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            seconds = busy.get(trainer.global_step + 1, 0.0)
+            torch.cuda._sleep(int(seconds * 1.5e9))  # clock cycles, about 1.5 to 2 GHz
+            torch.cuda.synchronize()
+
+    trainer = plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path), Waits(), max_steps=4, accelerator="cuda")
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    seconds = [float(row["time/step_seconds"]) for row in read_metrics(tmp_path)]
+    assert 0.06 < seconds[1] < 0.2 and 0.25 < seconds[2] < 0.6 and 0.06 < seconds[3] < 0.2
+
+
 class SlowValidation(pl.Callback):
     def on_validation_batch_start(self, *arguments):
         Clock.now += 60
@@ -105,7 +160,7 @@ class SlowCheckpoint(StepCheckpoint):
 def test_validation_and_checkpoints_are_not_training_time(slow, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     clock = Clock()
-    monkeypatch.setattr("flash_train.training.callbacks.throughput.time", clock)
+    monkeypatch.setattr("flash_train.training.callbacks.clock.time", clock)
     trainer = plain_trainer(
         tmp_path, Throughput(), RunRecord(tmp_path), slow, clock,
         val_check_interval=1, check_val_every_n_epoch=None, max_steps=3, num_sanity_val_steps=0,
@@ -149,7 +204,7 @@ def test_a_checkpoint_saved_in_any_hook_is_not_training_time(hook, first, tmp_pa
         def on_train_batch_end(self, *arguments):
             seconds.append(throughput.row["time/step_seconds"])
 
-    monkeypatch.setattr("flash_train.training.callbacks.throughput.time", clock)
+    monkeypatch.setattr("flash_train.training.callbacks.clock.time", clock)
     around = [saving(hook, tmp_path), throughput] if first else [throughput, saving(hook, tmp_path)]
     trainer = plain_trainer(
         tmp_path, *around, Read(), clock, val_check_interval=2, check_val_every_n_epoch=None, max_steps=5

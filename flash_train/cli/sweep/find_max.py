@@ -83,10 +83,18 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     overrides = (*line.overrides, f"attention={attention}", f"memory={memory}", *TRIAL_OVERRIDES)
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
+    config = compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir)
+    if config.precision == "bf16-true" and config.optimizer.moments is None:  # a run would change it if memory is short
+        overrides += ("optimizer.moments=bf16",)
+        config.optimizer.moments = "bf16"
+    empty = Row(
+        attention, memory, NOTHING, None, None, False, limit, model=config.model.name, optimizer=describe(config)
+    )
     try:
-        guess = predicted_length(compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir), limit)
+        guess = predicted_length(config, limit)
     except UnavailableError as error:
-        return Row(attention, memory, NOTHING, None, None, False, limit, "unavailable", str(error))
+        return replace(empty, status="unavailable", reason=str(error))
+    empty = replace(empty, predicted=guess)
     results: dict[int, Result] = {}
 
     def fits(length: int) -> bool:
@@ -106,13 +114,21 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     try:
         found = search(fits, first, limit, MAX_TRIALS, TOLERANCE)
     except TrialFailed as error:
-        return Row(attention, memory, NOTHING, guess, None, False, limit, error.result.status, str(error))
+        return replace(empty, status=error.result.status, reason=str(error))
     if not found.seq_len:
-        reason = results[min(results)].reason
-        return Row(attention, memory, found, guess, None, False, limit, "oom", reason)
+        return replace(empty, found=found, status="oom", reason=results[min(results)].reason)
     peak = results[found.seq_len].summary.get("peak_memory_gib")
     exact = found.seq_len < limit and found.within(TOLERANCE, limit)
-    return Row(attention, memory, found, guess, peak, exact, limit)
+    return replace(empty, found=found, peak_gib=peak, exact=exact)
+
+
+def describe(config: DictConfig) -> str:
+    """How the optimizer stores weights and moments, in a few words."""
+    if config.precision != "bf16-true":
+        return "fp32 weights"
+    master = {"none": "no", None: "exact"}.get(config.optimizer.master, config.optimizer.master)
+    where = ", in the host's memory" if config.optimizer.offload else ""
+    return f"{master} master, {config.optimizer.moments} moments{where}"
 
 
 def predicted_length(config: DictConfig, limit: int) -> int:

@@ -81,6 +81,8 @@ class Row:
         limit: tokens; longer rows were not tried.
         status: ok, oom (nothing fitted), failed or unavailable.
         reason: why it is not ok.
+        model: its name.
+        optimizer: how it stores weights and moments.
     """
 
     attention: str
@@ -92,6 +94,8 @@ class Row:
     limit: int
     status: str = "ok"
     reason: str | None = None
+    model: str = "1b3"  # of records of earlier versions, as is the optimizer
+    optimizer: str = "no master, bf16 moments"
 
     @property
     def at_limit(self) -> bool:
@@ -119,9 +123,11 @@ def table(rows: Sequence[Row]) -> str:
         predicted = "–"
         if row.predicted is not None:
             predicted = ("≥ " if row.predicted >= row.limit else "") + f"{row.predicted:,}"
-        lines.append((row.attention, row.memory, row.answer(), peak, predicted, str(len(row.found.trials))))
-    header = ("attention", "memory", "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
-    text = markdown_table(header, lines, left=2)
+        trials = str(len(row.found.trials))
+        lines.append((row.model, row.attention, row.memory, row.optimizer, row.answer(), peak, predicted, trials))
+    settings = ("model", "attention", "memory", "optimizer")
+    header = (*settings, "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
+    text = markdown_table(header, lines, left=len(settings))
     if any(row.at_limit for row in rows):
         text += "\n(the limit): longer rows were not tried; find_max.limit=… allows them.\n"
     reasons: dict[tuple[str, str, str], list[str]] = {}
@@ -138,6 +144,8 @@ def table(rows: Sequence[Row]) -> str:
 def to_record(row: Row, tolerance: float) -> dict[str, Any]:
     """Return plain values. An exact answer is exact to `tolerance`."""
     return {
+        "model": row.model,
+        "optimizer": row.optimizer,
         "attention": row.attention,
         "memory": row.memory,
         "seq_len": row.found.seq_len,
@@ -164,6 +172,7 @@ def from_record(record: Mapping[str, Any]) -> Row:
         record["limit"],
         record["status"],
         record["reason"],
+        **{name: record[name] for name in ("model", "optimizer") if name in record},
     )
 
 
@@ -178,7 +187,7 @@ def plot_longest(
     panel.barh(places, lengths, color=[MODES[row.memory][0] for row in rows], height=0.7)
     for place, row in zip(places, rows, strict=True):
         panel.text(row.found.seq_len, place, f" {row.answer()}", va="center", fontsize=9)
-    panel.set_yticks(list(places), [f"{row.attention}, memory={row.memory}" for row in rows])
+    panel.set_yticks(list(places), [f"{row.model}, {row.attention}, memory={row.memory}" for row in rows])
     panel.invert_yaxis()
     panel.set_xlim(0, 1.3 * max([*lengths, UNIT]))
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))

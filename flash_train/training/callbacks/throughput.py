@@ -1,6 +1,5 @@
 """Measures speed and memory use per logged step."""
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from flash_train.distributed.dims import data_share
 from flash_train.precision import lightning_compute_dtype
 from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
 from flash_train.training.callbacks.base import StepCallback, find_callback, require
+from flash_train.training.callbacks.clock import ActionTimer, Mark, TrainingClock
 from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.step_log import is_logged, log_at_step
 
@@ -26,57 +26,12 @@ def known_peak(device: torch.device, precision: str) -> float | None:
     return peak_flops(device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
 
 
-class _ActionTimer(Profiler):
-    """Measures how long training waits for its next batch, and calls hooks before and after a checkpoint is saved.
-
-    Forwards every action to the profiler that it wraps.
-    """
-
-    FETCH = "[_TrainingEpochLoop].train_dataloader_next"
-    SAVE = "save_checkpoint"
-
-    def __init__(self, inner: Profiler) -> None:
-        super().__init__()
-        self.inner = inner
-        self.seconds = 0.0
-        self.before_save: Callable[[], None] | None = None
-        self.after_save: Callable[[], None] | None = None
-        self._started: float | None = None
-
-    def start(self, action_name: str) -> None:
-        self.inner.start(action_name)
-        if action_name == self.FETCH:
-            self._started = time.perf_counter()
-        elif action_name == self.SAVE and self.before_save is not None:
-            self.before_save()
-
-    def stop(self, action_name: str) -> None:
-        if action_name == self.FETCH and self._started is not None:
-            self.seconds += time.perf_counter() - self._started
-            self._started = None
-        elif action_name == self.SAVE and self.after_save is not None:
-            self.after_save()
-        self.inner.stop(action_name)
-
-    def summary(self) -> str:
-        return self.inner.summary()
-
-    def describe(self) -> None:
-        self.inner.describe()
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.setup(*args, **kwargs)
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.teardown(*args, **kwargs)
-
-
 class _Measurement(NamedTuple):
     """What a row is made of, noted when its step was queued; the values may still be on their way to the host."""
 
     step: int
     values: Tensor  # loss and gradient norm
-    event: torch.cuda.Event | None
+    mark: Mark
     learning_rate: float
     steps: int
     micro_batches: int
@@ -99,9 +54,9 @@ class Throughput(StepCallback):
     `last_step`, a `StepResult` after the first optimizer step. Batches are dictionaries with `tokens` (batch, seq_len).
     Ranks that share a row each compute an equal part of its FLOPs.
 
-    Validation and saving checkpoints do not count as training time. On a GPU a row is measured when the next step has
-    been queued, so that the device never idles, and at the latest before a validation, a checkpoint or the end. With
-    `StepTimes` the device is synchronised at logged steps.
+    Validation and saving checkpoints do not count as training time. On a GPU the times are the device's own, and a row
+    is made when the next step has been queued, so that the device never idles, and at the latest before a validation,
+    a checkpoint or the end. With `StepTimes` the device is synchronised at logged steps.
 
     With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
     computed by Lightning's `Throughput` class. Lightning's `ThroughputMonitor` does not fit: it assumes the same FLOPs
@@ -115,7 +70,7 @@ class Throughput(StepCallback):
         self.listeners: list[Callable[[int, dict[str, float | None]], None]] = []
         self._in_batch = False
         self._pending: _Measurement | None = None
-        self._timer = _ActionTimer(PassThroughProfiler())
+        self._timer = ActionTimer(PassThroughProfiler())
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -126,7 +81,7 @@ class Throughput(StepCallback):
         self.peak_flops = known_peak(device, trainer.precision)
         self._step_times = find_callback(trainer, StepTimes, before=self)
         profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-        self._timer = profiler if isinstance(profiler, _ActionTimer) else _ActionTimer(profiler)
+        self._timer = profiler if isinstance(profiler, ActionTimer) else ActionTimer(profiler)
         trainer.profiler = self._timer  # type: ignore[attr-defined]
         self._timer.before_save = lambda: self.pause(trainer, pl_module)
         self._timer.after_save = self._after_save
@@ -138,9 +93,7 @@ class Throughput(StepCallback):
         # With a window of two, rates are between one row and the next.
         self._rolling = RollingThroughput(peak, self._data_ranks, window_size=2)
         self._steps = self._micro_batches = self._tokens = self._flops = 0
-        self._paused_seconds = 0.0
-        self._paused_since: float | None = None
-        self._start = time.perf_counter()
+        self._clock = TrainingClock(device)
         self._previous_row = (0, 0.0, 0.0)  # steps, seconds, seconds waited for data
         self._rolling.update(time=0.0, batches=0, samples=0, lengths=0, flops=0)
 
@@ -162,17 +115,15 @@ class Throughput(StepCallback):
         if not is_logged(trainer, step):
             return
         values = torch.stack([result.loss, result.gradient_norm.to(result.loss.dtype)])
-        event = None
-        if values.device.type == "cuda" and self._step_times is None:
+        later = values.device.type == "cuda" and self._step_times is None and not self._clock.is_paused
+        if later:
             values = torch.empty(2, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
         self._pending = _Measurement(
-            step, values, event, result.learning_rate, self._steps, self._micro_batches, self._tokens, self._flops,
-            self._timer.seconds, self._imbalance(trainer), pl_module.device,
+            step, values, self._clock.mark(), result.learning_rate, self._steps, self._micro_batches, self._tokens,
+            self._flops, self._timer.seconds, self._imbalance(trainer), pl_module.device,
         )  # fmt: skip
         self._flops = 0
-        if event is None:
+        if not later:
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -180,11 +131,8 @@ class Throughput(StepCallback):
         if self._pending is None:
             return
         measured, self._pending = self._pending, None
-        if measured.event is not None:
-            measured.event.synchronize()
-        loss, norm = measured.values.tolist()  # waits for the device
-        clock = time.perf_counter() if self._paused_since is None else self._paused_since
-        now = clock - self._start - self._paused_seconds
+        now = self._clock.read(measured.mark)  # waits for the device, and for the copy of the values
+        loss, norm = measured.values.tolist()
         steps, then, waited = self._previous_row
         self._previous_row = (measured.steps, now, measured.waited)
         self._rolling.update(
@@ -229,20 +177,15 @@ class Throughput(StepCallback):
 
     def pause(self, trainer: Trainer, pl_module: Any) -> None:
         """Stop the clock until the next training batch."""
-        if trainer.state.fn != "fit" or trainer.sanity_checking or self._paused_since is not None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or self._clock.is_paused:
             return
         self._finish(trainer)
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
-        self._paused_since = time.perf_counter()
+        self._clock.pause()
         self._fetch_seconds_at_pause = self._timer.seconds
 
     def _resume(self) -> None:
-        if self._paused_since is not None:
-            # Fetching a batch counts as training time, also during the pause.
-            fetching = self._timer.seconds - self._fetch_seconds_at_pause
-            self._paused_seconds += time.perf_counter() - self._paused_since - fetching
-            self._paused_since = None
+        if self._clock.is_paused:  # fetching a batch counts as training time, also during the pause
+            self._clock.resume(self._timer.seconds - self._fetch_seconds_at_pause)
 
     def _after_save(self) -> None:
         """Restart the clock after a checkpoint that was saved within a batch; otherwise the next batch restarts it."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from flash_train.profiling.memory.longest import UNIT, Longest, Row, markdown, plot_longest, search
@@ -48,17 +50,18 @@ def test_table_and_plot_of_the_longest_rows(tmp_path):
         *(Row("hopper", m, nothing, None, None, False, limit, "unavailable", "no GPU") for m in ("none", "selective")),
         Row("triton", "none", nothing, 640, None, False, limit, "failed", "the trial at 640 tokens: a bug"),
     ]
+    rows = [replace(row, model="8b", optimizer="exact") for row in rows]
     text = markdown(rows, "title")
     assert text.splitlines()[2:-6] == [
-        "| attention | memory | longest row (tokens) | peak (GiB) | predicted (tokens) | trials |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-        "| flash | none | 65,536 | 139.2 | 66,000 | 2 |",
-        "| standard | none | nothing fitted | – | 9,000 | 1 |",
-        "| flash | checkpoint | ≥ 262,144 | 70.0 | 300,000 | 1 |",
-        "| sdpa | none | ≥ 1,048,576 (the limit) | 70.0 | ≥ 1,048,576 | 1 |",
-        "| hopper | none | unavailable | – | – | 0 |",
-        "| hopper | selective | unavailable | – | – | 0 |",
-        "| triton | none | failed | – | 640 | 0 |",
+        "| model | attention | memory | optimizer | longest row (tokens) | peak (GiB) | predicted (tokens) | trials |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
+        "| 8b | flash | none | exact | 65,536 | 139.2 | 66,000 | 2 |",
+        "| 8b | standard | none | exact | nothing fitted | – | 9,000 | 1 |",
+        "| 8b | flash | checkpoint | exact | ≥ 262,144 | 70.0 | 300,000 | 1 |",
+        "| 8b | sdpa | none | exact | ≥ 1,048,576 (the limit) | 70.0 | ≥ 1,048,576 | 1 |",
+        "| 8b | hopper | none | exact | unavailable | – | – | 0 |",
+        "| 8b | hopper | selective | exact | unavailable | – | – | 0 |",
+        "| 8b | triton | none | exact | failed | – | 640 | 0 |",
     ]
     assert text.splitlines()[-5:] == [
         "(the limit): longer rows were not tried; find_max.limit=… allows them.",
