@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.profilers import Profiler
 
 Mark = torch.cuda.Event | float | None
-"""A point in time: on a GPU an event in the stream, else the host's clock in seconds; None while the clock is paused."""
+"""A point in time: on a GPU an event in the stream, else seconds of the host's clock; None during a pause."""
 
 
 class TrainingClock:
