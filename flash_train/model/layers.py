@@ -17,10 +17,18 @@ Layout = Packing | SharedRow | None
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias. `Transformer.reset_parameters` draws its weights, once."""
+    """A linear layer without bias. `Transformer.reset_parameters` draws its weights, once.
+
+    Attributes:
+        adds_gradients: the backward adds to `weight.grad` within its product (see `Transformer.adding_gradients`).
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+        self.adds_gradients = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, adds=self.adds_gradients)
 
     def reset_parameters(self) -> None:
         pass
@@ -30,7 +38,7 @@ class SwiGLULinear(Linear):
     """A linear layer over silu(gate) · up. On CUDA it does not keep this product for its backward."""
 
     def forward(self, gate: Tensor, up: Tensor, *, needs_value: bool = True) -> Tensor:  # type: ignore[override]
-        return ops.swiglu_linear(gate, up, self.weight, needs_value=needs_value)
+        return ops.swiglu_linear(gate, up, self.weight, needs_value=needs_value, adds=self.adds_gradients)
 
 
 class RMSNorm(nn.Module):

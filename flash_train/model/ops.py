@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flash_train.model import products
 from flash_train.model.kernels.common import IGNORE_INDEX
 
 CHUNK_TOKENS = 1024  # tokens whose logits exist at one time on the PyTorch path; on CUDA: MAX_LOGIT_TOKENS
@@ -44,19 +45,31 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
     return x, *[(scaled * weight).to(x.dtype)] * uses
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, needs_value: bool = True) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, adds: bool = False) -> Tensor:
+    """Return x @ weight.T: x (..., in), weight (out, in).
+
+    With `adds`, the backward adds the weight's gradient to the one that is there (see `products.linear`).
+    """
+    kind = compute_dtype(x)
+    learns = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+    if learns and (adds or (_kernels_run(x) and weight.dtype != kind)):
+        return products.linear(x.to(kind), weight, adds)
+    return F.linear(x, weight)
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, needs_value: bool = True, adds: bool = False) -> Tensor:
     """Compute (silu(gate) · up) @ weight.T (Shazeer 2020, arXiv:2002.05202).
 
     gate, up (..., width), weight (out, width). On CUDA the backward computes the gated product again. It
     writes its gradients over gate and up, so it runs once. If only its gradients matter, `needs_value=False` saves the
-    forward's work on CUDA: the result then has the right shape and any numbers.
+    forward's work on CUDA: the result then has the right shape and any numbers. `adds` is as in `linear`.
     """
     if _kernels_run(gate):
         from flash_train.model.kernels import swiglu
 
         kind = compute_dtype(gate)
-        return swiglu.swiglu_linear(gate.to(kind), up.to(kind), weight.to(kind), needs_value)
-    return F.linear(F.silu(gate) * up, weight)
+        return swiglu.swiglu_linear(gate.to(kind), up.to(kind), weight, needs_value, adds)
+    return linear(F.silu(gate) * up, weight, adds=adds)
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The decoder: tokens to logits, or to a loss without holding all logits at once."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,26 @@ class Transformer(nn.Module):
         total = ops.linear_cross_entropy(hidden.view(len(labels), -1), self.head_weight, labels)
         return total, (labels != ops.IGNORE_INDEX).sum()
 
+    @contextmanager
+    def adding_gradients(self) -> Iterator[None]:
+        """Let the backward of forwards in this context add gradients to those that are there, within the products.
+
+        This saves a pass over the gradients in each micro-batch of a step but the first. It is for a plain
+        `loss.backward()` on one device: `torch.autograd.grad` would not get the gradients, and
+        `DistributedDataParallel` and FSDP would not see them. Weights with hooks, and blocks that are recomputed
+        (outside of this context), are left out.
+        """
+        first = first_kept(len(self.blocks), self.memory, self.keep)
+        modules = [module for block in self.blocks[first:] for module in block.modules()]
+        adding = [module for module in modules if isinstance(module, Linear) and not _has_hooks(module.weight)]
+        for module in adding:
+            module.adds_gradients = True
+        try:
+            yield
+        finally:
+            for module in adding:
+                module.adds_gradients = False
+
     def num_parameters(self) -> int:
         """Count all weights; tied embeddings are counted once."""
         return sum(p.numel() for p in self.parameters())
@@ -129,6 +150,10 @@ class Transformer(nn.Module):
         """
         c = self.config
         return 6 * c.matmul_parameters * n_tokens + 12 * c.n_layers * c.n_heads * c.head_dim * pairs
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _default_positions(tokens: Tensor, packing: Layout) -> Tensor:

@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -171,14 +177,21 @@ class CausalLMModule(pl.LightningModule):
         self._is_replayed = sums is not None
         if sums is None:
             batch, context = self.own_part(batch)
-            sums = self.model.loss(batch["tokens"], batch["labels"], **context)
+            with self._adding_gradients():
+                sums = self.model.loss(batch["tokens"], batch["labels"], **context)
         return self._token_mean.add(*sums, batch["labels"].numel())
 
     def loss_with_sums(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute what a `StepGraph` captures: the loss that `backward` gets, and the sums that it is made of."""
-        loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
+        with self._adding_gradients():
+            loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
         loss = loss_sum / batch["labels"].numel() / self.trainer.accumulate_grad_batches
         return loss, (loss_sum, n_tokens)
+
+    def _adding_gradients(self) -> AbstractContextManager[None]:
+        """Add up the gradients of a step's micro-batches within the products, where nothing else looks at them."""
+        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.accumulate_grad_batches > 1
+        return self.model.adding_gradients() if alone and isinstance(self.model, Transformer) else nullcontext()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run Lightning's backward under the default dtype of the forward pass; a replay has already run it.

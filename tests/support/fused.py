@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from flash_train.attention import backends
-from flash_train.model import ops
+from flash_train.model import ops, products
 from flash_train.model.kernels import cross_entropy
 from flash_train.optim import AdamW
 from flash_train.optim.launch import Launcher
@@ -27,6 +27,7 @@ def fused_on_cpu(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) ->
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
     monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
     monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
+    monkeypatch.setattr(products, "has_wide_results", lambda x: True)
 
 
 @contextmanager
@@ -37,6 +38,9 @@ def no_products() -> Iterator[None]:
         warnings.simplefilter("ignore")
         library.impl("mm", lambda a, b: a.new_zeros(len(a), b.shape[1]), "CPU")
         library.impl("mm.out", lambda a, b, *, out: out.zero_(), "CPU")
+        library.impl("mm.dtype", lambda a, b, kind: a.new_zeros(len(a), b.shape[1], dtype=kind), "CPU")
+        library.impl("addmm.dtype_out", lambda c, a, b, kind, *, beta=1, alpha=1, out: out, "CPU")
+        library.impl("addmm_", lambda c, a, b, *, beta=1, alpha=1: c, "CPU")
     try:
         yield
     finally:

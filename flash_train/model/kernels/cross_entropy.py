@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.model.kernels.common import IGNORE_INDEX, MAX_LOGIT_TOKENS
+from flash_train.model.products import add_product
 
 BLOCK = 4096  # logits of a row that a program loads at a time
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -79,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if d_hidden is not None:
                     torch.mm(logits, matrix, out=d_hidden[chunk])
                 if d_weight is not None:
-                    _add_product(d_weight, logits.T, hidden[chunk])
+                    add_product(d_weight, logits.T, hidden[chunk])
                 del logits  # frees them before the next chunk's logits are allocated
         if with_gradient:
             ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
@@ -104,13 +105,3 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     """Implement `ops.linear_cross_entropy`; `hidden` has the compute dtype."""
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, with_gradient)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, accumulated in fp32."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += a @ b

@@ -17,8 +17,10 @@ from flash_train.attention.kernels.portable.tiles import processors
 from flash_train.checks import check, within
 
 USES = 3  # the most uses of the normed rows: the backward kernel has one gradient argument for each
-BLOCK = 2048  # elements that a program loads at a time, or one row if it is longer
-PROGRAMS = 4  # programs of the backward per multiprocessor; each accumulates a gradient of the weight
+BLOCK = 2048  # elements that a program of the forward loads at a time, or one row if it is longer
+BACKWARD_BLOCK = 1024  # the same for the backward
+PROGRAMS = 8  # programs of the backward per multiprocessor; each accumulates a gradient of the weight
+SUM_ROWS, SUM_COLUMNS = 64, 32  # of the tile in which `sum_rows_kernel` adds up
 
 
 @triton.jit
@@ -78,6 +80,19 @@ def norm_backward_kernel(
     tl.store(dweight + place, tl.sum(total, axis=0), mask=column < width)
 
 
+@triton.jit
+def sum_rows_kernel(parts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up the rows of parts, fp32 (rows, width), in a fixed order: out (width,)."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(parts + row[:, None] * width + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(total, axis=0)
+    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < width)
+
+
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,7 +103,7 @@ class _AddRMSNorm(torch.autograd.Function):
         stream = x if update is None else torch.empty_like(x)
         out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
         rows, width = rstd.numel(), x.shape[-1]
-        tile = _tile(width)
+        tile = _tile(width, BLOCK)
         if rows:
             with torch.cuda.device_of(x):
                 norm_forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
@@ -118,16 +133,23 @@ class _AddRMSNorm(torch.autograd.Function):
         stream, rstd, weight = ctx.saved_tensors
         dstream = None if dstream is None else dstream.contiguous()
         rows, width = rstd.numel(), stream.shape[-1]
-        tile = _tile(width)
+        tile = _tile(width, BACKWARD_BLOCK)
         programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS * processors(stream.device))
-        dx, dweight = torch.empty_like(stream), stream.new_empty((programs, width), dtype=torch.float32)
+        dx, parts = torch.empty_like(stream), stream.new_empty((programs, width), dtype=torch.float32)
+        dweight = torch.empty_like(weight)
         if rows:
             with torch.cuda.device_of(stream):
                 norm_backward_kernel[(programs,)](
-                    *given, *[None] * (USES - len(given)), dstream, stream, rstd, weight, dx, dweight, rows, width,
+                    *given, *[None] * (USES - len(given)), dstream, stream, rstd, weight, dx, parts, rows, width,
                     enable_fp_fusion=True, **tile,
                 )  # fmt: skip
-        return dx, dx if ctx.added else None, dweight.sum(0).to(weight.dtype), None, None
+                sum_rows_kernel[(triton.cdiv(width, SUM_COLUMNS),)](
+                    parts, dweight, programs, width, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8,
+                    enable_fp_fusion=True,
+                )  # fmt: skip
+        else:
+            dweight.zero_()
+        return dx, dx if ctx.added else None, dweight, None, None
 
 
 def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, uses: int = 1) -> tuple[Tensor, ...]:
@@ -137,10 +159,10 @@ def add_rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, u
 
 
 @functools.cache
-def _tile(width: int) -> dict[str, int]:
+def _tile(width: int, block: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     return {
-        "ROWS": max(1, BLOCK // columns),
+        "ROWS": max(1, block // columns),
         "COLUMNS": columns,
         "num_warps": max(4, min(16, columns // 512)),
     }

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_train.model.kernels.common import overlap
+from flash_train.model.products import weight_gradient
 
 BLOCK = 2048  # elements of a program; 16 bytes per thread and tensor in 16 bits
 
@@ -45,25 +46,28 @@ class _SwiGLULinear(torch.autograd.Function):
     """The backward writes over gate and up, so a second backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool, adds: bool) -> Tensor:
+        matrix = weight.to(gate.dtype)
+        ctx.save_for_backward(gate, up, matrix)
+        ctx.weight, ctx.adds = weight, adds
         if not needs_value:
             return gate.new_empty(()).expand(*gate.shape[:-1], len(weight))
         product = torch.empty_like(gate)
         _launch(product_kernel, gate, up, product)
-        return product @ weight.T
+        return product @ matrix.T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # Detach, because the gradients are written over these tensors and must have no autograd history.
-        gate, up, weight = (x.detach() for x in ctx.saved_tensors)
+        gate, up, matrix = (x.detach() for x in ctx.saved_tensors)
         rows = dout.reshape(-1, dout.shape[-1])
-        product = dout @ weight  # its gradient; the kernel below replaces it by the product
+        product = dout @ matrix  # its gradient; the kernel below replaces it by the product
         _launch(gradients_kernel, gate, up, product)
         torch.autograd.graph.increment_version((gate, up))
-        dweight = rows.T @ product.view(-1, product.shape[-1]) if ctx.needs_input_grad[2] else None
-        return gate, up, dweight, None
+        product = product.view(-1, product.shape[-1])
+        dweight = weight_gradient(rows, product, ctx.weight, ctx.adds) if ctx.needs_input_grad[2] else None
+        return gate, up, dweight, None, None
 
 
 def _launch(kernel: Any, *tensors: Tensor) -> None:
@@ -73,8 +77,8 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
             kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True)
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool = True) -> Tensor:
-    """Implement `ops.swiglu_linear`; all tensors have the compute dtype.
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool = True, adds: bool = False) -> Tensor:
+    """Implement `ops.swiglu_linear`; gate and up have the compute dtype.
 
     Raises:
         ValueError: gate and up of different shapes.
@@ -86,4 +90,4 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool = 
     # The backward writes over gate and up, and must not write over the caller's tensors.
     if learns and (gate.is_leaf or up.is_leaf or overlap(gate, up)):
         gate, up = gate.clone(), up.clone()
-    return _SwiGLULinear.apply(gate, up, weight, needs_value)
+    return _SwiGLULinear.apply(gate, up, weight, needs_value, adds)

@@ -66,7 +66,16 @@ class LinearWalk(ModuleWalk):
     def backward(self, layer: int, weight: str, *uses: str) -> None:
         """Make the weight's gradient, then release `uses`: the layer's input and its result's gradient."""
         releases = [f"copy {layer}.{weight}", *(f"{layer}.{name}" for name in uses)]
-        self.weight_gradient(f"{layer}.weights of {weight}", self.weights[weight], releases)
+        adds = self.moves_gradients and self.step.dims.ranks == 1 and layer >= self.step.first_kept
+        if adds:  # within the product (see `Transformer.adding_gradients`)
+            narrow = self.mixed and not self.step.fused
+            self.ledger.hold_briefly(
+                "gradient in 16 bits", "gradients", self.activation_bytes * self.weights[weight] if narrow else 0
+            )
+            self.ledger.release(*releases)
+        else:
+            name, size = f"{layer}.weights of {weight}", self.weights[weight]
+            self.weight_gradient(name, size, releases, ready=self.step.fused)
 
 
 class NormWalk(ModuleWalk):

@@ -33,7 +33,11 @@ STEPS += [
     for memory, keep, offload in (("checkpoint", 0, 1.0), ("selective", 0, 0.5), ("checkpoint", 0.5, 1.0))
 ]
 STEPS += [replace(step, model=replace(MODEL, n_layers=1, mlp_width=4096)) for step in (STEPS[0], STEPS[3])]
-STEPS += [replace(STEPS[0], accumulate=2), replace(STEPS[8], accumulate=2), replace(STEPS[3], seq_len=3000)]
+STEPS += [
+    replace(STEPS[0], seq_len=1024, accumulate=2),
+    replace(STEPS[8], accumulate=2),
+    replace(STEPS[3], seq_len=3000),
+]
 
 
 @pytest.fixture

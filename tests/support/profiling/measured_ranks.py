@@ -345,7 +345,7 @@ def main(arguments: list[str]) -> None:
     for module in ("attention.parallel.gather", "attention.parallel.ulysses", "profiling.memory.shared_attention_walk"):
         patch.setattr(f"flash_train.{module}.head_groups", small_head_groups)
     # On a CPU only, these allocate
-    patch.setattr("flash_train.model.kernels.cross_entropy._add_product", lambda *_: None)
+    patch.setattr("flash_train.model.kernels.cross_entropy.add_product", lambda *_: None)
     patch.setitem(gradient_sums._REDUCE, dist.ReduceOp.AVG, lambda *_, **__: None)
     try:
         with no_products():  # which take memory of their own, on a CPU

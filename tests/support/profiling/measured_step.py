@@ -1,5 +1,7 @@
 """The memory of a training step, measured by PyTorch's profiler on a CPU."""
 
+from contextlib import nullcontext
+
 import torch
 
 from flash_train.attention import Packing
@@ -26,7 +28,9 @@ def measured(step: Step):
         for _ in range(step.accumulate):
             begin("forward")
             with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed", cache_enabled=False):
-                loss, _ = model.loss(tokens, labels, **context)
+                adds = model.adding_gradients() if step.accumulate > 1 else nullcontext()
+                with adds:
+                    loss, _ = model.loss(tokens, labels, **context)
             begin("backward")
             loss.backward()
         begin("step")
