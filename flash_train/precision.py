@@ -22,11 +22,17 @@ class Precision:
         lightning: its name in `lightning.pytorch.Trainer(precision=…)`.
         weights: dtype of weights, gradients and optimizer state.
         compute: dtype of activations and matrix products, which decides the card's peak rate.
+        fp8: whether the blocks' linear layers multiply in fp8 (see `flash_train.model.fp8`).
     """
 
     lightning: str
     weights: str
     compute: str
+    fp8: bool = False
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        return self.weights == "bfloat16"
 
     @property
     def weight_bytes(self) -> int:
@@ -52,6 +58,7 @@ PRECISIONS = {
     "bf16-mixed": Precision("bf16-mixed", "float32", "bfloat16"),
     "bf16-true": Precision("bf16-true", "bfloat16", "bfloat16"),
     "fp16-mixed": Precision("16-mixed", "float32", "float16"),
+    "fp8": Precision("bf16-true", "bfloat16", "bfloat16", fp8=True),
 }
 
 

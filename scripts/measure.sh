@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload memory attention training training_peer start graphs updates collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload memory attention training training_peer start graphs fp8 updates collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -80,6 +80,11 @@ for part; do
       both 1024 "${model[@]}" seq_len=1024 batch_size=4
       both 1024x8 "${model[@]}" seq_len=1024 batch_size=4 accumulate=8
       ;;
+    fp8) # 8b needs 8-bit moments on one card of 80 GB
+      once() { train "fp8/$1" model=8b seq_len=8192 memory=selective memory.keep=auto optimizer.moments=8bit max_steps=200 "${@:2}"; }
+      once bf16 precision=bf16-true
+      for recipe in tensorwise rowwise; do once $recipe precision=fp8 precision_fp8.recipe=$recipe; done
+      ;;
     updates) # fine-tuning at a small learning rate, with each way to keep bf16 weights, and with fp32 weights
       tune() { train "updates/$1" model=pretrained init_from="$out/start" max_steps=150 optimizer.lr=2e-5 "${@:2}"; }
       train updates/start model=125m precision=bf16-mixed max_steps=150
@@ -88,7 +93,7 @@ for part; do
       for master in exact stochastic none; do tune $master precision=bf16-true optimizer.master=$master; done
       ;;
     collect)
-      for name in ablation find_max training graphs updates; do
+      for name in ablation find_max training graphs fp8 updates; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done

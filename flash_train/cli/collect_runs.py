@@ -26,6 +26,7 @@ LAST = 10
 RUN_KEYS = ("model", "precision", "attention", "seq_len")  # these and SETTINGS identify a training run
 SETTINGS = {
     "master": "optimizer.master",
+    "recipe": "precision_fp8.recipe",
     "batch_size": "batch_size",
     "accumulate": "accumulate",
     "cuda_graph": "trainer.cuda_graph",

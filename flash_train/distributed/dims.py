@@ -75,7 +75,7 @@ class ParallelDims:
             precision: of `flash_train.precision`.
             local_ranks: how many ranks a machine has.
         """
-        return precision == "bf16-true" and self.replicate == 1 < self.shard and local_ranks % self.shard == 0
+        return precision in ("bf16-true", "fp8") and self.replicate == 1 < self.shard and local_ranks % self.shard == 0
 
 
 def data_share(strategy: Any) -> tuple[int, int]:

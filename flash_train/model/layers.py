@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_train.attention import AttentionSpec, Causal, Packing, attention
@@ -39,6 +40,11 @@ class SwiGLULinear(Linear):
 
     def forward(self, gate: Tensor, up: Tensor, *, needs_value: bool = True) -> Tensor:  # type: ignore[override]
         return ops.swiglu_linear(gate, up, self.weight, needs_value=needs_value, adds=self.adds_gradients)
+
+
+def project(layer: nn.Linear, x: Tensor, training: bool) -> Tensor:
+    """Apply a linear layer. One with fp8 products (see `flash_train.model.fp8`) has them in training only."""
+    return layer(x) if training or isinstance(layer, Linear) else F.linear(x, layer.weight)
 
 
 class RMSNorm(nn.Module):
@@ -106,15 +112,15 @@ class Attention(nn.Module):
         Without packing, the tokens are `batch_size` equal rows.
         """
         for_q, for_k, for_v = x
-        q = self.q(for_q).view(-1, self.n_heads, self.head_dim)
-        k = self.k(for_k).view(-1, self.n_kv_heads, self.head_dim)
-        v = self.v(for_v).view(-1, self.n_kv_heads, self.head_dim)
+        q = project(self.q, for_q, self.training).view(-1, self.n_heads, self.head_dim)
+        k = project(self.k, for_k, self.training).view(-1, self.n_kv_heads, self.head_dim)
+        v = project(self.v, for_v, self.training).view(-1, self.n_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, k, cos, sin)
         if packing is None:
             q, k, v = (t.unflatten(0, (batch_size, -1)) for t in (q, k, v))
-        return self.out(self.call(q, k, v, packing).reshape(len(for_q), -1))
+        return project(self.out, self.call(q, k, v, packing).reshape(len(for_q), -1), self.training)
 
 
 class SwiGLU(nn.Module):
@@ -122,7 +128,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = Linear(config.width, config.mlp_width)
         self.up = Linear(config.width, config.mlp_width)
-        self.down = SwiGLULinear(config.mlp_width, config.width)
+        self.down: nn.Linear = SwiGLULinear(config.mlp_width, config.width)
 
     def forward(self, x: Sequence[Tensor], *, needs_value: bool = True) -> Tensor:
         """Return down(silu(gate(x)) · up(x)); x is (tokens, width) twice, for the gate and for up.
@@ -130,7 +136,10 @@ class SwiGLU(nn.Module):
         Without `needs_value` only the gradients are right (see `ops.swiglu_linear`).
         """
         for_gate, for_up = x
-        return self.down(self.gate(for_gate), self.up(for_up), needs_value=needs_value)
+        gate, up = project(self.gate, for_gate, self.training), project(self.up, for_up, self.training)
+        if isinstance(self.down, SwiGLULinear):
+            return self.down(gate, up, needs_value=needs_value)
+        return project(self.down, ops.swiglu(gate, up), self.training)
 
 
 class Block(nn.Module):

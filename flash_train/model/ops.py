@@ -72,6 +72,15 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, *, needs_value: bool
     return linear(F.silu(gate) * up, weight, adds=adds)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up. On CUDA the backward writes its gradients over gate and up, so it runs once."""
+    if _kernels_run(gate):
+        from flash_train.model.kernels import swiglu
+
+        return swiglu.swiglu(gate, up)
+    return F.silu(gate) * up
+
+
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q and k (total, heads, head_dim) by the tables cos, sin, fp32 (total, head_dim / 2).
 

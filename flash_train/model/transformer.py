@@ -45,6 +45,7 @@ class Transformer(nn.Module):
         check("memory.keep", keep, within(0, 1))
         check("memory.offload", offload, within(0, 1))
         self.config, self.attention, self.memory, self.keep, self.offload = config, attention, memory, keep, offload
+        self.fp8: str | None = None  # the recipe, after `flash_train.model.fp8.to_fp8`
         self._host_inputs = HostInputs()
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layers))

@@ -50,6 +50,25 @@ def graphs_table(records: Records) -> str:
     return f"Medians of a step ({records[0]['device']}):\n\n" + table(header, rows, left=3)
 
 
+def fp8_table(records: Records) -> str:
+    """A row per precision and recipe; the first record in bf16-true is what the others are compared with."""
+    (plain,) = [record for record in records if record["precision"] == "bf16-true"]
+    rows = [
+        (
+            f"`{record['precision']}`" + (f", `{record['recipe']}`" if record is not plain else ""),
+            number(record["tokens_per_second"], ",.0f"),
+            number(record["tokens_per_second"] / plain["tokens_per_second"], ".2f"),
+            number(record["mfu"], ".1%"),
+            number(record["train_loss_last_10"], ".4f"),
+            number(record["train_loss_last_10"] / plain["train_loss_last_10"] - 1, "+.2%"),
+        )
+        for record in (plain, *(record for record in records if record is not plain))
+    ]
+    words = f"`{plain['model']}` with {plain['seq_len']:,} tokens, {plain['steps']} steps ({plain['device']}):\n\n"
+    header = ("precision", "tokens/s", "ratio", "MFU", "loss, last 10 steps", "difference")
+    return words + table(header, rows, left=1)
+
+
 def updates_table(records: Records) -> str:
     """A row per way to keep the weights of a model that is tuned on; first what it was before."""
     (start,) = [record for record in records if record["model"] != "pretrained"]

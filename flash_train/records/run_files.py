@@ -34,7 +34,7 @@ SUMMARY = {
     "parameters": "number of weights; tied embeddings count once",
     "attention": "the backend that ran",
     "device": "name of the card or processor",
-    "precision": "`fp32`, `bf16-mixed`, `bf16-true` or `fp16-mixed`",
+    "precision": "`fp32`, `bf16-mixed`, `bf16-true`, `fp16-mixed` or `fp8`",
     "steps": "optimizer steps so far",
     "max_steps": "optimizer steps of the whole schedule",
     "train_loss": "of the last step",

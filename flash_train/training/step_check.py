@@ -22,7 +22,7 @@ from flash_train.training.optimizer import OptimizerConfig
 
 LIMIT = 3.0  # times one device's own error
 #: errors that rounding explains, relative to the largest gradient: one device's own error may be 0 by chance
-FLOOR = {"fp32": 2e-6, "bf16-mixed": 4e-3, "bf16-true": 4e-3}
+FLOOR = {"fp32": 2e-6, "bf16-mixed": 4e-3, "bf16-true": 4e-3, "fp8": 4e-3}
 
 
 @dataclass(frozen=True)

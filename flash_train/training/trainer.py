@@ -79,7 +79,8 @@ def build_trainer(
         max_steps: optimizer steps of the whole schedule; `stop_after` ends this run earlier with the same schedule.
         seed: for all random numbers during training (see `StepSeed`).
         accumulate: micro-batches per optimizer step.
-        precision: fp32, bf16-mixed, bf16-true or fp16-mixed (CUDA only).
+        precision: fp32, bf16-mixed, bf16-true, fp16-mixed (CUDA only), or fp8, which is bf16-true for the `Trainer`
+            (see `flash_train.model.fp8.to_fp8`).
         log_every, val_every, checkpoint_every: optimizer steps. `val_every=None` validates at the end only, and
             `limit_val_batches=0` never; `checkpoint_every=None` saves at the end only.
         keep_checkpoints: how many checkpoints to keep, the newest; None keeps all.

@@ -8,11 +8,13 @@ from omegaconf import DictConfig
 
 from flash_train.cli.components.model_config import plain
 from flash_train.cli.components.rotary import keeps_rule
-from flash_train.cli.config.errors import blame
+from flash_train.cli.config.errors import UnavailableError, blame
 from flash_train.data import PackedDataModule, RecallCorpus
 from flash_train.distributed.sharding import load_state
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import ModelConfig, PretrainedSource, Transformer, load_pretrained
+from flash_train.model.fp8 import fp8_obstacle, to_fp8
+from flash_train.precision import PRECISIONS
 from flash_train.training import CausalLMModule, OptimizerConfig
 
 BASE_LR, BASE_WIDTH = 6e-4, 768
@@ -43,6 +45,8 @@ def init_module(
     shards = isinstance(trainer.strategy, ShardedStrategy)
     with blame("model"), trainer.init_module(empty_init=shards or None):
         module = build_module(config, model, backend, data)
+    if PRECISIONS[config.precision].fp8:
+        convert_to_fp8(config, module, trainer.strategy.root_device)
     if shards:
         module.first_weights = partial(first_weights, seed=config.seed, state=pretrained[1] if pretrained else None)
     elif pretrained:
@@ -50,6 +54,19 @@ def init_module(
     if pretrained:
         module.pretrained = PretrainedSource.read(config.init_from).to_dict()
     return module
+
+
+def convert_to_fp8(config: DictConfig, module: CausalLMModule, device: torch.device) -> None:
+    """Give the module's blocks fp8 products.
+
+    Raises:
+        UnavailableError: the device or the installation has none.
+        UsageError: the model's widths do not allow them.
+    """
+    if obstacle := fp8_obstacle(device):
+        raise UnavailableError(f"precision=fp8: {obstacle}; allowed: bf16-true")
+    with blame("precision=fp8"):
+        to_fp8(module.model, config.precision_fp8.recipe)
 
 
 def first_weights(model: Transformer, *, seed: int, state: dict[str, torch.Tensor] | None) -> None:

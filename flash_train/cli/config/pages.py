@@ -16,6 +16,7 @@ PAGES = (
     ("global_batch", "several_gpus.md"),
     ("memory", "train.md#memory-modes"),
     ("attention", "train.md#attention-backends"),
+    ("precision_fp8", "train.md#fp8"),
     ("precision", "train.md#precision-and-optimizer"),
     ("hardware", "train.md#hardware"),
     ("optimizer", "train.md#precision-and-optimizer"),

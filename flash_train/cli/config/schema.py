@@ -199,6 +199,13 @@ class CallbacksSchema:
 
 
 @dataclass
+class Fp8Schema:
+    """The products of `precision=fp8`."""
+
+    recipe: str = "tensorwise"  # what shares a scale: a whole operand, or with rowwise each row or column
+
+
+@dataclass
 class TrainSchema:
     """The whole configuration of `flash-train`."""
 
@@ -210,6 +217,7 @@ class TrainSchema:
     global_batch: int | None = None
     seed: int = 0  # of weights, dropout and the order of rows
     precision: str = "fp32"  # of weights and products; mixed: fp32 weights, products in fewer bits
+    precision_fp8: Fp8Schema = field(default_factory=Fp8Schema)
     run_dir: str = "runs/${now:%Y-%m-%d_%H-%M-%S}"  # folder for checkpoints, records and plots
     log_every: int = 1
     val_every: int | None = None

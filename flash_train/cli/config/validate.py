@@ -39,6 +39,7 @@ RULES = {
     "global_batch": at_least(1),
     "seed": within(0, 2**32 - 1),
     "precision": one_of(*PRECISIONS),
+    "precision_fp8.recipe": one_of("tensorwise", "rowwise"),
     "log_every": at_least(1),
     "val_every": at_least(1),
     "attention.backend": one_of(*BACKENDS),
@@ -187,5 +188,7 @@ def _together(config: DictConfig) -> None:
     if config.validate_only and config.resume is None and config.init_from is None:
         raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
     parallel_plan(config)
-    if config.trainer.accelerator == "cpu" and config.precision == "fp16-mixed":
-        raise UnavailableError("precision=fp16-mixed: needs a GPU; must be one of fp32, bf16-mixed, bf16-true on a CPU")
+    if config.trainer.accelerator == "cpu" and config.precision in ("fp16-mixed", "fp8"):
+        raise UnavailableError(
+            f"precision={config.precision}: needs a GPU; must be one of fp32, bf16-mixed, bf16-true on a CPU"
+        )

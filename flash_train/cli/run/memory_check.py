@@ -263,13 +263,14 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
         yield f"memory=checkpoint batch_size=1 accumulate={one.accumulate}", one
         least = one
     setting = "memory=checkpoint" + (f" batch_size=1 accumulate={least.accumulate}" if step.batch_size > 1 else "")
-    if step.precision != "bf16-true":
+    bf16 = PRECISIONS[step.precision].has_bf16_weights
+    if not bf16:
         yield f"{setting} precision=bf16-true", replace(least, precision="bf16-true")
     elif step.moments != "8bit":
         yield f"{setting} optimizer.moments=8bit", replace(least, moments="8bit")
-    offloaded = replace(least, precision="bf16-true", offload_optimizer=True)
+    offloaded = replace(least, precision=step.precision if bf16 else "bf16-true", offload_optimizer=True)
     if step.fused and _fits_host(offloaded):
-        to_bf16 = "" if step.precision == "bf16-true" else " precision=bf16-true"
+        to_bf16 = "" if bf16 else " precision=bf16-true"
         yield f"{setting}{to_bf16} optimizer.offload=true", offloaded
     seq_len = step.seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:

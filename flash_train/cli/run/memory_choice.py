@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.run.memory_check import AUTO, host_share, least_bytes, limit_of
+from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.prediction import in_addition_to_graph, predict
 from flash_train.profiling.memory.results import RELATIVE
 from flash_train.profiling.memory.step import Step
@@ -24,13 +25,13 @@ def with_choices(config: DictConfig, step: Step, device: torch.device) -> Step:
 def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with the most exact optimizer that fits, where `optimizer.master` and `optimizer.moments` are null.
 
-    In bf16-true that is an exact master, then also 8-bit moments, then stochastic rounding with 8-bit moments. If none
-    fits, it stays as it is. Prints what it chose in one line, and sets it in the configuration, so that a run that
-    resumes has the same.
+    With bf16 weights that is an exact master, then also 8-bit moments, then stochastic rounding with 8-bit moments. If
+    none fits, it stays as it is. Prints what it chose in one line, and sets it in the configuration, so that a run
+    that resumes has the same.
     """
     limit = limit_of(config, device)
     given = config.optimizer
-    if limit is None or config.compile or step.precision != "bf16-true" or given.moments is not None:
+    if limit is None or config.compile or not PRECISIONS[step.precision].has_bf16_weights or given.moments is not None:
         return step
     smaller = [replace(step, moments="8bit")]
     if given.master is None:

@@ -19,6 +19,7 @@ from flash_train.cli.run.parallel_choice import of_plan, possible_plans
 from flash_train.cli.sweep.find_max_options import Search
 from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trial
 from flash_train.files import write_json, write_text
+from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.longest import UNIT, Longest, Row, markdown, plot_longest, search, to_record
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
@@ -84,7 +85,8 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
     config = compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir)
-    if config.precision == "bf16-true" and config.optimizer.moments is None:  # a run would change it if memory is short
+    bf16 = PRECISIONS[config.precision].has_bf16_weights
+    if bf16 and config.optimizer.moments is None:  # a run would change it if memory is short
         overrides += ("optimizer.moments=bf16",)
         config.optimizer.moments = "bf16"
     empty = Row(
@@ -124,7 +126,7 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
 
 def describe(config: DictConfig) -> str:
     """How the optimizer stores weights and moments, in a few words."""
-    if config.precision != "bf16-true":
+    if not PRECISIONS[config.precision].has_bf16_weights:
         return "fp32 weights"
     master = {"none": "no", None: "exact"}.get(config.optimizer.master, config.optimizer.master)
     where = ", in the host's memory" if config.optimizer.offload else ""

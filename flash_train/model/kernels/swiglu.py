@@ -70,6 +70,26 @@ class _SwiGLULinear(torch.autograd.Function):
         return gate, up, dweight, None, None
 
 
+class _SwiGLU(torch.autograd.Function):
+    """The product alone. The backward writes over gate and up, so a second backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        product = torch.empty_like(gate)
+        _launch(product_kernel, gate, up, product)
+        return product
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dproduct: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = (x.detach() for x in ctx.saved_tensors)
+        dproduct = dproduct.clone(memory_format=torch.contiguous_format)  # the kernel writes the product over it
+        _launch(gradients_kernel, gate, up, dproduct)
+        torch.autograd.graph.increment_version((gate, up))
+        return gate, up
+
+
 def _launch(kernel: Any, *tensors: Tensor) -> None:
     count = tensors[0].numel()
     if count:
@@ -83,11 +103,24 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool = 
     Raises:
         ValueError: gate and up of different shapes.
     """
+    gate, up = _own(gate, up, torch.is_grad_enabled() and any(x.requires_grad for x in (gate, up, weight)))
+    return _SwiGLULinear.apply(gate, up, weight, needs_value, adds)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Implement `ops.swiglu`.
+
+    Raises:
+        ValueError: gate and up of different shapes.
+    """
+    return _SwiGLU.apply(*_own(gate, up, torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)))
+
+
+def _own(gate: Tensor, up: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
+    """Return contiguous tensors; if the backward will write over them, they are not the caller's."""
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: must be equal")
     gate, up = gate.contiguous(), up.contiguous()
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (gate, up, weight))
-    # The backward writes over gate and up, and must not write over the caller's tensors.
     if learns and (gate.is_leaf or up.is_leaf or overlap(gate, up)):
         gate, up = gate.clone(), up.clone()
-    return _SwiGLULinear.apply(gate, up, weight, needs_value, adds)
+    return gate, up

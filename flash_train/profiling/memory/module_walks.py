@@ -24,6 +24,8 @@ class ModuleWalk:
         # DDP copies a gradient into its bucket; later micro-batches add theirs to the first one's
         self.moves_gradients = step.dims.shard == 1 and (step.accumulate > 1 or step.dims.ranks > 1)
         self.saves_fp32_copy = self.activation_bytes < 4 and not step.fused  # in PyTorch's norm
+        self.fp8 = precision.fp8 and step.fused  # only a GPU has such products
+        self.saves_product = self.fp8 or not step.fused  # in the MLP; otherwise the backward computes it again
         self.stream = step.tokens * m.width
         self.hidden = step.tokens * m.mlp_width
         self.heads = step.tokens * m.n_heads * m.head_dim
@@ -51,12 +53,18 @@ class LinearWalk(ModuleWalk):
     def __init__(self, step: Step, ledger: Ledger) -> None:
         super().__init__(step, ledger)
         m = step.model
-        attention, kv = m.width * m.n_heads * m.head_dim, m.width * m.n_kv_heads * m.head_dim
-        mlp = m.width * m.mlp_width
-        self.weights = {"q": attention, "k": kv, "v": kv, "out": attention, "gate": mlp, "up": mlp, "down": mlp}
+        queries, keys, mlp = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim, m.mlp_width
+        self.features = {  # of each layer's input and result
+            "q": (m.width, queries), "k": (m.width, keys), "v": (m.width, keys), "out": (queries, m.width),
+            "gate": (m.width, mlp), "up": (m.width, mlp), "down": (mlp, m.width),
+        }  # fmt: skip
+        self.weights = {name: inputs * results for name, (inputs, results) in self.features.items()}
 
     def forward(self, layer: int, weight: str, result: str, kind: str, size: int, *, saves: bool) -> None:
         """Multiply by the weight. Under autocast this makes a 16-bit copy, which Lightning does not cache."""
+        if self.fp8:  # both operands in fp8
+            inputs = self.step.tokens * self.features[weight][0]
+            self.ledger.hold_briefly("operands in fp8", kind, self.weights[weight] + inputs)
         copy = f"copy {layer}.{weight}"
         self.ledger.hold(copy, "autocast copies", self.activation_bytes * self.weights[weight] if self.mixed else 0)
         self.ledger.hold(f"{layer}.{result}", kind, self.activation_bytes * size)
@@ -66,7 +74,12 @@ class LinearWalk(ModuleWalk):
     def backward(self, layer: int, weight: str, *uses: str) -> None:
         """Make the weight's gradient, then release `uses`: the layer's input and its result's gradient."""
         releases = [f"copy {layer}.{weight}", *(f"{layer}.{name}" for name in uses)]
-        adds = self.moves_gradients and self.step.dims.ranks == 1 and layer >= self.step.first_kept
+        if self.fp8:  # the operands of the weight's gradient, each also transposed
+            operands = 2 * self.step.tokens * sum(self.features[weight])
+            kind = "mlp" if weight in ("gate", "up", "down") else "attention"
+            self.ledger.hold_briefly("operands in fp8", kind, operands)
+        alone = self.step.dims.ranks == 1 and not self.fp8
+        adds = self.moves_gradients and alone and layer >= self.step.first_kept
         if adds:  # within the product (see `Transformer.adding_gradients`)
             narrow = self.mixed and not self.step.fused
             self.ledger.hold_briefly(
@@ -163,7 +176,7 @@ class MLPWalk(ModuleWalk):
         ledger, fused = self.ledger, self.step.fused
         for name in ("gate", "up"):
             self.linears.forward(layer, name, name, "mlp", self.hidden, saves=saves)
-        if fused and not needs_value:
+        if not (self.saves_product or needs_value):
             self.linears.forward(layer, "down", "added", "mlp", 0, saves=saves)
             return
         if not fused:
@@ -172,10 +185,10 @@ class MLPWalk(ModuleWalk):
         if not (fused or saves):
             ledger.release(f"{layer}.silu")
         self.linears.forward(layer, "down", "added", "mlp", self.stream, saves=saves)
-        if fused:  # the backward recomputes it
+        if not self.saves_product:
             ledger.release(f"{layer}.product")
         if not saves:
-            ledger.release(f"{layer}.gate", f"{layer}.up", *([] if fused else [f"{layer}.product"]))
+            ledger.release(f"{layer}.gate", f"{layer}.up", *([f"{layer}.product"] if self.saves_product else []))
 
     def backward(self, layer: int) -> None:
         """Walk to `d norm2 by up`; the fused norm takes `d norm2 by gate` too, so that also stays held."""
@@ -183,7 +196,10 @@ class MLPWalk(ModuleWalk):
         size = self.activation_bytes * self.hidden
         ledger.hold(f"{layer}.d product", kind, size)
         masked = ["masked 2"] if self.model.residual_dropout else []
-        self.linears.backward(layer, "down", "d product" if fused else "product", *masked)
+        self.linears.backward(layer, "down", "product" if self.saves_product else "d product", *masked)
+        if self.fp8:
+            ledger.hold_briefly(f"{layer}.copy of d product", kind, size)
+            ledger.release(f"{layer}.d product")
         if not fused:
             ledger.hold(f"{layer}.d silu", kind, size)
             ledger.hold(f"{layer}.d up", kind, size)

@@ -226,13 +226,14 @@ class RunRecord(Callback):
 
 
 def _run_description(trainer: Trainer, pl_module: Any) -> dict[str, Any]:
+    model = getattr(pl_module, "model", None)
     return {
         "seq_len": _seq_len(trainer, pl_module),
         "model": _model_name(pl_module),
         "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
         "attention": getattr(pl_module, "attention", None),
         "device": device_name(pl_module.device),
-        "precision": name_of(trainer.precision),
+        "precision": "fp8" if getattr(model, "fp8", None) else name_of(trainer.precision),
     }
 
 

@@ -26,7 +26,8 @@ AT_ONCE = [
     (["seq_len=1"], ["seq_len=1", "2 or more"]),
     (["max_steps=0"], ["max_steps=0", "1 or more"]),
     (["compile=maybe"], ["compile=maybe", "true or false"]),
-    (["precision=fp8"], ["precision=fp8", "fp32, bf16-mixed, bf16-true, fp16-mixed"]),
+    (["precision=fp4"], ["precision=fp4", "fp32, bf16-mixed, bf16-true, fp16-mixed, fp8"]),
+    (["precision_fp8.recipe=blockwise"], ["precision_fp8.recipe=blockwise", "tensorwise, rowwise"]),
     (["precision=bf16mixed"], ["did you mean bf16-mixed?"]),
     (["model=nope"], ["model=nope", "nano, pretrained"]),
     (["model=nanoo"], ["did you mean nano?"]),
@@ -55,6 +56,7 @@ AT_ONCE = [
     (["experiment=nope"], ["experiment=nope", "recall"]),
     (["hardware=gpu"], ["hardware=gpu", "cuda"]),
     (["hardware=cpu", "precision=fp16-mixed"], ["precision=fp16-mixed", "fp32, bf16-mixed, bf16-true"]),
+    (["hardware=cpu", "precision=fp8"], ["precision=fp8: needs a GPU", "fp32, bf16-mixed, bf16-true"]),
     (["model=pretrained"], ["model=pretrained", "init_from"]),
     (["resume=last"], ["resume=last", "run_dir"]),
     (["validate_only=true"], ["validate_only=true", "resume=CHECKPOINT or init_from=FOLDER"]),
@@ -97,7 +99,10 @@ AT_ONCE = [
 
 
 # Only the machine is wrong: these exit with 3, so that scripts can tell.
-UNAVAILABLE = (["attention=flash"], ["hardware=cuda"], ["hardware=cpu", "precision=fp16-mixed"])
+UNAVAILABLE = (
+    *(["attention=flash"], ["hardware=cuda"]),
+    *(["hardware=cpu", f"precision={precision}"] for precision in ("fp16-mixed", "fp8")),
+)
 
 
 @pytest.mark.parametrize(("arguments", "says"), AT_ONCE, ids=lambda x: " ".join(x))

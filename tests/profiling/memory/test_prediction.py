@@ -170,7 +170,7 @@ def test_ledger_refuses_unknown_names():
     assert not ledger.held and ledger.peak().total == 512
 
 
-@pytest.mark.parametrize("step", STEPS, ids=str)
+@pytest.mark.parametrize("step", [*STEPS, *(replace(step, precision="fp8") for step in STEPS[:3])], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "fused"])
 def test_step_releases_everything_that_its_blocks_held(step, fused):
     walk = _StepWalk(replace(step, fused=fused))
