@@ -24,7 +24,7 @@ Without `needs_value` the update's gradients must be right, but not its numbers.
 
 
 def tiled_mlp(
-    half: Half, x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], tile_tokens: int = TILE_TOKENS
+    half: Half, x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], tile_tokens: int | None = None
 ) -> Tensor:
     """Return x + update, computed in tiles of at most `tile_tokens` rows, and again in the backward.
 
@@ -33,13 +33,15 @@ def tiled_mlp(
         x: (tokens, width).
         mask: of the update's dropout, (tokens, width), or None.
         weights: every weight that `half` uses.
+        tile_tokens: None takes `TILE_TOKENS`.
     """
     held = _Held.apply(x, mask)
-    return _TiledMLP.apply(held, mask, half, tile_tokens, *weights)
+    return _TiledMLP.apply(held, mask, half, tile_tokens or TILE_TOKENS, *weights)
 
 
-def tile_size(tokens: int, tile_tokens: int = TILE_TOKENS) -> int:
+def tile_size(tokens: int, tile_tokens: int | None = None) -> int:
     """Return the rows of a tile: the fewest tiles of about equal size. Tiles begin at multiples of 128 rows."""
+    tile_tokens = tile_tokens or TILE_TOKENS
     count = max(1, math.ceil(tokens / tile_tokens))
     return tokens if count == 1 else min(tile_tokens, math.ceil(tokens / count / 128) * 128)
 

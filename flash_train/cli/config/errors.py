@@ -91,11 +91,16 @@ def _in_one_line() -> Iterator[None]:
         fail(error)
 
 
-def fail(error: UsageError) -> NoReturn:
-    """Log an error as one line, with the page that helps, and exit with its status."""
+def line_of(error: UsageError) -> str:
+    """Return an error as one line, with the page that helps."""
     text = " ".join(str(error).split())
     page = error.page or page_of(text)
-    LOGGER.error("%s", f"{text} (see {page})" if page else text)
+    return f"{text} (see {page})" if page else text
+
+
+def fail(error: UsageError) -> NoReturn:
+    """Log an error as one line, and exit with its status."""
+    LOGGER.error("%s", line_of(error))
     sys.exit(error.status)
 
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError
+from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError, line_of
 from flash_train.cli.config.overrides import CommandLine, parse
+from flash_train.cli.config.pages import page_of
 from flash_train.cli.run.interrupt import Interrupted, signals
 from flash_train.cli.run.outcome import STATUS_OF_EXIT, Status, require_success
 from flash_train.cli.run.run_table import EndedRun, run_table
@@ -43,11 +44,13 @@ class Multirun:
             self._add("ok", run_dir)
         except (UnavailableError, OutOfMemoryError) as error:
             self._add(STATUS_OF_EXIT[error.status], run_dir)
-            LOGGER.error("%s: %s", name, " ".join(str(error).split()))
+            LOGGER.error("%s: %s", name, line_of(error))
         except UsageError as error:
             self._add("failed", run_dir)
             self._show()
-            raise UsageError(f"{name}: {error}; {self._not_begun()}") from error
+            ended = UsageError(f"{name}: {error}; {self._not_begun()}")
+            ended.page = error.page or page_of(str(error))
+            raise ended from error
         except (Interrupted, KeyboardInterrupt) as stop:  # the second of two signals interrupts at once
             number = stop.number if isinstance(stop, Interrupted) else signal.SIGINT
             self._add("interrupted", run_dir)

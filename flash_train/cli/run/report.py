@@ -1,5 +1,8 @@
 """What a run prints before it starts (its choices and their reasons) and after its end (where its files are)."""
 
+import os
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from flash_train.cli.components.loggers import sync_hint
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint
 from flash_train.training.callbacks.record import is_unfinished
 
+TORCHELASTIC = "TORCHELASTIC_RUN_ID"  # an environment variable of torchrun's processes
 FILES = ("config.yaml", "metrics.csv", "summary.json", "validation.json", "loss.png", "throughput.png", "memory.png")
 
 
@@ -45,6 +49,14 @@ def describe_data(info: dict[str, Any]) -> str:
     )
 
 
+def program() -> str:
+    """Return how the running command is called: the script by Python, or the installed command by its name."""
+    called = Path(sys.argv[0])
+    if TORCHELASTIC in os.environ:
+        return f"torchrun … {called}"  # its own arguments are not known here
+    return f"python {called}" if called.suffix == ".py" else called.name
+
+
 def _documents(part: Mapping[str, Any]) -> str:
     plural = "" if part["documents"] == 1 else "s"
     return f"{part['documents']:,} document{plural}, {_count(part['tokens'])} tokens"
@@ -65,7 +77,7 @@ def report_files(trainer: Trainer, logger: Logger | None, run_dir: Path) -> None
     elif holds_checkpoint(run_dir):
         saved = (run_dir / CHECKPOINTS / f"step-{trainer.global_step:06d}.ckpt").exists()
         ended = trainer.global_step >= trainer.max_steps and saved and not is_unfinished(run_dir)
-        more = " and a larger max_steps" if ended else ""
-        print(f"to continue: run_dir={run_dir} resume=last{more}")
+        more = f" max_steps={2 * trainer.max_steps}" if ended else ""
+        print(f"to continue: {program()} {shlex.quote(f'run_dir={run_dir}')} resume=last{more}")
     if hint := sync_hint(logger, run_dir):
         print(hint)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 
-from flash_train.model import ModelConfig
+from flash_train.model import ModelConfig, tiled_mlp
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from tests.support.fused import fused_on_cpu, no_products
@@ -51,6 +51,16 @@ def empty_kernels(monkeypatch):
 def label(step: Step) -> str:
     model = "other" if step.model is OTHER else "model" if step.model is MODEL else "wide"
     return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}"
+
+
+@pytest.mark.parametrize("model", [MODEL, OTHER], ids=["model", "other"])
+@pytest.mark.parametrize("memory", ["selective", "checkpoint"])
+def test_the_peak_of_a_row_of_several_tiles(model, memory, empty_kernels, monkeypatch):
+    step = Step(replace(model, mlp_width=4096), 2048, precision="bf16-true", memory=memory)
+    whole = predict(step).peak_bytes
+    monkeypatch.setattr(tiled_mlp, "TILE_TOKENS", 512)
+    found, expected = measured(step), predict(step)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02) and expected.peak_bytes < 0.9 * whole
 
 
 @pytest.mark.parametrize("step", STEPS, ids=label)
