@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import training_pictures
 import yaml
 from svg_drawing import INK, Drawing
 from torch import Tensor
@@ -54,6 +55,7 @@ CAPTIONS = {
     "and the late one at the same distance from the end.",
     "schedule.svg": "The forward kernel for Hopper over time: a producer warp loads blocks of keys and values into "
     "stages of shared memory; consumer warpgroups take turns: one multiplies while another exponentiates.",
+    **training_pictures.CAPTIONS,
 }
 
 
@@ -61,9 +63,9 @@ def pictures() -> dict[str, str]:
     """Return the text of each SVG by file name."""
     model = yaml.safe_load((ROOT / "conf" / "model" / "1b3.yaml").read_text(encoding="utf-8")) | {"vocab_size": 32768}
     name = model.pop("name")
+    config = ModelConfig.from_dict({key: value for key, value in model.items() if value is not None})
     step = Step(
-        ModelConfig.from_dict({key: value for key, value in model.items() if value is not None}),
-        16384, precision="bf16-true", memory="selective", family=HOPPER.name,
+        config, 16384, precision="bf16-true", memory="selective", family=HOPPER.name,
     )  # fmt: skip
     return {
         "packing.svg": packing((21, 9, 6, 7, 5), 16),
@@ -72,6 +74,8 @@ def pictures() -> dict[str, str]:
         "memory.svg": memory(step, name),
         "row_split.svg": row_split((2544, 16000, 2128, 2080, 2848, 2576, 1696, 2896), 4),
         "schedule.svg": schedule(FORWARD[128], 4),
+        "resume.svg": training_pictures.resume(rows=5, batch_size=2, steps=6, stop=3, seed=0),
+        "mfu.svg": training_pictures.mfu((7168, 4096, 2816, 2304), config, name),
     }
 
 

@@ -169,3 +169,21 @@ def test_the_schedule_obeys_the_pipeline(site_pictures, tile):
     labels = words_of(site_pictures.schedule(tile, 4))
     assert sum("stage" in word for word in labels) == tile.k_stages + tile.v_stages
     assert f"{tile.consumers} consumers of 64 queries, blocks of {tile.block_n} keys" in labels
+
+
+def test_the_resumed_run_has_the_rows_and_seeds_of_the_whole_one(drawn):
+    words = words_of(drawn["resume.svg"])
+    whole, stopped = words.index("whole run"), words.index("stopped")
+    lanes = [words[begin + 1 : begin + 1 + 6 * 3] for begin in (whole, stopped)]
+    assert lanes[0] == lanes[1]
+    numbers = [int(word) for i, word in enumerate(lanes[0]) if i % 3 < 2]
+    assert [sorted(numbers[i : i + 5]) for i in (0, 5)] == [[0, 1, 2, 3, 4]] * 2  # each epoch has every row once
+
+
+def test_the_flops_for_mfu_are_those_of_the_documents(drawn):
+    words = words_of(drawn["mfu.svg"])
+    lengths = [int(word.partition(": ")[2].replace(",", "")) for word in words if re.match("[A-D]: ", word)]
+    documents, whole = (int(word.removesuffix(" TFLOP")) for word in words if word.endswith(" TFLOP"))
+    pair = 12 * 24 * 16 * 128 / 1e12  # of 1b3
+    difference = pair * (attended_pairs([sum(lengths)]) - attended_pairs(lengths))
+    assert sum(lengths) == 16384 and abs(whole - documents - difference) <= 1
