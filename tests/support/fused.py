@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ def fused_on_cpu(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) ->
     monkeypatch.setattr(backends, "flash_unavailable", lambda *_: None)
     monkeypatch.setattr(ops, "_kernels_run", lambda x: True)
     monkeypatch.setattr(ops, "linear_cross_entropy", linear_cross_entropy)
-    monkeypatch.setattr(products, "has_wide_results", lambda x: True)
 
 
 @contextmanager
@@ -42,6 +42,7 @@ def no_products() -> Iterator[None]:
         library.impl("addmm.dtype_out", lambda c, a, b, kind, *, beta=1, alpha=1, out: out, "CPU")
         library.impl("addmm_", lambda c, a, b, *, beta=1, alpha=1: c, "CPU")
     try:
-        yield
+        with mock.patch.object(products, "has_wide_results", lambda x: True):
+            yield
     finally:
         library._destroy()

@@ -109,7 +109,8 @@ def test_statuses(capsys):
         assert name == "run 0 (a=1)"
     with runs.next():
         raise OutOfMemoryError("out of memory")
-    assert runs.statuses == ["ok", "oom"] and capsys.readouterr().err == "flash-train: run 1 (a=2): out of memory\n"
+    line = "flash-train: run 1 (a=2): out of memory (see docs/memory.md)\n"
+    assert runs.statuses == ["ok", "oom"] and capsys.readouterr().err == line
     runs.end()
     runs.ended = [EndedRun("a=1", "oom"), EndedRun("a=2", "oom")]
     with pytest.raises(OutOfMemoryError, match="no run ended ok"):
