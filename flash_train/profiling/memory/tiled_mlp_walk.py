@@ -34,7 +34,7 @@ class TiledMLPWalk(ModuleWalk):
         self.mlp.forward(layer, saves=False)
         self._drop(layer)
         self.norms.forget(f"{layer}.norm2")
-        self.ledger.release(f"{layer}.added", *self._dropped(layer))
+        self.ledger.release(f"{layer}.added", *self._kept_copy(layer))
 
     def backward(self, layer: int) -> None:
         """Make the gradients of the weights and of `middle`; `dx` is the one before and after."""
@@ -53,7 +53,7 @@ class TiledMLPWalk(ModuleWalk):
         self.mlp.backward(layer)
         by = ["up", "gate"] if self.step.fused else ["up"]
         self.norms.backward(f"{layer}.norm2", [f"{layer}.d norm2 by {name}" for name in by], None)
-        ledger.release(f"{layer}.added", *self._dropped(layer))
+        ledger.release(f"{layer}.added", *self._kept_copy(layer))
         if self.model.residual_dropout:
             ledger.release(f"{layer}.mask2")
         if self.several:
@@ -62,9 +62,12 @@ class TiledMLPWalk(ModuleWalk):
         if self.moves_gradients:
             ledger.release(*(f"gradient {layer}.weights of {name}" for name in self.linear_weights))
 
-    def _dropped(self, layer: int) -> list[str]:
-        return [f"{layer}.dropped {i}" for i in (1, 2)] if self.model.residual_dropout else []
+    def _kept_copy(self, layer: int) -> list[str]:
+        return [f"{layer}.dropped"] if self.model.residual_dropout else []
 
     def _drop(self, layer: int) -> None:
-        for name in self._dropped(layer):
+        """Mask the update, and scale what the mask leaves."""
+        for name in self._kept_copy(layer):
+            self.ledger.hold(f"{name} by the mask", "residual stream", self.update)
             self.ledger.hold(name, "residual stream", self.update)
+            self.ledger.release(f"{name} by the mask")
