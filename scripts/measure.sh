@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload memory attention training training_peer start graphs fp8 updates collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload memory attention training training_peer start graphs long_rows fp8 updates collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -80,6 +80,14 @@ for part; do
       both 1024 "${model[@]}" seq_len=1024 batch_size=4
       both 1024x8 "${model[@]}" seq_len=1024 batch_size=4 accumulate=8
       ;;
+    long_rows) # one step over a row that is a single document
+      step() {
+        train "long_rows/$1" model=$1 precision=bf16-true optimizer.offload=true data.packing=concat max_steps=1 data.val_batches=1 \
+          trainer.checkpoints=false callbacks.sample.tokens=0 "${@:2}"
+      }
+      step 8b seq_len=262144 memory=offload
+      step 1b3 seq_len=524288 memory=selective memory.offload=auto
+      ;;
     fp8) # 8b needs 8-bit moments on one card of 80 GB
       once() { train "fp8/$1" model=8b seq_len=8192 memory=selective memory.keep=auto optimizer.moments=8bit max_steps=200 "${@:2}"; }
       once bf16 precision=bf16-true
@@ -93,7 +101,7 @@ for part; do
       for master in exact stochastic none; do tune $master precision=bf16-true optimizer.master=$master; done
       ;;
     collect)
-      for name in ablation find_max training graphs fp8 updates; do
+      for name in ablation find_max training graphs long_rows fp8 updates; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done

@@ -51,6 +51,10 @@ MODULES = {
         "flash_train.integrations.hub_kernel",
     ],
 }  # fmt: skip
+#: the titles of these pages where the name is not enough
+TITLES = {
+    "nn": "Modules of PyTorch's shape", "optim": "Optimizer", "distributed": "Several devices",
+}  # fmt: skip
 CLI = ROOT / "flash_train" / "cli"
 #: the commands that come first on their page
 COMMANDS = ["train", "profile_memory", "ablate", "export"]
@@ -109,7 +113,7 @@ def picture(mark: re.Match) -> str:
 
 def interface_page(name: str, modules: list[str]) -> str:
     """A page with the public names of modules, for mkdocstrings."""
-    return f"# {name}\n\n" + "\n\n".join(f"::: {module}" for module in modules) + "\n"
+    return f"# {TITLES.get(name, name.capitalize())}\n\n" + "\n\n".join(f"::: {module}" for module in modules) + "\n"
 
 
 def configuration_page() -> str:

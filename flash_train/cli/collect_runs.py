@@ -27,6 +27,9 @@ RUN_KEYS = ("model", "precision", "attention", "seq_len")  # these and SETTINGS 
 SETTINGS = {
     "master": "optimizer.master",
     "recipe": "precision_fp8.recipe",
+    "memory": "memory.mode",
+    "moments": "optimizer.moments",
+    "optimizer_offload": "optimizer.offload",
     "batch_size": "batch_size",
     "accumulate": "accumulate",
     "cuda_graph": "trainer.cuda_graph",

@@ -50,6 +50,28 @@ def graphs_table(records: Records) -> str:
     return f"Medians of a step ({records[0]['device']}):\n\n" + table(header, rows, left=3)
 
 
+def long_rows_table(records: Records) -> str:
+    """A row per run of one step over a single document."""
+    rows = [
+        (
+            f"`{record['model']}`",
+            number(record["seq_len"], ","),
+            f"`{record['memory']}`",
+            f"{record['master'] or 'exact'}, {record['moments'] or 'bf16'}"
+            + ", on the host" * record["optimizer_offload"],
+            number(record["step_seconds"], ".1f"),
+            number(record["mfu"], ".1%"),
+            number(record["peak_memory_gib"], ".1f"),
+            number(record.get("predicted_memory_gib"), ".1f"),
+        )
+        for record in records
+    ]
+    header = (
+        "model", "tokens", "`memory`", "master and moments", "step (s)", "MFU", "peak (GiB)", "predicted (GiB)",
+    )  # fmt: skip
+    return f"One step over a row that is a single document ({records[0]['device']}):\n\n" + table(header, rows, left=1)
+
+
 def fp8_table(records: Records) -> str:
     """A row per precision and recipe; the first record in bf16-true is what the others are compared with."""
     (plain,) = [record for record in records if record["precision"] == "bf16-true"]

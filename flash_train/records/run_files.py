@@ -51,6 +51,7 @@ SUMMARY = {
     "tokens_per_second": "median",
     "mfu": "median; null if the card's peak is unknown",
     "peak_memory_gib": "most memory since training began",
+    "predicted_memory_gib": "the peak of tensors that was predicted before the run; not with `compile=true`",
     "peak_memory_of": "`device`: tensors on the GPU; `process`: the whole process",
     "run_dir": "the run's folder",
     "wandb_dir": "W&B's files, if they are in the run's folder",

@@ -20,8 +20,10 @@ from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
 from flash_train.cli.run.memory_choice import shortage_for_graph
 from flash_train.cli.run.resume import check_resume, find_checkpoint
 from flash_train.data import PackedDataModule
+from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from flash_train.training import CausalLMModule, CudaGraph
+from flash_train.records.memory_use import GIB
+from flash_train.training import CausalLMModule, CudaGraph, RunRecord
 from flash_train.training.callbacks.base import find_callback
 
 
@@ -78,6 +80,9 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
     module = init_module(config, model, backend, data, pretrained, trainer)
     if step is not None:
         module.model.keep, module.model.offload = step.keep, step.offload
+        record = find_callback(trainer, RunRecord)
+        if record is not None and not config.compile:
+            record.extra["predicted_memory_gib"] = predict(step).peak_bytes / GIB
     deal_rows(data, module.model, plan)
     notes = data_notes(data, plan) | {"model": rotary_note(config, model)}
     if step is not None and device.type == "cuda":
