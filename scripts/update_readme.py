@@ -4,9 +4,9 @@ With --check it changes nothing and exits with 1 if a table or picture is not up
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME --> in any page. NAME and NAME.PART come from
 docs/results/NAME.json, which holds {"records": [...]}. collect_runs writes the records of `training`, `recall`,
-`graphs`, `long_rows`, `fp8`, `updates`, `ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`, `memory`,
-`training_peer`, `start` and `parallel`; the compile tier writes `compile_tier`. Some records also have a picture,
-docs/results/NAME.png. Without a record its tables are empty, and its picture is removed.
+`graphs`, `long_rows`, `fp8`, `updates`, `ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`,
+`memory`, `training_peer`, `start` and `parallel`; the compile tier writes `compile_tier`. Some records also have a
+picture, docs/results/NAME.png. Without a record its tables are empty, and its picture is removed.
 """
 
 import argparse
