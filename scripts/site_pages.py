@@ -53,7 +53,7 @@ MODULES = {
 }  # fmt: skip
 #: the titles of these pages where the name is not enough
 TITLES = {
-    "nn": "Modules of PyTorch's shape", "optim": "Optimizer", "distributed": "Several devices",
+    "nn": "Modules", "optim": "Optimizer", "distributed": "Several devices",
 }  # fmt: skip
 CLI = ROOT / "flash_train" / "cli"
 #: the commands that come first on their page

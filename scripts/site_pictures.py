@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import training_pictures
 import yaml
-from svg_drawing import INK, Drawing
+from svg_drawing import GREY, INK, PALE, PALETTE, Drawing
 from torch import Tensor
 
 from flash_train.attention import dropout as dropout_map
@@ -34,12 +34,10 @@ from flash_train.profiling.memory.plot import COLORS, ORDER
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import GIB
-from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION
+from flash_train.records.plots import BLUE, ORANGE
 
 ROOT = Path(__file__).parents[1]
-GREY, PALE, SKY, PURPLE = "#595959", "#ECECEC", "#56B4E9", "#CC79A7"
 TILE_COLORS = {SKIPPED: PALE, WHOLE: BLUE, PARTIAL: ORANGE}
-PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # Okabe & Ito (2008)
 #: by picture: what it shows, for its title and for the site's alternative text
 CAPTIONS = {
     "packing.svg": "Documents of different lengths fill rows of the same number of tokens, and a document that is too "

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from html import escape
 
+from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION
+
 WIDTH = 700
-INK = "#1A1A1A"
+INK, GREY, PALE, SKY, PURPLE = "#1A1A1A", "#595959", "#ECECEC", "#56B4E9", "#CC79A7"
+PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # Okabe & Ito (2008)
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
 

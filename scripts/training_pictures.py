@@ -4,16 +4,13 @@ from collections.abc import Sequence
 from string import ascii_uppercase as LETTERS
 
 import torch
-from svg_drawing import INK, Drawing
+from svg_drawing import GREY, INK, PALE, PALETTE, PURPLE, Drawing
 
 from flash_train.attention.flops import attended_pairs
 from flash_train.data.sampler import EndlessBatchSampler, EndlessOrder, PlacedOrder
 from flash_train.model import ModelConfig, Transformer
-from flash_train.records.plots import BLUE, GREEN, ORANGE, VERMILION
 from flash_train.training.callbacks.step_seed import seed_of_rows
 
-GREY, PALE, SKY, PURPLE = "#595959", "#ECECEC", "#56B4E9", "#CC79A7"
-PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # Okabe & Ito (2008)
 CAPTIONS = {
     "resume.svg": "The steps of a run and of a run that was stopped and resumed: the rows of a step and the seed of "
     "its dropout are functions of the run's seed and of the step, so the resumed run has the same ones.",

@@ -72,10 +72,10 @@ class ParallelDims:
         """Whether sharded gradients are summed by `flash_train.distributed.gradient_sums`.
 
         Args:
-            precision: of `flash_train.precision`.
+            precision: Lightning's name.
             local_ranks: how many ranks a machine has.
         """
-        return precision in ("bf16-true", "fp8") and self.replicate == 1 < self.shard and local_ranks % self.shard == 0
+        return precision == "bf16-true" and self.replicate == 1 < self.shard and local_ranks % self.shard == 0
 
 
 def data_share(strategy: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from flash_train.attention.dropout import RngState, draw_state
 from flash_train.attention.parallel import SharedRow, shared_attention
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
+from flash_train.model.products import Adding
 from flash_train.model.tiled_mlp import tiled_mlp
 
 Layout = Packing | SharedRow | None
@@ -21,15 +22,15 @@ class Linear(nn.Linear):
     """A linear layer without bias. `Transformer.reset_parameters` draws its weights, once.
 
     Attributes:
-        adds_gradients: the backward adds to `weight.grad` within its product (see `Transformer.adding_gradients`).
+        adding: whether the backward adds to `weight.grad` within its product (see `Transformer.adding_gradients`).
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
-        self.adds_gradients = False
+        self.adding = Adding()
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, adds=self.adds_gradients)
+        return ops.linear(x, self.weight, adds=self.adding.on)
 
     def reset_parameters(self) -> None:
         pass
@@ -39,7 +40,7 @@ class SwiGLULinear(Linear):
     """A linear layer over silu(gate) · up. On CUDA it does not keep this product for its backward."""
 
     def forward(self, gate: Tensor, up: Tensor, *, needs_value: bool = True) -> Tensor:  # type: ignore[override]
-        return ops.swiglu_linear(gate, up, self.weight, needs_value=needs_value, adds=self.adds_gradients)
+        return ops.swiglu_linear(gate, up, self.weight, needs_value=needs_value, adds=self.adding.on)
 
 
 def project(layer: nn.Linear, x: Tensor, training: bool) -> Tensor:
@@ -152,6 +153,10 @@ class Block(nn.Module):
         self.attention = Attention(config, backend)
         self.mlp_norm = AddRMSNorm(config.width, config.norm_eps, uses=2)
         self.mlp = SwiGLU(config)
+        self.adding = Adding()
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.adding = self.adding
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, packing: Layout, batch_size: int, *, tiled: bool = False

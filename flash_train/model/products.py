@@ -6,17 +6,25 @@
   micro-batch, and adds it. (Megatron-LM calls this gradient accumulation fusion.)
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass
+class Adding:
+    """Whether the layers of a block add gradients within their products; they share this object."""
+
+    on: bool = False
+
+
 def linear(x: Tensor, weight: Tensor, adds: bool) -> Tensor:
     """Return x @ weight.T, for x (…, in) in the compute dtype and weight (out, in) of any dtype.
 
-    With `adds`, the backward adds to `weight.grad` if there is one, and then returns no gradient. So hooks that wait
-    for the weight's gradient do not run.
+    With `adds`, the backward adds to `weight.grad` if there is one, and then returns no gradient. A weight with hooks,
+    which would not run, gets its gradient as usual.
     """
     return _Linear.apply(x, weight, adds)
 
@@ -43,7 +51,7 @@ def weight_gradient(dout: Tensor, x: Tensor, weight: Tensor, adds: bool) -> Tens
 
     dout (tokens, out), x (tokens, in), weight (out, in).
     """
-    if adds and weight.grad is not None:
+    if adds and weight.grad is not None and not _has_hooks(weight):
         add_product(weight.grad, dout.T, x)
         return None
     if weight.dtype == torch.float32 != x.dtype and has_wide_results(x):
@@ -59,6 +67,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def has_wide_results(x: Tensor) -> bool:

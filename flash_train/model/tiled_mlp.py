@@ -36,7 +36,7 @@ def tiled_mlp(
         tile_tokens: None takes `TILE_TOKENS`.
     """
     held = _Held.apply(x, mask)
-    return _TiledMLP.apply(held, mask, half, tile_tokens or TILE_TOKENS, *weights)
+    return _TiledMLP.apply(held, mask, half, tile_tokens, *weights)
 
 
 def tile_size(tokens: int, tile_tokens: int | None = None) -> int:
@@ -64,7 +64,9 @@ class _TiledMLP(torch.autograd.Function):
     """Weights are attributes of the context: a saved tensor would let the recomputation run up to here."""
 
     @staticmethod
-    def forward(ctx: Any, held: Tensor, mask: Tensor | None, half: Half, tile_tokens: int, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, held: Tensor, mask: Tensor | None, half: Half, tile_tokens: int | None, *weights: Tensor
+    ) -> Tensor:
         out = torch.empty_like(held)
         for rows in _tiles(held, tile_tokens):
             x, update = half(held[rows], None if mask is None else mask[rows], True)
@@ -124,7 +126,7 @@ class _Sums:
         return [total.to(weight.dtype) for total, weight in zip(self._sums, self._weights, strict=True)]
 
 
-def _tiles(x: Tensor, tile_tokens: int) -> Iterator[slice]:
+def _tiles(x: Tensor, tile_tokens: int | None) -> Iterator[slice]:
     size = tile_size(len(x), tile_tokens)
     for start in range(0, len(x), max(1, size)):
         yield slice(start, start + size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -129,15 +130,14 @@ class Transformer(nn.Module):
         (outside of this context), are left out.
         """
         first = first_kept(len(self.blocks), self.memory, self.keep)
-        modules = [module for block in self.blocks[first:] for module in block.modules()]
-        adding = [module for module in modules if isinstance(module, Linear) and not _has_hooks(module.weight)]
-        for module in adding:
-            module.adds_gradients = True
+        kept = [cast(Block, block).adding for block in self.blocks[first:]]
+        for adding in kept:
+            adding.on = True
         try:
             yield
         finally:
-            for module in adding:
-                module.adds_gradients = False
+            for adding in kept:
+                adding.on = False
 
     def num_parameters(self) -> int:
         """Count all weights; tied embeddings are counted once."""
@@ -151,10 +151,6 @@ class Transformer(nn.Module):
         """
         c = self.config
         return 6 * c.matmul_parameters * n_tokens + 12 * c.n_layers * c.n_heads * c.head_dim * pairs
-
-
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _default_positions(tokens: Tensor, packing: Layout) -> Tensor:

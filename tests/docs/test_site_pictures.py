@@ -181,9 +181,9 @@ def test_the_resumed_run_has_the_rows_and_seeds_of_the_whole_one(drawn):
 
 
 def test_the_flops_for_mfu_are_those_of_the_documents(drawn):
-    words = words_of(drawn["mfu.svg"])
-    lengths = [int(word.partition(": ")[2].replace(",", "")) for word in words if re.match("[A-D]: ", word)]
-    documents, whole = (int(word.removesuffix(" TFLOP")) for word in words if word.endswith(" TFLOP"))
+    labels = words_of(drawn["mfu.svg"])
+    lengths = [int(label.partition(": ")[2].replace(",", "")) for label in labels if re.match("[A-D]: ", label)]
+    documents, whole = (int(label.removesuffix(" TFLOP")) for label in labels if label.endswith(" TFLOP"))
     pair = 12 * 24 * 16 * 128 / 1e12  # of 1b3
     difference = pair * (attended_pairs([sum(lengths)]) - attended_pairs(lengths))
     assert sum(lengths) == 16384 and abs(whole - documents - difference) <= 1

@@ -46,7 +46,7 @@ def test_only_products_of_kept_blocks_add_and_the_gradients_stay_the_same_tensor
     assert all(parameter.grad is before[name] for name, parameter in model.named_parameters())
     inside = [name for name in before if name.startswith("blocks.1.") and "norm" not in name]
     assert len(inside) == len(totals) == 7 and all(any(before[name] is total for total in totals) for name in inside)
-    assert not any(getattr(module, "adds_gradients", False) for module in model.modules())
+    assert not any(block.adding.on for block in model.blocks)
     micro_batches(model, adding=False, count=1)
     assert len(totals) == 7
 

@@ -91,10 +91,14 @@ def _in_one_line() -> Iterator[None]:
         fail(error)
 
 
+def helpful_page(error: UsageError) -> str | None:
+    """Return the page of the documentation that helps."""
+    return error.page or page_of(str(error))
+
+
 def line_of(error: UsageError) -> str:
     """Return an error as one line, with the page that helps."""
-    text = " ".join(str(error).split())
-    page = error.page or page_of(text)
+    text, page = " ".join(str(error).split()), helpful_page(error)
     return f"{text} (see {page})" if page else text
 
 

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError, line_of
+from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError, helpful_page, line_of
 from flash_train.cli.config.overrides import CommandLine, parse
-from flash_train.cli.config.pages import page_of
 from flash_train.cli.run.interrupt import Interrupted, signals
 from flash_train.cli.run.outcome import STATUS_OF_EXIT, Status, require_success
 from flash_train.cli.run.run_table import EndedRun, run_table
@@ -49,7 +48,7 @@ class Multirun:
             self._add("failed", run_dir)
             self._show()
             ended = UsageError(f"{name}: {error}; {self._not_begun()}")
-            ended.page = error.page or page_of(str(error))
+            ended.page = helpful_page(error)
             raise ended from error
         except (Interrupted, KeyboardInterrupt) as stop:  # the second of two signals interrupts at once
             number = stop.number if isinstance(stop, Interrupted) else signal.SIGINT

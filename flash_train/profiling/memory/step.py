@@ -106,7 +106,8 @@ class Step:
     @property
     def exchanges_gradients(self) -> bool:
         """Whether sharded gradients are summed in their own dtype, without a copy in fp32."""
-        return self.dims.exchanges_gradients(self.precision, self.local_ranks or self.dims.ranks)
+        precision = PRECISIONS[self.precision].lightning
+        return self.dims.exchanges_gradients(precision, self.local_ranks or self.dims.ranks)
 
     @property
     def first_kept(self) -> int:

@@ -23,6 +23,7 @@ from flash_train.cli.config.schema import ModelSchema, OptimizerSchema, RopeScal
 from flash_train.cli.config.validate import RULES, validate
 from flash_train.cli.run.build import build
 from flash_train.model import MEMORY_MODES, ModelConfig, RopeScaling, Transformer
+from flash_train.model.fp8 import RECIPES
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.step import training_backends
 from flash_train.training import CausalLMModule, OptimizerConfig
@@ -193,6 +194,7 @@ def test_schema_and_package_have_the_same_choices():
     assert set(RULES["attention.backend"].choices) == {"auto", *training_backends()}
     assert {path.stem for path in of_group("attention")} == {"auto", *training_backends()}
     assert RULES["precision"].choices == tuple(PRECISIONS)
+    assert RULES["precision_fp8.recipe"].choices == RECIPES
     assert RULES["memory.mode"].choices == MEMORY_MODES
 
 
