@@ -34,7 +34,7 @@ def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8': must be one of fp32, bf16-mixed, bf16-true, fp16-mixed"),
+        ({"precision": "fp4"}, "precision='fp4': must be one of fp32, bf16-mixed, bf16-true, fp16-mixed, fp8"),
         ({"precision": "fp16-mixed"}, "precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU"),
         ({"max_steps": 0}, "max_steps=0: must be 1 or more"),
         ({"accumulate": 0}, "accumulate=0: must be 1 or more"),
