@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -19,14 +21,29 @@ def empty_on_host(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     Raises:
         MemoryError: the system cannot pin so much memory.
     """
-    memory = torch.empty(shape, dtype=dtype)
-    if torch.cuda.is_available() and memory.numel():
-        runtime, size = torch.cuda.cudart(), memory.numel() * memory.element_size()
+    size = shape.numel() * dtype.itemsize
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
+    memory.zero_()  # on all cores; else pinning would fetch the pages, on one core
+    if torch.cuda.is_available():
+        runtime = torch.cuda.cudart()
         if error := int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)):
             raise MemoryError(f"cannot pin {size:,} bytes of the host's memory: CUDA error {error}")
         finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
         finalizer.atexit = False  # CUDA may have ended before
-    return memory
+    return memory.view(dtype).view(shape)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Return memory of this process alone, in huge pages where the system has them: there are fewer to pin."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them takes its usual pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def to_host(x: Tensor) -> Tensor:
