@@ -30,6 +30,7 @@ SETTINGS = {
     "memory": "memory.mode",
     "moments": "optimizer.moments",
     "optimizer_offload": "optimizer.offload",
+    "in_backward": "optimizer.in_backward",
     "batch_size": "batch_size",
     "accumulate": "accumulate",
     "cuda_graph": "trainer.cuda_graph",

@@ -1,5 +1,6 @@
 """Optimizers."""
 
 from flash_train.optim.adamw import MASTERS, MOMENTS, AdamW
+from flash_train.optim.in_backward import step_in_backward
 
-__all__ = ["MASTERS", "MOMENTS", "AdamW"]
+__all__ = ["MASTERS", "MOMENTS", "AdamW", "step_in_backward"]

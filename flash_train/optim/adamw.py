@@ -137,27 +137,41 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         first = 0
         for group_number, group in enumerate(self.param_groups):
-            numbers = {id(weight): first + i for i, weight in enumerate(group["params"])}
+            numbers = {weight: first + i for i, weight in enumerate(group["params"])}
             first += len(numbers)
-            for index, ((step, found), weights) in enumerate(self._alike(group["params"]).items()):
-                update = Update(
-                    key=(group_number, index),
-                    found=found,
-                    weights=[local(weight) for weight in weights],
-                    gradients=[local(weight.grad).contiguous() for weight in weights],
-                    states=[_parts(self.state[weight]) for weight in weights],
-                    numbers=[numbers[id(weight)] for weight in weights],
-                    part=part_of(weights[0]),
-                    step=step,
-                    **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                    seed=self.defaults["seed"],
-                    grad_scale=self.grad_scale,
-                )
-                self._update(update)
+            self._step_some(("group", group_number), group, numbers)
         self.grad_scale = None
         return loss
 
-    def _alike(self, parameters: list[Tensor]) -> dict[tuple[int, Format], list[Tensor]]:
+    @torch.no_grad()
+    def step_one(self, weight: Tensor, number: int, group: dict[str, Any]) -> None:
+        """Take the step of one weight, as a part of a step of all: `grad_scale` stays.
+
+        Args:
+            number: of the weight, counted over all groups.
+            group: the group of `param_groups` that has it.
+        """
+        self._step_some(("weight", number), group, {weight: number})
+
+    def _step_some(self, key: tuple[str, int], group: dict[str, Any], numbers: dict[Tensor, int]) -> None:
+        """Update those of a group's weights that have a gradient; `numbers` counts weights over all groups."""
+        for index, ((step, found), weights) in enumerate(self._alike(numbers).items()):
+            update = Update(
+                key=(*key, index),
+                found=found,
+                weights=[local(weight) for weight in weights],
+                gradients=[local(weight.grad).contiguous() for weight in weights],
+                states=[_parts(self.state[weight]) for weight in weights],
+                numbers=[numbers[weight] for weight in weights],
+                part=part_of(weights[0]),
+                step=step,
+                **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                seed=self.defaults["seed"],
+                grad_scale=self.grad_scale,
+            )
+            self._update(update)
+
+    def _alike(self, parameters: Iterable[Tensor]) -> dict[tuple[int, Format], list[Tensor]]:
         """Group the weights that have a gradient by their steps, including this one, and their formats."""
         weights = [parameter for parameter in parameters if parameter.grad is not None]
         groups: dict[tuple[int, Format], list[Tensor]] = {}

@@ -118,7 +118,8 @@ def encode(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     magnitude = y.abs()
     decade = sum((magnitude > bound).to(torch.int32) for bound in decade_bounds(signed))
     count = 2 ** (decade if signed else decade + 1)
-    place = ((magnitude * 10.0 ** (DECADES - 1 - decade) - 0.1) * (count / 0.9)).floor().to(torch.int32)
+    power = 10.0 ** (DECADES - 1 - decade).float()
+    place = ((magnitude * power - 0.1) * (count.float() / 0.9)).floor().to(torch.int32)
     number = count + torch.minimum(place.clamp(min=0), count - 1) - (0 if signed else 1)
     if signed:
         number = torch.where(magnitude < 0.275e-6, 0, number)  # half of the smallest value

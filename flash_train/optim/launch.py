@@ -51,7 +51,8 @@ class Launcher:
         """
         device = update.weights[0].device
         buckets = into_buckets([weight.numel() for weight in update.weights], STAGED)
-        stages = [Stage(update, device) for _ in buckets[:2]]
+        elements = max(sum(_whole_blocks(piece.elements) for piece in bucket) for bucket in buckets)
+        stages = [Stage(update, device, elements) for _ in buckets[:2]]
         to_gpu, to_host = CopyStream(device), CopyStream(device)
         for number, pieces in enumerate(buckets):
             stage = stages[number % 2]
@@ -147,21 +148,26 @@ def into_buckets(sizes: Sequence[int], most: int) -> list[list[Piece]]:
                 left = most
             count = min(size - first, left)
             buckets[-1].append(Piece(number, first, count))
-            first, left = first + count, left - triton.cdiv(count, kernel.BLOCK) * kernel.BLOCK
+            first, left = first + count, left - _whole_blocks(count)
     return buckets
 
 
+def _whole_blocks(elements: int) -> int:
+    """Round up to a multiple of the kernel's block."""
+    return triton.cdiv(elements, kernel.BLOCK) * kernel.BLOCK
+
+
 class Stage:
-    """Memory on the GPU for the state of a bucket's elements.
+    """Memory on the GPU for the state of a bucket's elements, a multiple of the kernel's block.
 
     Attributes:
         is_free: when nothing uses the memory: at first what it held before, then the copies to the host.
     """
 
-    def __init__(self, update: Update, device: torch.device) -> None:
+    def __init__(self, update: Update, device: torch.device, elements: int) -> None:
         self.is_free: Event = computed(device)
         self._buffers = {
-            name: torch.empty(STAGED // (CODE_BLOCK if name in SCALES.values() else 1), dtype=x.dtype, device=device)
+            name: torch.empty(elements // (CODE_BLOCK if name in SCALES.values() else 1), dtype=x.dtype, device=device)
             for name, x in update.states[0].items()
         }
 
@@ -170,7 +176,7 @@ class Stage:
         found, place = [], 0
         for piece in pieces:
             found.append((piece, place))
-            place += triton.cdiv(piece.elements, kernel.BLOCK) * kernel.BLOCK
+            place += _whole_blocks(piece.elements)
         return found
 
     def load(self, update: Update, pieces: Sequence[Piece]) -> None:

@@ -53,8 +53,9 @@ def _update_chunk(chunk: dict[str, Tensor], update: Update, draws: Draws) -> Non
     if update.grad_scale is not None:
         gradient = gradient / update.grad_scale.to(gradient)
     averages = [_moment(chunk, name) for name in AVERAGES]
+    before = torch.tensor(update.step - 1, dtype=torch.float32)
     adamw(
-        [master], [gradient], [averages[0]], [averages[1]], [], [torch.tensor(update.step - 1.0)],
+        [master], [gradient], [averages[0]], [averages[1]], [], [before],
         fused=weight.device.type == "cpu", amsgrad=False, maximize=False, beta1=update.betas[0], beta2=update.betas[1],
         lr=update.lr, weight_decay=update.weight_decay, eps=update.eps,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def new_state(weight: Tensor, found: Format) -> State:
         if found.moment == torch.uint8:
             zero, blocks = 127 if SIGNED[name] else 0, own.shape[-1] // formats.CODE_BLOCK
             state[name] = torch.full(own.shape, zero, dtype=torch.uint8, device=device)
-            state[SCALES[name]] = torch.zeros((*own.shape[:-1], blocks), device=device)
+            state[SCALES[name]] = torch.zeros((*own.shape[:-1], blocks), dtype=torch.float32, device=device)
         else:
             state[name] = torch.zeros(own.shape, dtype=found.moment, device=device)
     if found.master == "exact":

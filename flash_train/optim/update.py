@@ -23,7 +23,7 @@ class Update:
         grad_scale: scalar that divides the gradients; None for 1.
     """
 
-    key: tuple[int, int]
+    key: tuple[str, int, int]
     found: Format
     weights: list[Tensor]
     gradients: list[Tensor]

@@ -22,9 +22,16 @@ from flash_train.attention.parallel import Method
 from flash_train.distributed.context import own_part
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import ModelConfig, Transformer
+from flash_train.optim import step_in_backward
 from flash_train.training.batch import Batch, document_layout, document_lengths, uses_own_kernels
 from flash_train.training.evaluation_sums import EvaluationSums
-from flash_train.training.optimizer import OptimizerConfig, build_adamw, rescale_and_clip, warmup_cosine
+from flash_train.training.optimizer import (
+    OptimizerConfig,
+    build_adamw,
+    obstacle_to_step_in_backward,
+    rescale_and_clip,
+    warmup_cosine,
+)
 from flash_train.training.step_graph import StepGraph
 from flash_train.training.step_log import is_logged, log_at_step
 from flash_train.training.token_mean import TokenMean
@@ -129,6 +136,7 @@ class CausalLMModule(pl.LightningModule):
         self.step_graph: StepGraph | None = None  # set by the callback `CudaGraph`
         self._is_replayed = False  # the newest micro-batch
         self._token_mean = TokenMean()
+        self._finished: tuple[Tensor, Tensor] | None = None  # loss and norm of a step that the backward took
         self._forward_dtype = torch.get_default_dtype()
 
     @property
@@ -170,6 +178,7 @@ class CausalLMModule(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self._token_mean.reset()  # an earlier fit may have ended between the micro-batches of a step
+        self._finished = None
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._forward_dtype = torch.get_default_dtype()
@@ -205,9 +214,21 @@ class CausalLMModule(pl.LightningModule):
         outside = torch.get_default_dtype()
         torch.set_default_dtype(self._forward_dtype)
         try:
-            super().backward(loss, *args, **kwargs)
+            if self.optimizer_config.in_backward:
+                self._step_in_backward(loss, *args, **kwargs)
+            else:
+                super().backward(loss, *args, **kwargs)
         finally:
             torch.set_default_dtype(outside)
+
+    def _step_in_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a step's only micro-batch, which updates the weights."""
+        mean, factor = self._token_mean.finish(self.trainer)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.grad_scale = factor.float().reciprocal()
+        with step_in_backward(optimizer) as norms:
+            super().backward(loss, *args, **kwargs)
+        self._finished = mean, norms.total() * factor.float()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run Lightning's step, then free the gradients.
@@ -231,9 +252,12 @@ class CausalLMModule(pl.LightningModule):
         if gradient_clip_algorithm not in (None, "norm"):
             raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm}: must be norm, or None")
         trainer = self.trainer
-        loss, factor = self._token_mean.finish(trainer)
-        clip = self.optimizer_config.gradient_clip if gradient_clip_val is None else gradient_clip_val
-        norm = rescale_and_clip(optimizer, factor, clip)
+        if self._finished is not None:
+            (loss, norm), self._finished = self._finished, None
+        else:
+            loss, factor = self._token_mean.finish(trainer)
+            clip = self.optimizer_config.gradient_clip if gradient_clip_val is None else gradient_clip_val
+            norm = rescale_and_clip(optimizer, factor, clip)
         learning_rate, rank_loss = optimizer.param_groups[0]["lr"], self._token_mean.rank_loss
         self.last_step = StepResult(trainer.global_step + 1, loss, norm, learning_rate, rank_loss)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -253,6 +277,8 @@ class CausalLMModule(pl.LightningModule):
             max_steps = self.trainer.estimated_stepping_batches
         if not (math.isfinite(max_steps) and max_steps > 0):  # Lightning estimates infinity, or -1, for endless data
             raise ValueError("the learning-rate schedule needs an end: give Trainer(max_steps=...)")
+        if config.in_backward and (obstacle := obstacle_to_step_in_backward(self.trainer)):
+            raise ValueError(f"optimizer.in_backward=true: {obstacle}; allowed: false")
         optimizer = build_adamw(self.model, config)
         self.planned_steps = int(max_steps)
         scheduler = warmup_cosine(optimizer, config, self.planned_steps)

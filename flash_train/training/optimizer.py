@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -33,9 +35,11 @@ class OptimizerConfig:
         master, moments: how bf16 weights and the moments are stored, as in `flash_train.optim.AdamW`; None: exact, and
             moments in the dtype of the weights.
         offload: keep the optimizer's state in the host's memory.
+        in_backward: update each weight within the backward, and free its gradient at once (see
+            `flash_train.optim.step_in_backward`). It needs one micro-batch per step, one device, and no clipping.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or `in_backward` with clipping.
     """
 
     lr: float = 3e-4
@@ -48,6 +52,7 @@ class OptimizerConfig:
     master: str | None = None
     moments: str | None = None
     offload: bool = False
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -62,6 +67,11 @@ class OptimizerConfig:
         for name, value, choices in (("master", self.master, MASTERS), ("moments", self.moments, MOMENTS)):
             if value is not None:
                 check_name(f"optimizer.{name}", value, choices)
+        if self.in_backward and self.gradient_clip:
+            raise ValueError(
+                f"optimizer.in_backward=true: weights change before the norm of all gradients is known, so "
+                f"optimizer.gradient_clip={self.gradient_clip} cannot clip; allowed: optimizer.gradient_clip=null"
+            )
 
     def learning_rate(self, step: int, max_steps: int) -> float:
         """Return the learning rate at `step` (from 0) in a schedule of `max_steps`."""
@@ -100,7 +110,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     parameters = [parameter for group in groups for parameter in group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
-    if has_bf16 or config.moments is not None or has_kernel(parameters):
+    if has_bf16 or config.moments is not None or config.in_backward or has_kernel(parameters):
         return AdamW(
             groups, **settings, master=config.master or "exact", moments=config.moments, offload=config.offload
         )
@@ -113,6 +123,19 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # see `rescale_and_clip`
         optimizer.register_step_post_hook(_reset_grad_scale)
     return optimizer
+
+
+def obstacle_to_step_in_backward(trainer: pl.Trainer) -> str | None:
+    """Return why weights cannot be updated within the backward, or None."""
+    if trainer.accumulate_grad_batches > 1:
+        return f"a step has {trainer.accumulate_grad_batches} micro-batches, whose gradients are summed"
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        return "several devices exchange their gradients"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "fp16-mixed looks for overflows in all gradients first"
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val} needs the norm of all gradients first"
+    return None
 
 
 def _reset_grad_scale(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

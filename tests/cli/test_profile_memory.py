@@ -255,6 +255,26 @@ def test_the_first_setting_that_fits_is_the_cheapest():
         first = next(other for other, size in peaks.items() if size <= peak)
         assert command.advice(step, peak, flash=True) == f"{first} would fit"
     assert "smaller model" in command.advice(Step(MODEL, 8192), 2**20, flash=True)
+    assert not any("in_backward" in words for words in peaks)  # its gradients are summed over micro-batches
+
+
+def test_updates_within_the_backward_are_offered_before_shorter_rows(monkeypatch):
+    monkeypatch.setattr(command, "capacity", lambda device: 2**40)
+    in_backward = "optimizer.gradient_clip=null optimizer.in_backward=true"
+    step = Step(LARGE, 2048, precision="bf16-true")
+    peaks = {words: predict(other).peak_bytes for words, other in command.alternatives(step, flash=True)}
+    words = list(peaks)
+    first = words.index(f"memory=checkpoint {in_backward}")
+    assert words[first - 2 : first + 3] == [
+        "memory=checkpoint optimizer.moments=8bit",
+        "memory=checkpoint optimizer.offload=true",
+        f"memory=checkpoint {in_backward}",
+        f"memory=checkpoint optimizer.offload=true {in_backward}",
+        "memory=checkpoint seq_len=1024",
+    ]
+    least = peaks[f"memory=checkpoint optimizer.offload=true {in_backward}"]
+    assert least < peaks["memory=checkpoint optimizer.offload=true"]
+    assert in_backward in command.advice(step, least, flash=True)
 
 
 def test_kept_blocks_are_given_up_first():

@@ -183,7 +183,7 @@ def test_what_prevents_a_graph_on_a_gpu(tmp_path):
     for options, words in (
         ({"attention": "sdpa"}, "attention=sdpa needs the lengths"),
         ({"attention": "triton", "memory": "checkpoint"}, "memory=checkpoint with dropout"),
-        ({"attention": "triton", "compile": True}, "compile=true"),
+        ({"attention": "triton", "compile": True}, "compiled layers"),
     ):
         trainer = build_trainer(
             run_dir=tmp_path, max_steps=1, accelerator="cuda", checkpoints=False, progress=False, cuda_graph=True,

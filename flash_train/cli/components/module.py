@@ -100,4 +100,5 @@ def build_optimizer(config: DictConfig, width: int) -> OptimizerConfig:
         values["lr"] = BASE_LR * BASE_WIDTH / width
     if values["warmup_steps"] is None:
         values["warmup_steps"] = min(200, config.max_steps // 10)
+    values["in_backward"] = bool(values["in_backward"])  # null: not chosen
     return OptimizerConfig.from_dict(values)

@@ -123,6 +123,7 @@ class OptimizerSchema:
     master: str | None = None  # of bf16 weights; null: exact, or stochastic if only that fits
     moments: str | None = None  # null: the dtype of the weights, or 8bit if only that fits
     offload: bool = False  # true: its state is in the host's memory
+    in_backward: bool | None = None  # update weights within the backward; null: if only that fits and nothing clips
 
 
 @dataclass

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from flash_train.checks import AUTO_OR_BOOL, Allowed, above, at_least, one_of, within
 from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
+from flash_train.cli.config.in_backward import check_step_in_backward
 from flash_train.cli.config.overrides import PATH_KEYS, require_home
 from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.paths import conf_dir
@@ -188,6 +189,7 @@ def _together(config: DictConfig) -> None:
     if config.validate_only and config.resume is None and config.init_from is None:
         raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
     parallel_plan(config)
+    check_step_in_backward(config)
     if config.trainer.accelerator == "cpu" and config.precision in ("fp16-mixed", "fp8"):
         raise UnavailableError(
             f"precision={config.precision}: needs a GPU; must be one of fp32, bf16-mixed, bf16-true on a CPU"

@@ -75,6 +75,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         master=config.optimizer.master or "exact",
         moments=config.optimizer.moments,
         offload_optimizer=config.optimizer.offload and device.type == "cuda",
+        in_backward=bool(config.optimizer.in_backward),
         dims=plan.dims,
         local_ranks=config.trainer.devices,
         method=config.parallel.method,
@@ -272,6 +273,11 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
     if step.fused and _fits_host(offloaded):
         to_bf16 = "" if bf16 else " precision=bf16-true"
         yield f"{setting}{to_bf16} optimizer.offload=true", offloaded
+    if least.accumulate == least.dims.ranks == 1 and not least.in_backward and least.precision != "fp16-mixed":
+        in_backward = "optimizer.gradient_clip=null optimizer.in_backward=true"  # without clipping, another training
+        yield f"{setting} {in_backward}", replace(least, in_backward=True)
+        if offloaded.offload_optimizer and step.fused and _fits_host(offloaded):
+            yield f"{setting}{to_bf16} optimizer.offload=true {in_backward}", replace(offloaded, in_backward=True)
     seq_len = step.seq_len
     while (seq_len := seq_len // 2) >= SHORTEST:
         yield f"{setting} seq_len={seq_len}", replace(least, seq_len=seq_len)

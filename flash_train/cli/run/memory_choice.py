@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.in_backward import obstacle_to_step_in_backward
 from flash_train.cli.run.memory_check import AUTO, host_share, least_bytes, limit_of
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.prediction import in_addition_to_graph, predict
@@ -17,9 +18,26 @@ from flash_train.records.memory_use import bytes_in_words
 
 def with_choices(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with what the configuration leaves open, in the order of the costs."""
+    step = with_step_in_backward(config, step, device)
     step = with_inputs_on_host(config, step, device)
     step = with_optimizer_formats(config, step, device)
     return with_kept_blocks(config, step, device)
+
+
+def with_step_in_backward(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """The step with weights that are updated within the backward, if it does not fit otherwise and nothing prevents it.
+
+    Only for `optimizer.in_backward=null`. Prints what it chose in one line, and sets it in the configuration.
+    """
+    given, limit = config.optimizer, limit_of(config, device)
+    if given.in_backward is not None or limit is None or config.compile or obstacle_to_step_in_backward(config):
+        return step
+    other, needed = replace(step, in_backward=True), least_bytes(config, step)
+    if needed <= limit or least_bytes(config, other) >= needed:
+        return step
+    given.in_backward = True
+    print_in_backward(needed, least_bytes(config, other), limit)
+    return other
 
 
 def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
@@ -140,6 +158,15 @@ def known_limit(config: DictConfig, device: torch.device, name: str) -> int:
         why = "compile=true has no predicted memory" if config.compile else f"the memory of {device.type} is unknown"
         raise UsageError(f"{name}=auto: {why}; allowed: a share in [0, 1]")
     return limit
+
+
+@rank_zero_only
+def print_in_backward(otherwise: int, needed: int, limit: int) -> None:
+    print(
+        f"optimizer: weights are updated within the backward, which takes {bytes_in_words(needed)} of "
+        f"{bytes_in_words(limit)}; with all gradients at once it would take {bytes_in_words(otherwise)}",
+        flush=True,
+    )
 
 
 @rank_zero_only

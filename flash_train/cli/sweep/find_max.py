@@ -85,8 +85,10 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
     config = compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir)
-    bf16 = PRECISIONS[config.precision].has_bf16_weights
-    if bf16 and config.optimizer.moments is None:  # a run would change it if memory is short
+    if config.optimizer.in_backward is None:  # a run would change it if memory is short, also the next setting
+        overrides += ("optimizer.in_backward=false",)
+        config.optimizer.in_backward = False
+    if PRECISIONS[config.precision].has_bf16_weights and config.optimizer.moments is None:
         overrides += ("optimizer.moments=bf16",)
         config.optimizer.moments = "bf16"
     empty = Row(
@@ -130,7 +132,8 @@ def describe(config: DictConfig) -> str:
         return "fp32 weights"
     master = {"none": "no", None: "exact"}.get(config.optimizer.master, config.optimizer.master)
     where = ", in the host's memory" if config.optimizer.offload else ""
-    return f"{master} master, {config.optimizer.moments} moments{where}"
+    when = ", updated within the backward" if config.optimizer.in_backward else ""
+    return f"{master} master, {config.optimizer.moments} moments{where}{when}"
 
 
 def predicted_length(config: DictConfig, limit: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.ledger import Ledger
 from flash_train.profiling.memory.step import Step
+from flash_train.profiling.memory.weights_walk import copies_of_one
 
 
 class ModuleWalk:
@@ -23,6 +24,7 @@ class ModuleWalk:
         self.mixed = self.weight_bytes != self.activation_bytes  # autocast
         # DDP copies a gradient into its bucket; later micro-batches add theirs to the first one's
         self.moves_gradients = step.dims.shard == 1 and (step.accumulate > 1 or step.dims.ranks > 1)
+        self.frees_gradients = self.moves_gradients or step.in_backward  # once they are complete
         self.saves_fp32_copy = self.activation_bytes < 4 and not step.fused  # in PyTorch's norm
         self.fp8 = precision.fp8 and step.fused  # only a GPU has such products
         self.saves_product = self.fp8 or not step.fused  # in the MLP; otherwise the backward computes it again
@@ -43,8 +45,14 @@ class ModuleWalk:
         if narrow:
             ledger.hold(f"gradient {name}", "gradients", self.weight_bytes * size)
             ledger.release(first_name)
-        if self.moves_gradients:
+        self.update_in_backward(size)
+        if self.frees_gradients:
             ledger.release(f"gradient {name}")
+
+    def update_in_backward(self, size: int) -> None:
+        """Update a weight whose gradient is complete, if the step does so within the backward."""
+        if self.step.in_backward:
+            self.ledger.hold_briefly("optimizer's copies", "optimizer state", copies_of_one(self.step, size))
 
 
 class LinearWalk(ModuleWalk):

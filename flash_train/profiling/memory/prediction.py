@@ -108,7 +108,8 @@ class _StepWalk(ModuleWalk):
         self.embedding_backward()
         self.weights.after_step_backward()
         self.ledger.phase = "step"
-        self.ledger.hold_briefly("optimizer's copies", "optimizer state", OptimizerState.of(self.step).copies)
+        if not self.step.in_backward:
+            self.ledger.hold_briefly("optimizer's copies", "optimizer state", OptimizerState.of(self.step).copies)
         norms = 4 * len(self.linears.weights) * self.model.n_layers
         self.ledger.hold_briefly("norms of the gradients", "optimizer state", norms)
 
@@ -270,6 +271,7 @@ class _StepWalk(ModuleWalk):
             ends.append("sums for the embedding")
         if m.tied_embeddings:
             ledger.hold_briefly("embedding", "gradients", self.weight_bytes * self.head)
+            self.update_in_backward(self.head)
         else:
             self.weight_gradient("embedding", self.head, ready=True)
         if self.adds_head_to_embedding:
@@ -279,4 +281,4 @@ class _StepWalk(ModuleWalk):
     @property
     def adds_head_to_embedding(self) -> bool:
         """Whether tied weights' two gradients are added up before they move to a bucket or to an earlier gradient."""
-        return self.model.tied_embeddings and self.moves_gradients
+        return self.model.tied_embeddings and self.frees_gradients

@@ -38,6 +38,7 @@ class Step:
         lengths: the documents' lengths, if known; with None, each row is one document.
         master, moments: how bf16 weights and the optimizer's moments are stored (see `flash_train.optim.AdamW`).
         offload_optimizer: the optimizer's state is in the host's memory.
+        in_backward: each weight is updated within the backward (see `flash_train.optim.step_in_backward`).
         row_entries: documents that the boundaries of a row have room for, if known: see `PackedIndex.capacity`.
         whole_rows: every row is one document, as with `data.packing=concat`.
         dims: how several devices divide weights and rows; `shard` is 1 for whole weights.
@@ -64,6 +65,7 @@ class Step:
     master: str = "exact"
     moments: str | None = None
     offload_optimizer: bool = False
+    in_backward: bool = False
     row_entries: int | None = None
     whole_rows: bool = False
     dims: ParallelDims = ParallelDims()

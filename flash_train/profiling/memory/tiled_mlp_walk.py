@@ -20,7 +20,9 @@ class TiledMLPWalk(ModuleWalk):
         # A tile's gradients of the weights are summed or returned here, so nothing else moves them.
         one_device = ParallelDims(shard=step.dims.shard)
         tokens = tile_size(step.tokens)
-        tile = replace(step, seq_len=tokens, batch_size=1, accumulate=1, lengths=None, dims=one_device)
+        tile = replace(
+            step, seq_len=tokens, batch_size=1, accumulate=1, lengths=None, dims=one_device, in_backward=False
+        )
         self.several = tokens < step.tokens
         self.norms, linears = NormWalk(tile, ledger), LinearWalk(tile, ledger)
         self.mlp = MLPWalk(tile, ledger, linears)
@@ -59,7 +61,8 @@ class TiledMLPWalk(ModuleWalk):
         if self.several:
             ledger.release(sums, f"{layer}.d middle")
         ledger.release(f"{layer}.middle")
-        if self.moves_gradients:
+        self.update_in_backward(max(self.linear_weights.values()))
+        if self.frees_gradients:
             ledger.release(*(f"gradient {layer}.weights of {name}" for name in self.linear_weights))
 
     def _kept_copy(self, layer: int) -> list[str]:

@@ -34,6 +34,22 @@ def root_shapes(m: ModelConfig) -> list[Shape]:
     return [table, (m.width,), *([] if m.tied_embeddings else [table])]
 
 
+def state_bytes(step: Step, shape: Shape) -> float:
+    """Return the bytes of the optimizer's state for each element of a weight."""
+    weight_bytes = PRECISIONS[step.precision].weight_bytes
+    in_codes = len(shape) > 1 and shape[-1] % CODE_BLOCK == 0
+    moments = None if step.moments == "8bit" and not in_codes else step.moments
+    lower = 2 if weight_bytes == 2 and step.master == "exact" else 0
+    return 2 * (weight_bytes if moments is None else MOMENT_BYTES[moments]) + lower
+
+
+def copies_of_one(step: Step, elements: int) -> float:
+    """Return the bytes of the copies on the device while a matrix whose state is in the host's memory is updated."""
+    if not step.offload_optimizer or elements < SMALLEST_ON_HOST:
+        return 0
+    return min(elements, 2 * STAGED) * state_bytes(step, (1, step.model.width))
+
+
 class OptimizerState(NamedTuple):
     """Bytes of the optimizer's state on one device and in the host's memory, and of the copies while it steps."""
 
@@ -43,13 +59,10 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def of(cls, step: Step) -> OptimizerState:
-        m, weight_bytes, shard = step.model, PRECISIONS[step.precision].weight_bytes, step.dims.shard
-        lower = 2 if weight_bytes == 2 and step.master == "exact" else 0
+        m, shard = step.model, step.dims.shard
         sizes, largest = {False: 0.0, True: 0.0}, 0.0
         for shape in (*block_shapes(m) * m.n_layers, *root_shapes(m)):
-            in_codes = len(shape) > 1 and shape[-1] % CODE_BLOCK == 0
-            moments = None if step.moments == "8bit" and not in_codes else step.moments
-            each = 2 * (weight_bytes if moments is None else MOMENT_BYTES[moments]) + lower
+            each = state_bytes(step, shape)
             part = -(-shape[0] // shard) * math.prod(shape[1:])
             on_host = step.offload_optimizer and part >= SMALLEST_ON_HOST
             sizes[on_host] += each * part

@@ -48,7 +48,9 @@ class CudaGraph(Callback):
         if not uses_own_kernels(model.attention, device, model.config.head_dim):
             return f"attention={model.attention} needs the lengths of a batch's documents on the host"
         if has_compiled_blocks(pl_module):
-            return "compile=true has launches of its own"
+            return "compiled layers have launches of their own"
+        if pl_module.optimizer_config.in_backward:
+            return "optimizer.in_backward updates weights within the backward"
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             return "fp16-mixed changes the scale of the loss"
         if find_callback(trainer, StepTimes) or find_callback(trainer, MemorySnapshot):

@@ -191,6 +191,7 @@ FOLLOWED = [
     (["model.rope_scaling.kind=long"], lambda line: [f"model.rope_scaling.kind={re.search(r', (none)', line)[1]}"]),
     (["precision=fp16-mixed"], lambda line: [f"precision={allowed(line)}"]),
     (["seq_len=1"], lambda line: [f"seq_len={allowed(line)}"]),
+    (["optimizer.in_backward=true"], lambda line: [allowed(line)]),
     (["data.val_batches=0"], lambda line: [f"data.val_batches={allowed(line)}"]),
     (["data.packing=best"], lambda line: [f"data.packing={allowed(line)}"]),
     (["data.tokenizer=none.json"], lambda line: [f"data.tokenizer={re.search(r'or (bytes)', line)[1]}"]),

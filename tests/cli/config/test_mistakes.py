@@ -54,6 +54,18 @@ AT_ONCE = [
     (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number"]),
     (["optimizer=adam"], ["optimizer=adam", "adamw"]),
     (["experiment=nope"], ["experiment=nope", "recall"]),
+    (
+        ["optimizer.in_backward=true"],
+        ["optimizer.in_backward=true: optimizer.gradient_clip=1.0 needs", "allowed: optimizer.gradient_clip=null"],
+    ),
+    (
+        ["optimizer.in_backward=true", "optimizer.gradient_clip=0", "accumulate=2"],
+        ["optimizer.in_backward=true: a step has 2 micro-batches", "allowed: accumulate=1"],
+    ),
+    (
+        ["optimizer.in_backward=true", "optimizer.gradient_clip=null", "trainer.devices=2"],
+        ["optimizer.in_backward=true: 2 devices exchange", "allowed: trainer.devices=1"],
+    ),
     (["hardware=gpu"], ["hardware=gpu", "cuda"]),
     (["hardware=cpu", "precision=fp16-mixed"], ["precision=fp16-mixed", "fp32, bf16-mixed, bf16-true"]),
     (["hardware=cpu", "precision=fp8"], ["precision=fp8: needs a GPU", "fp32, bf16-mixed, bf16-true"]),

@@ -33,6 +33,29 @@ def test_the_optimizer_gives_up_what_does_not_fit(monkeypatch, capsys):
     assert chosen(peaks[1], "optimizer.moments=fp32") == ("exact", "fp32")
 
 
+def test_weights_are_updated_within_the_backward_if_only_that_fits(monkeypatch, capsys):
+    """Where nothing prevents it, and the user does not say otherwise."""
+
+    def chosen(limit: int, *given: str) -> bool:
+        config = config_of("precision=bf16-true", *given)
+        step = step_for(config, in_backward=bool(config.optimizer.in_backward))
+        monkeypatch.setattr(memory_choice, "limit_of", lambda *_: limit)
+        found = memory_choice.with_step_in_backward(config, step, CPU)
+        assert ("within the backward" in capsys.readouterr().out) == (found is not step)
+        assert found.in_backward == bool(config.optimizer.in_backward)
+        return found.in_backward
+
+    step = step_for(config_of("precision=bf16-true"))
+    less, more = (predict(replace(step, in_backward=within)).peak_bytes for within in (True, False))
+    assert less < more
+    without_clipping = "optimizer.gradient_clip=null"
+    assert chosen(more - 1, without_clipping) and chosen(1, without_clipping)
+    assert not chosen(more, without_clipping)
+    assert chosen(more, without_clipping, "optimizer.in_backward=true")
+    for given in ((), (without_clipping, "accumulate=2"), (without_clipping, "optimizer.in_backward=false")):
+        assert not chosen(1, *given)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_auto_keeps_as_many_blocks_as_fit(ranks, monkeypatch, capsys):
     config = config_of(f"trainer.devices={ranks}", "seq_len=4096", "memory.keep=auto")

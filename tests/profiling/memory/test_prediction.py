@@ -29,11 +29,14 @@ STEPS = [
 ]
 STEPS += [
     replace(STEPS[0], precision="bf16-mixed"),
+    replace(STEPS[2], model=OTHER, seq_len=256, in_backward=True),
     replace(STEPS[1], precision="bf16-mixed"),
     replace(STEPS[2], precision="bf16-mixed"),
     replace(STEPS[2], precision="bf16-mixed", seq_len=512),
     replace(STEPS[0], precision="bf16-true"),
     replace(STEPS[0], accumulate=2),
+    replace(STEPS[0], in_backward=True, seq_len=256),
+    replace(STEPS[2], in_backward=True, precision="bf16-mixed", seq_len=256),
     replace(STEPS[2], model=OTHER, seq_len=256, accumulate=2),
     replace(STEPS[0], seq_len=777),
     replace(STEPS[0], attention="standard", seq_len=1024),
@@ -52,7 +55,8 @@ STEPS += [
 
 def label(step: Step) -> str:
     model = {id(OTHER): "other", id(DROPS): "drops"}.get(id(step.model), "model")
-    return f"{model}-{step.seq_len}-{step.memory}-{step.attention}-{step.precision}-{step.accumulate}"
+    backward = "-in_backward" * step.in_backward
+    return f"{model}-{step.seq_len}-{step.memory}-{step.attention}-{step.precision}-{step.accumulate}{backward}"
 
 
 @pytest.mark.parametrize("step", slow_after(8, STEPS), ids=label)

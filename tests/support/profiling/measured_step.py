@@ -6,6 +6,7 @@ import torch
 
 from flash_train.attention import Packing
 from flash_train.model import Transformer
+from flash_train.optim import step_in_backward
 from flash_train.profiling.memory.allocations import Recording, profile_of
 from flash_train.profiling.memory.step import Step
 from flash_train.training.optimizer import OptimizerConfig, build_adamw
@@ -17,7 +18,8 @@ def measured(step: Step):
     dtype = torch.bfloat16 if step.precision == "bf16-true" else torch.float32
     kept = {"memory": step.memory, "keep": step.keep, "offload": step.offload}
     model = Transformer(step.model, attention=step.attention, **kept).to(dtype)
-    optimizer = build_adamw(model, OptimizerConfig())
+    clip = None if step.in_backward else 1.0
+    optimizer = build_adamw(model, OptimizerConfig(gradient_clip=clip, in_backward=step.in_backward))
     n = step.seq_len
     tokens, labels = (torch.randint(step.model.vocab_size, (1, n)) for _ in "ab")
     positions, cu = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32)
@@ -32,7 +34,8 @@ def measured(step: Step):
                 with adds:
                     loss, _ = model.loss(tokens, labels, **context)
             begin("backward")
-            loss.backward()
+            with step_in_backward(optimizer) if step.in_backward else nullcontext():
+                loss.backward()
         begin("step")
         optimizer.step()
         optimizer.zero_grad()
