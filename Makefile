@@ -51,5 +51,5 @@ docs:  ## show the documentation site, and build it again at every change
 readme:  ## fill the tables of the README and of docs/ from docs/results
 	python scripts/update_readme.py
 
-ci:  ## what continuous integration runs: the README's test command in a new environment, then check
+ci:  ## what continuous integration runs: all tests, checks, the site and a wheel in new environments, then the short tests with the oldest PyTorch
 	.ci/run

@@ -20,6 +20,7 @@ from typing import Any
 
 from flash_train.cli.config import schema
 from flash_train.cli.config.validate import RULES
+from flash_train.cli.sweep import find_max_options
 from flash_train.records import run_files
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # the pictures need the kernels' tiles
@@ -36,20 +37,40 @@ OUTSIDE = {
     "flash_train/attention/kernels/README.md": "kernel_sources.md",
     "tests/README.md": "tests.md",
 }
-#: pages of the Python interface, and the modules whose public names they show
+#: pages of the Python interface, and the modules whose public names they show; a name is shown once on a page
 MODULES = {
-    "attention": ["flash_train.attention"],
+    "attention": [
+        "flash_train.attention", "flash_train.attention.masks", "flash_train.attention.patterns",
+        "flash_train.attention.parallel",
+    ],
     "nn": ["flash_train.nn"],
-    "training": ["flash_train.training"],
-    "model": ["flash_train.model"],
+    "training": ["flash_train.training", "flash_train.training.callbacks"],
+    "model": ["flash_train.model", "flash_train.model.generate", "flash_train.model.fp8"],
     "data": ["flash_train.data"],
     "optim": ["flash_train.optim"],
     "distributed": ["flash_train.distributed.strategy", "flash_train.distributed.dims"],
     "integrations": [
         "flash_train.integrations.transformers", "flash_train.integrations.causal_lm",
         "flash_train.integrations.pytorch", "flash_train.integrations.flash_attn",
-        "flash_train.integrations.hub_kernel",
+        "flash_train.integrations.flash_attn.bert_padding", "flash_train.integrations.hub_kernel",
     ],
+}  # fmt: skip
+#: type, default and meaning of the keys of `profile_memory.py find_max=true`, which the schema does not have
+FIND_MAX = {
+    "find_max": ("true or false", "false", "search for the longest row that trains, instead of recording a step"),
+    "find_max.limit": (
+        "integer", find_max_options.LIMIT,
+        f"tokens of the longest row to try, a multiple of {find_max_options.UNIT}; without CUDA the default is "
+        f"{find_max_options.LIMIT_OFF_CUDA}",
+    ),
+    "find_max.memory": (
+        "list[text]", f"[{','.join(find_max_options.MODES)}]",
+        f"the memory modes to try, of {', '.join(find_max_options.MEMORY)}",
+    ),
+    "find_max.attention": (
+        "list[text]", f"[{','.join(find_max_options.ATTENTION)}]",
+        f"the attention backends to try; without CUDA the default is [{','.join(find_max_options.ATTENTION_OFF_CUDA)}]",
+    ),
 }  # fmt: skip
 #: the titles of these pages where the name is not enough
 TITLES = {
@@ -113,7 +134,26 @@ def picture(mark: re.Match) -> str:
 
 def interface_page(name: str, modules: list[str]) -> str:
     """A page with the public names of modules, for mkdocstrings."""
-    return f"# {TITLES.get(name, name.capitalize())}\n\n" + "\n\n".join(f"::: {module}" for module in modules) + "\n"
+    text = [f"# {TITLES.get(name, name.capitalize())}", ""]
+    shown: set[str] = set()
+    for module in modules:
+        text.append(f"::: {module}")
+        names = exported_names(module)
+        if shown & set(names):
+            text += ["    options:", f"      members: [{', '.join(name for name in names if name not in shown)}]"]
+        shown.update(names)
+        text.append("")
+    return "\n".join(text)
+
+
+def exported_names(module: str) -> list[str]:
+    """The names in `__all__`; none if the module has no such list."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            return list(ast.literal_eval(node.value))
+    return []
 
 
 def configuration_page() -> str:
@@ -203,6 +243,7 @@ def groups_of_keys() -> Iterator[tuple[str, list[Key]]]:
             yield f"data={kind.corpus}", own
     yield "logger=wandb", [key for key in keys_of(schema.WandbSchema, "logger.") if key[0] != "logger.name"]
     yield "Ablations: sweep", list(keys_of(schema.SweepSchema, "sweep."))
+    yield "The longest row: find_max", [(key, *FIND_MAX[key]) for key in find_max_options.KEYS]
 
 
 def keys_of(kind: type, prefix: str) -> Iterator[Key]:

@@ -3,10 +3,10 @@
 With --check it changes nothing and exits with 1 if a table or picture is not up to date.
 
 A table stands between <!-- results:NAME --> and <!-- /results:NAME --> in any page. NAME and NAME.PART come from
-docs/results/NAME.json, which holds {"records": [...]}. collect_runs writes the records of `training`, `recall`,
-`graphs`, `long_rows`, `fp8`, `updates`, `ablation` and `find_max`; benchmarks write `attention_h200`, `attention_h100`,
-`memory`, `training_peer`, `start` and `parallel`; the compile tier writes `compile_tier`. Some records also have a
-picture, docs/results/NAME.png. Without a record its tables are empty, and its picture is removed.
+docs/results/NAME.json, which holds {"records": [...]}. A line below it names the record, its cards, versions and
+commits, and the commands that make it, which are in flash_train/profiling/sources.py. The table `index` lists all
+records. Some records also have a picture, docs/results/NAME.png. Without a record its tables are empty, and its picture
+is removed.
 """
 
 import argparse
@@ -17,33 +17,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_train.attention.kernels.families import FAMILIES, PORTABLE
-from flash_train.profiling import parallel_results, training_results
+from flash_train.profiling import parallel_results, sources, training_results
 from flash_train.profiling.ablation import table as ablation
 from flash_train.profiling.ablation.plot import plot_ablation
+from flash_train.profiling.attention import tables as attention
 from flash_train.profiling.attention.plot import fingerprint, plot_attention
 from flash_train.profiling.memory import longest
 from flash_train.profiling.memory import results as memory_results
 from flash_train.profiling.memory.longest import plot_longest
 from flash_train.profiling.memory.results import plot_memory_results
-from flash_train.records.markdown import joined, number
 from flash_train.records.markdown import markdown_table as table
+from flash_train.records.markdown import number, paragraph
 
 ROOT = Path(__file__).parents[1]
 Records = list[dict[str, Any]]
-DIRECTIONS = ("forward", "backward")
-OURS = "this project"
-OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "… portable"}
-NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "flex": "FlexAttention", "varlen_attn": "varlen_attn"}
-#: cases of the short table of attention, in the words of a reader who does not know the names of the cases
-SHORT_CASES = {
-    "d128-h16-n16384-causal": "head_dim 128, causal",
-    "d64-h32-n16384-causal": "head_dim 64, causal",
-    "d256-h8-n16384-causal": "head_dim 256, causal",
-    "d128-h16-n16384-full": "head_dim 128, full",
-    "d128-h16-n16384-causal-dropout0.1": "head_dim 128, causal, dropout 0.1",
-}
-SHORT_PEERS = ("fa2", "cudnn", "flex")
+INDEX = "index"  # the table that comes from all records
+#: commits of records that were measured before recomputed blocks ran their MLP in tiles
+BEFORE_TILES = {"db6db91"}
+LONG = 8192  # tokens; from here on a step of the ablation is not launch-bound
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
@@ -56,75 +47,6 @@ def start_sentences(records: Records) -> str:
         f"the first time, with kernels to compile and text to tokenise, {first['seconds']:.0f} s.\n"
         for first, again in zip(cold, warm, strict=True)
     )
-
-
-def attention_table(records: Records) -> str:
-    """A row per case: each implementation's rates, forward · backward, and our ratios to cuDNN.
-
-    Sparse cases follow in a table of their own, as fractions of the time without the pattern.
-    """
-    sparse = [record for record in records if record.get("density", 1) < 1]
-    records = [record for record in records if record not in sparse]
-    names = own_names(records) | measured(NAMES, records)
-    ours = next(iter(names))
-    rows = []
-    for case, found in by_case(records, "tflops").items():
-        pairs = {name: [found.get((name, way)) for way in DIRECTIONS] for name in names}
-        theirs = next((pairs[name] for name in ("cudnn", "varlen_attn") if any(pairs.get(name, ()))), (None, None))
-        ratios = [a / b if a and b else None for a, b in zip(pairs[ours], theirs, strict=True)]
-        rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), joined(ratios, ".2f")))
-    ratio = "ratio to cuDNN" + (" (packed: varlen_attn)" if "varlen_attn" in names else "")
-    dense = table(("case", *names.values(), ratio), rows)
-    return dense + ("\n" + sparse_table(sparse) if sparse else "")
-
-
-def attention_short(records: Records) -> str:
-    """A row per case of ``SHORT_CASES``, without our portable kernels and without the peers of packed rows."""
-    names = {"hopper": OWN["hopper"], **{name: NAMES[name] for name in SHORT_PEERS}}
-    gpu = records[0]["gpu"]
-    words = f"The attention operator over 16,384 tokens in TFLOP/s, forward · backward, bf16 ({gpu}):\n\n"
-    rows = []
-    for case, found in by_case(records, "tflops").items():
-        if case in SHORT_CASES:
-            rates = (joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names)
-            rows.append((SHORT_CASES[case], *rates))
-    return words + table(("case", *names.values()), rows)
-
-
-def sparse_table(records: Records) -> str:
-    """A row per case: the share of the blocks that is attended, and the time as a fraction of the dense time."""
-    names = own_names(records) | measured(NAMES, records)
-    density = {record["case"]: record["density"] for record in records}
-    rows = [
-        (
-            case,
-            number(density[case], ".1%"),
-            *(joined([found.get((name, way)) for way in DIRECTIONS], ".3f") for name in names),
-        )
-        for case, found in by_case(records, "time_to_dense").items()
-    ]
-    labels = (f"{label}: time / dense" for label in names.values())
-    return table(("case", "blocks attended", *labels), rows)
-
-
-def own_names(records: Records) -> dict[str, str]:
-    """Our kernels that have records; where there are none but the portable ones, they are "this project"."""
-    found = measured(OWN, records)
-    return found if len(found) > 1 else dict.fromkeys(found or [PORTABLE.name], OURS)
-
-
-def measured(names: dict[str, str], records: Records) -> dict[str, str]:
-    """The implementations that have records."""
-    found = {record["implementation"] for record in records}
-    return {name: label for name, label in names.items() if name in found}
-
-
-def by_case(records: Records, key: str) -> dict[str, dict[tuple[str, str], float | None]]:
-    """A number by (implementation, direction) of every case, in the records' order."""
-    found: dict[str, dict[tuple[str, str], float | None]] = {}
-    for record in records:
-        found.setdefault(record["case"], {})[record["implementation"], record["direction"]] = record.get(key)
-    return found
 
 
 def recall_table(records: Records) -> str:
@@ -143,50 +65,128 @@ def recall_table(records: Records) -> str:
     return table(("seq_len", "attention", "device", "steps", "right answers", "chance"), rows)
 
 
+def cards_of(records: Records) -> str:
+    return " and ".join(sources.facts_of(records).cards)
+
+
 def memory_summary(records: Records) -> str:
-    words = (
-        "The peak of a step, predicted from its configuration, compared with `max_memory_allocated`. All steps are in"
+    words = paragraph(
+        "The peak of a step on one GPU, predicted from its configuration, compared with `max_memory_allocated`.",
+        memory_results.worst_error(records),
+        "[All measurements](measurements.md#memory-of-a-step) has every step.",
     )
-    return f"{words}\n[Memory](memory.md#how-good-the-prediction-is).\n\n{memory_results.summary_table(records)}"
+    return f"{words}\n{memory_results.summary_table(records)}{before_tiles(records)}"
+
+
+def memory_modes(records: Records) -> str:
+    words = paragraph(
+        "The first of `none`, `selective` and `checkpoint` whose measured peak leaves a tenth of the card free, with",
+        "`precision=bf16-mixed`, `batch_size=1` and packed documents. –: no mode does. The measured lengths that are",
+        f"not in the table fit with `none` on all three cards. The peaks were measured on {cards_of(records)}.",
+    )
+    return f"{words}\n{memory_results.first_modes_table(records)}{before_tiles(records)}"
+
+
+def before_tiles(records: Records) -> str:
+    """What readers must know about peaks that were measured before recomputed blocks ran their MLP in tiles."""
+    if not set(sources.facts_of(records).commits) & BEFORE_TILES:
+        return ""
+    return "\n" + paragraph(
+        "The record is older than the tiles in which a recomputed block runs its MLP. Today `selective` and",
+        "`checkpoint` take less, the more the longer the row is.",
+    )
+
+
+def memory_picture(records: Records) -> str:
+    shown = "Peak of a step against length, predicted (lines) and measured (marks); attention's own"
+    return f"![{shown}](results/memory.png)\n"
 
 
 def memory_steps(records: Records) -> str:
-    picture = (
-        "![Peak of a step against length, predicted (lines) and measured (marks); attention's own](results/memory.png)"
-    )
-    return f"{memory_results.cases_table(records)}\n{picture}\n"
+    return memory_results.cases_table(records) + before_tiles(records)
 
 
 def find_max_table(records: Records) -> str:
-    words = "The longest row that trains, within 2 %, as `find_max=true` finds it:"
-    return f"{words}\n\n{longest.table(list(map(longest.from_record, records)))}"
-
-
-def find_max_details(records: Records) -> str:
-    picture = "![The longest row, by attention and memory mode](results/find_max.png)"
-    return f"{longest.table(list(map(longest.from_record, records)))}\n{picture}\n"
+    words = f"The longest row that trains on {cards_of(records)}, within 2 %, as `find_max=true` finds it:"
+    text = f"{words}\n\n{longest.table(list(map(longest.from_record, records)))}"
+    if any("optimizer" not in record for record in records):
+        text += "\n" + paragraph(
+            "These searches ran before recomputed blocks ran their MLP in tiles. Today `selective` and `checkpoint`",
+            "reach longer rows. The searches rounded bf16 weights to nearest, as `optimizer.master=none` does.",
+        )
+    if not any(record["memory"] == "offload" for record in records):
+        text += "\nThe part `find_max_offload` is not measured yet.\n"
+    return f"{text}\n![The longest row, by attention and memory mode](results/find_max.png)\n"
 
 
 def ablation_summary(records: Records) -> str:
     rows = ablation_rows(records)
-    words = "Milliseconds of an optimizer step and peak GiB, by attention. All measurements are in"
-    text = f"{words} [Ablations](ablation.md).\n\n{ablation.by_length(rows)}"
+    words = paragraph(
+        "Milliseconds of an optimizer step and peak GiB, by attention.",
+        "[All measurements](measurements.md#attention-backends-in-a-training-step) has the parts of each step.",
+        without_graph(rows),
+    )
+    text = f"{words}\n{ablation.by_length(rows)}"
+    if saved := saved_by_flash(rows):
+        text += "\n" + paragraph(*saved)
     if slower := ablation.where_slower(rows, "flash"):
         text += "\nWhere `flash` is not the fastest:\n\n" + "".join(f"- {place}\n" for place in slower)
     return text
 
 
+def saved_by_flash(rows: list[ablation.Row]) -> list[str]:
+    """By how much `flash` shortens attention and a step of long rows, compared with `sdpa`: a sentence per dropout."""
+    by_setting: dict[tuple[Any, ...], dict[str, ablation.Row]] = {row.without("attention"): {} for row in rows}
+    for row in rows:
+        by_setting[row.without("attention")][row.axes["attention"]] = row
+    found: dict[float, dict[str, list[float]]] = {}
+    for setting in by_setting.values():
+        own, other = setting.get("flash"), setting.get("sdpa")
+        if own is None or other is None or own.axes["seq_len"] < LONG or {own.status, other.status} != {"ok"}:
+            continue
+        for name in ("attention_seconds", "step_seconds"):
+            if name in own.measured and name in other.measured:
+                saved = 1 - own.measured[name] / other.measured[name]
+                found.setdefault(own.axes["dropout"], {}).setdefault(name, []).append(saved)
+    return [
+        f"Over {LONG:,} tokens or more with dropout {dropout:g}, `flash` takes {percents(times['attention_seconds'])} "
+        f"less time for attention than `sdpa`, and {percents(times['step_seconds'])} less for a step."
+        for dropout, times in found.items()
+        if len(times) == 2
+    ]
+
+
+def percents(shares: list[float]) -> str:
+    """The smallest and the largest share."""
+    return f"{round(100 * min(shares))} to {round(100 * max(shares))} %"
+
+
+def without_graph(rows: list[ablation.Row]) -> str:
+    """Why trials whose steps were split into parts ran without a CUDA graph."""
+    if not any("forward_seconds" in row.measured for row in rows):
+        return ""
+    return (
+        "The trials split each step into its parts (`callbacks.step_times=true`), which prevents CUDA graphs. "
+        "Without a graph a step over 4,096 tokens is launch-bound."
+    )
+
+
 def ablation_details(records: Records) -> str:
-    picture = "![Time, memory and loss against length, by attention](results/ablation.png)"
-    first = records[0]
-    each = (ablation.format_versions(record["versions"]) for record in records)
-    versions = (" or ".join(dict.fromkeys(words)) for words in zip(*each, strict=True))
-    common = [f"{most_steps(records)} steps", *first["settings"], *versions]
-    text = ablation.describe_all(ablation_rows(records), common)
-    if shorter := [record for record in records if record["steps"] < most_steps(records) and record["status"] == "ok"]:
-        trials = (f"attention={r['axes']['attention']} seq_len={r['axes']['seq_len']} ({r['steps']})" for r in shorter)
-        text += f"\nThese take long, and so have fewer steps and no losses: {', '.join(trials)}.\n"
-    return f"{text}\n{picture}\n"
+    rows = ablation_rows(records)
+    shorter = [record for record in records if record["steps"] < most_steps(records) and record["status"] == "ok"]
+    steps = f"{most_steps(records)} steps" + " (fewer in the trials listed at the end)" * bool(shorter)
+    text = ablation.describe_all(rows, [steps, *records[0]["settings"]])
+    if shorter:
+        axes = ablation.varying(rows)
+        trials = (
+            "".join(f"{axis}={record['axes'][axis]} " for axis in axes) + f"({record['steps']})" for record in shorter
+        )
+        text += "\n" + paragraph(f"These take long, and so have fewer steps and no losses: {', '.join(trials)}.")
+    return text
+
+
+def ablation_picture(records: Records) -> str:
+    return "![Time, memory and loss against length, by attention](results/ablation.png)\n"
 
 
 def ablation_rows(records: Records) -> list[ablation.Row]:
@@ -234,17 +234,19 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "training_peer.summary": training_results.peer_summary,
     "transformers": training_results.attention_functions_table,
     "start": start_sentences,
-    "attention_h200": attention_table,
-    "attention_h200.summary": attention_short,
-    "attention_h100": attention_table,
+    "attention_h200": attention.full_table,
+    "attention_h200.summary": attention.short_table,
+    "attention_h100": attention.full_table,
     "recall": recall_table,
     "memory": memory_summary,
+    "memory.modes": memory_modes,
+    "memory.picture": memory_picture,
     "memory.steps": memory_steps,
     "memory.growth": memory_results.growth_table,
     "memory.traffic": memory_results.traffic_table,
     "find_max": find_max_table,
-    "find_max.details": find_max_details,
     "ablation": ablation_summary,
+    "ablation.picture": ablation_picture,
     "ablation.details": ablation_details,
     "compile_tier": compile_tier_table,
     "parallel": parallel_results.training_section,
@@ -293,10 +295,16 @@ def fill(page: str, results: Path) -> str:
 
     def filled(match: re.Match[str]) -> str:
         opening, name, closing = match.groups()
+        if name == INDEX:
+            return opening + sources.index(results) + closing
         if name not in TABLES:
-            raise ValueError(f"results:{name} is unknown; known are {', '.join(TABLES)}")
-        source = results / f"{name.partition('.')[0]}.json"
-        return opening + (TABLES[name](records_of(source)) if source.is_file() else "") + closing
+            raise ValueError(f"results:{name} is unknown; known are {INDEX}, {', '.join(TABLES)}")
+        record = name.partition(".")[0]
+        path = results / f"{record}.json"
+        if not path.is_file():
+            return opening + closing
+        records = records_of(path)
+        return f"{opening}{TABLES[name](records)}\n{sources.source_line(record, records)}{closing}"
 
     return MARKED.sub(filled, page)
 

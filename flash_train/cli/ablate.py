@@ -25,6 +25,8 @@ Examples
   python scripts/ablate.py 'sweep.parallel=[ddp,fsdp,context]' trainer.devices=2 global_batch=2 model=1b3
   python scripts/ablate.py 'sweep.seed=[0,1,2]'         three trials for each combination
   python scripts/ablate.py 'sweep.seq_len=[4096,16384]' sweep.jobs=8 model=1b3 precision=bf16-true
+
+Documentation: docs/ablation.md
 """
 
 import sys

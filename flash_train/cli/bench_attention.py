@@ -54,7 +54,11 @@ def _shown(rows: Records) -> str:
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__,
+        epilog="Documentation: docs/benchmarks.md",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_options(parser)
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of repetitions per measurement and turn")
     parser.add_argument(

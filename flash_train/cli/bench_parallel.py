@@ -44,7 +44,11 @@ from flash_train.profiling.attention.shared import measure_shared, scaling_cases
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__,
+        epilog="Documentation: docs/several_gpus.md#measure-it",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_options(parser)
     parser.add_argument("what", choices=("attention", "scaling", "training"))
     parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")

@@ -99,7 +99,11 @@ def shown(records: Records) -> str:
 
 @one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__,
+        epilog="Documentation: docs/benchmarks.md",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts (default: 3)")
     options = parser.parse_args(arguments)

@@ -251,7 +251,11 @@ def unavailable() -> str | None:
 
 @one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__,
+        epilog="Documentation: docs/transformers.md#how-fast-it-is",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_options(parser)
     options = parser.parse_args(arguments)
     wanted = selected_cases(parser, options, CASES)

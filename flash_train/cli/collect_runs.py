@@ -28,6 +28,8 @@ SETTINGS = {
     "master": "optimizer.master",
     "recipe": "precision_fp8.recipe",
     "memory": "memory.mode",
+    "memory_keep": "memory.keep",
+    "memory_offload": "memory.offload",
     "moments": "optimizer.moments",
     "optimizer_offload": "optimizer.offload",
     "in_backward": "optimizer.in_backward",
@@ -147,7 +149,11 @@ def _are_same_run(known: dict[str, Any], new: dict[str, Any]) -> bool:
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__,
+        epilog="Documentation: docs/benchmarks.md",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument(

@@ -43,6 +43,8 @@ without CUDA the defaults are find_max.attention=[sdpa,standard] and find_max.li
 ended the search. Writes find_max.json, find_max.md and find_max.png. A second start with the same run_dir repeats no
 trial that has ended. The exit status is 1 if nothing was found and some trials failed, 3 if nothing can run here, 4 if
 nothing fitted.
+
+Documentation: docs/memory.md
 """
 
 

@@ -1,4 +1,4 @@
-"""Linear layers with fp8 products, through torchao's float8 training (an optional dependency: `flash-train[fp8]`).
+"""Linear layers with fp8 products, through torchao's float8 training (an optional dependency).
 
 Weights, gradients and everything between the products keep their dtype. Each product converts its two operands to fp8
 with scales of their own, in the forward and in both products of the backward. The products of the blocks are
@@ -31,7 +31,7 @@ def fp8_obstacle(device: torch.device) -> str | None:
     try:
         import torchao.float8  # noqa: F401
     except ImportError:
-        return "needs torchao: pip install 'flash-train[fp8]'"
+        return "needs torchao: pip install 'torchao>=0.18'"
     return None
 
 

@@ -154,7 +154,7 @@ class AdamW(torch.optim.AdamW):
         self._step_some(("weight", number), group, {weight: number})
 
     def _step_some(self, key: tuple[str, int], group: dict[str, Any], numbers: dict[Tensor, int]) -> None:
-        """Update those of a group's weights that have a gradient; `numbers` counts weights over all groups."""
+        """Update a group's weights that have a gradient; `numbers` counts weights over all groups."""
         for index, ((step, found), weights) in enumerate(self._alike(numbers).items()):
             update = Update(
                 key=(*key, index),

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from flash_train.records.markdown import joined, number
+from flash_train.records.markdown import joined, number, paragraph
 from flash_train.records.markdown import markdown_table as table
 from flash_train.records.plots import BLUE, GREEN, ORANGE, save_figure
 
@@ -29,13 +29,14 @@ COLORS = {"gather": BLUE, "ulysses": ORANGE}
 
 def training_section(records: Records) -> str:
     ranks, gpu = records[0]["ranks"], records[0]["gpu"]
-    words = (
-        f"Training on {ranks} {gpu}, in bf16, rows of one document. Ours runs in Lightning's `Trainer`;\n"
-        "`memory=selective memory.keep=auto` (`none` with whole weights). The peer is a Llama of `transformers` with\n"
-        "Liger's operations and all layers checkpointed; it has the same weights and tokens.\n\n"
+    words = paragraph(
+        f"Training on {ranks} {gpu}, in bf16, rows of one document. Ours runs in Lightning's `Trainer`, with",
+        "`memory=selective memory.keep=auto` (`none` with whole weights). The peer is a Llama of `transformers` with",
+        "Liger's operations; it has the same weights and tokens. The peer takes less memory, because it recomputes",
+        "every layer. Ours was allowed to fill the card (`memory.keep=auto`).",
     )
     picture = "![Attention as a share of the ideal, and tokens per second of training](results/parallel.png)"
-    return f"{words}{training_table(records)}\n{picture}\n"
+    return f"{words}\n{training_table(records)}\n{picture}\n"
 
 
 def attention_section(records: Records) -> str:
@@ -83,11 +84,12 @@ def training_table(records: Records) -> str:
                 number(ours.get("predicted_memory_gib"), ".1f"),
                 OTHERS.get(other.get("way", ""), "–"),
                 number(other.get("tokens_per_second"), ",.0f"),
+                number(other.get("peak_memory_gib"), ".1f"),
                 number(ours.get("ratio"), ".2f"),
             )
         )
     ours_header = ("model", "seq_len", "plan", "tokens/s", "MFU", "peak GiB", "predicted")
-    return table((*ours_header, "compared with", "tokens/s", "ratio"), rows, left=3)
+    return table((*ours_header, "compared with", "tokens/s", "peak GiB", "ratio"), rows, left=3)
 
 
 def plot_parallel(records: Records, path: str | os.PathLike[str], *, metadata: dict[str, str] | None = None) -> Path:

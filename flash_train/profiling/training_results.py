@@ -1,8 +1,9 @@
 """Tables of training on one GPU: the measured runs, and the comparison with a peer."""
 
+import math
 from typing import Any
 
-from flash_train.records.markdown import joined, number
+from flash_train.records.markdown import difference, joined, number, paragraph
 from flash_train.records.markdown import markdown_table as table
 
 Records = list[dict[str, Any]]
@@ -11,7 +12,7 @@ PARTS = ("forward", "backward", "optimizer")
 
 
 def runs_table(records: Records) -> str:
-    """A row per run."""
+    """A row per run, and whether CUDA graphs existed when they were measured."""
     rows = [
         (
             record["attention"],
@@ -23,7 +24,13 @@ def runs_table(records: Records) -> str:
         )
         for record in records
     ]
-    return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
+    text = table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
+    if all("cuda_graph" not in record for record in records):
+        text += "\n" + paragraph(
+            "These runs were measured before `trainer.cuda_graph` existed.",
+            "Without a graph a step over 4,096 tokens is launch-bound.",
+        )
+    return text
 
 
 def graphs_table(records: Records) -> str:
@@ -51,14 +58,13 @@ def graphs_table(records: Records) -> str:
 
 
 def long_rows_table(records: Records) -> str:
-    """A row per run of one step over a single document."""
+    """A row per run of one step over a single document, and what the record lacks."""
     rows = [
         (
             f"`{record['model']}`",
             number(record["seq_len"], ","),
             f"`{record['memory']}`",
-            f"{record['master'] or 'exact'}, {record['moments'] or 'bf16'}"
-            + ", on the host" * record["optimizer_offload"],
+            _optimizer(record),
             number(record["step_seconds"], ".1f"),
             number(record["mfu"], ".1%"),
             number(record["peak_memory_gib"], ".1f"),
@@ -69,7 +75,26 @@ def long_rows_table(records: Records) -> str:
     header = (
         "model", "tokens", "`memory`", "master and moments", "step (s)", "MFU", "peak (GiB)", "predicted (GiB)",
     )  # fmt: skip
-    return f"One step over a row that is a single document ({records[0]['device']}):\n\n" + table(header, rows, left=1)
+    steps = max(record["steps"] for record in records)
+    words = f"{'One step' if steps == 1 else f'{steps} steps'} over a row that is a single document"
+    notes = []
+    if any(not (record["master"] and record["moments"]) for record in records):
+        notes.append("By default the optimizer has an exact master and moments in bf16.")
+    if any("memory_offload" not in record for record in records):
+        notes.append("The record holds the mode of `memory`, which is `checkpoint` for `memory=offload`.")
+        notes.append("It does not hold how many inputs of blocks were in the host's memory.")
+    if any(record.get("predicted_memory_gib") is None for record in records):
+        notes.append("It does not hold the predicted peaks.")
+    if steps == 1:
+        notes.append("Each run has one step, so its time includes what a first step prepares.")
+    return f"{words} ({records[0]['device']}):\n\n{table(header, rows, left=1)}\n{paragraph(*notes)}"
+
+
+def _optimizer(record: dict[str, Any]) -> str:
+    """How a run stored the optimizer's state. Names that are missing stand for the defaults."""
+    given = [words for words in (record["master"], record["moments"]) if words]
+    where = ["on the host"] if record["optimizer_offload"] else []
+    return ", ".join([*(given or ["defaults"]), *where])
 
 
 def fp8_table(records: Records) -> str:
@@ -82,7 +107,7 @@ def fp8_table(records: Records) -> str:
             number(record["tokens_per_second"] / plain["tokens_per_second"], ".2f"),
             number(record["mfu"], ".1%"),
             number(record["train_loss_last_10"], ".4f"),
-            number(record["train_loss_last_10"] / plain["train_loss_last_10"] - 1, "+.2%"),
+            difference(record["train_loss_last_10"] / plain["train_loss_last_10"] - 1),
         )
         for record in (plain, *(record for record in records if record is not plain))
     ]
@@ -97,33 +122,39 @@ def updates_table(records: Records) -> str:
     (fp32,) = [record for record in records if record["model"] == "pretrained" and record["precision"] != "bf16-true"]
     tuned = [record for record in records if record["precision"] == "bf16-true"]
     gain = start["val_loss"] - fp32["val_loss"]
-    words = (
-        f"`{start['model']}` was trained for {start['steps']} steps of `data=stdlib` in `{start['precision']}`,\n"
-        f"and then tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}).\n"
-        f"Validation loss before: {start['val_loss']:.4f}.\n\n"
+    words = paragraph(
+        f"`{start['model']}` was trained for {start['steps']} steps of `data=stdlib` in `{start['precision']}`,",
+        f"and then tuned for {fp32['steps']} more with `optimizer.lr=2e-5` ({start['device']}).",
+        f"Validation loss before: {start['val_loss']:.4f}. One seed. The `bf16-true` runs keep their moments in bf16.",
     )
     rows = [
         (
             f"`{record['precision']}`",
             f"`{record['master']}`" if record["master"] else "fp32 weights",
             number(record["val_loss"], ".4f"),
-            number(record["val_loss"] / fp32["val_loss"] - 1, "+.2%"),
+            difference(record["val_loss"] / fp32["val_loss"] - 1),
             number((start["val_loss"] - record["val_loss"]) / gain, ".0%"),
+            number(record.get("tokens_per_second"), ",.0f"),
+            number(record.get("peak_memory_gib"), ".2f"),
         )
         for record in sorted([fp32, *tuned], key=lambda record: record["val_loss"])
     ]
-    header = ("precision", "`optimizer.master`", "validation loss", "to fp32 weights", "share of their progress")
-    return words + table(header, rows, left=2)
+    header = (
+        "precision", "`optimizer.master`", "validation loss", "to fp32 weights", "share of their progress", "tokens/s",
+        "peak GiB",
+    )  # fmt: skip
+    return f"{words}\n{table(header, rows, left=2)}"
 
 
 def peer_table(records: Records) -> str:
     """What was compared, and a row per case and implementation."""
-    words = (
-        "The peer is what one would write today: a Llama of `transformers` with Liger's operations. Both have the\n"
-        "same weights (`1b3` with a vocabulary of 32,768), tokens and AdamW, in bf16, with one document per row.\n"
-        "Where ours keeps less for the backward, the peer checkpoints its layers. Ours runs in Lightning's `Trainer`,\n"
-        "with the norm of the gradients and logging. The losses of every step agree within 0.5 %\n"
-        f"({records[0]['gpu']}).\n\n"
+    words = paragraph(
+        "The peer is what one would write today: a Llama of `transformers` with Liger's operations. Both have the",
+        "same weights (`1b3` with a vocabulary of 32,768), tokens and AdamW, in bf16, with one document per row.",
+        "Where ours keeps less for the backward, the peer checkpoints its layers. Ours runs in Lightning's `Trainer`,",
+        "with the norm of the gradients and logging.",
+        f"The losses of every step agree within 0.5 % ({records[0]['gpu']}).",
+        peer_memory(records),
     )
     rows = [
         (
@@ -140,8 +171,26 @@ def peer_table(records: Records) -> str:
         for record in records
     ]
     parts = f"{' · '.join(PARTS)} (ms)"
-    return words + table(
-        ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "attention (ms)", "ratio"), rows
+    header = ("tokens", "memory", "", "tokens/s", "MFU", "peak GiB", parts, "attention (ms)", "ratio")
+    return f"{words}\n{table(header, rows)}"
+
+
+def peer_memory(records: Records) -> str:
+    """What to say about the rows for which the peer takes less memory; empty if there are none."""
+    peaks: dict[tuple[int, str], dict[str, float | None]] = {}
+    for record in records:
+        place = peaks.setdefault((record["seq_len"], record["memory"]), {})
+        place[record["implementation"]] = record.get("peak_memory_gib")
+    less = [
+        f"{seq_len:,}"
+        for (seq_len, memory), found in peaks.items()
+        if memory == "selective" and (found.get("transformers") or math.inf) < (found.get("flash_train") or 0)
+    ]
+    if not less:
+        return ""
+    return (
+        f"Over {' and '.join(less)} tokens the peer takes less memory, because it recomputes every layer from its "
+        "input. With `memory=selective` ours also keeps the output of attention, and does not compute it again."
     )
 
 
@@ -173,10 +222,10 @@ def attention_functions_table(records: Records) -> str:
 
 def peer_summary(records: Records) -> str:
     """A row per case, both implementations in it."""
-    words = (
-        "Training 1.3 B parameters in bf16, compared with a Llama of `transformers` with Liger's operations. With\n"
-        "`memory=selective` the peer checkpoints its layers. The losses agree within 0.5 % "
-        f"({records[0]['gpu']}):\n\n"
+    words = paragraph(
+        "Training 1.3 B parameters in bf16, compared with a Llama of `transformers` with Liger's operations.",
+        f"The losses agree within 0.5 % ({records[0]['gpu']}).",
+        peer_memory(records),
     )
     by_case: dict[str, dict[str, dict[str, Any]]] = {}
     for record in records:
@@ -195,8 +244,8 @@ def peer_summary(records: Records) -> str:
                 *(number(one.get("peak_memory_gib"), ".1f") for one in both),
             )
         )
-    header = ("seq_len", "memory=", "tokens/s", "peer", "ratio", "MFU", "peer", "peak GiB", "peer")
-    return words + table(header, rows, left=2)
+    header = ("seq_len", "memory=", "tokens/s", "peer's", "ratio", "MFU", "peer's", "peak GiB", "peer's")
+    return f"{words}\n{table(header, rows, left=2)}"
 
 
 def milliseconds(record: dict[str, Any], part: str) -> float | None:

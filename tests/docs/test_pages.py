@@ -8,8 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
+from flash_train.attention import AttentionSpec, Causal, Packing, RngState, attention
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.validate import validate
@@ -41,11 +44,13 @@ EFFECTS = {
     "README.md": lambda names, folder: (
         names["out"].shape == (2, 1024, 8, 64) and (folder / "checkpoints" / "step-000002.ckpt").is_file()
     ),
+    "data.md": lambda names, folder: names["boundaries"][0] == 0 and names["boundaries"][-1] == 4 * 64,
     "own_code.md": lambda names, folder: (
         json.loads((folder / "runs" / "own" / "summary.json").read_text())["status"] == "finished"
         and len(names["losses"]) == 10
         and names["losses"][-1] < names["losses"][0]
         and names["trainer"].global_step == 2
+        and (folder / "fabric.ckpt").is_file()
     ),
     "pytorch.md": lambda names, folder: names["out"].shape == (2, 4, 1024, 64),
     "several_gpus.md": lambda names, folder: names["strategy"].dims.context == 2,
@@ -57,8 +62,26 @@ EFFECTS = {
         and names["masked"][names["mask"]].allclose(names["y_packed"], atol=1e-5)
         and names["loss"] > 0
     ),
-    "attention.md": lambda names, folder: names["out"].shape == (2, 1024, 8, 64) and names["mask"].terms,
+    "attention.md": lambda names, folder: (
+        names["out"].shape == (2, 1024, 8, 64)
+        and names["mask"].terms
+        and one_rank_attends(names["attend_together"], folder)
+    ),
 }
+
+
+def one_rank_attends(attend_together, folder: Path) -> bool:
+    """Whether a group of one rank gets the attention over the whole row."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+    try:
+        q, k, v = (torch.randn(96, heads, 16) for heads in (4, 2, 2))
+        out, positions = attend_together(q, k, v, [50, 30], dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    boundaries = torch.tensor([0, 50, 80], dtype=torch.int32)
+    spec, packing = AttentionSpec(Causal(), dropout=0.1), Packing(boundaries, boundaries)
+    expected = attention(q, k, v, spec, packing=packing, rng=RngState(0), backend="reference")
+    return torch.allclose(out, expected[positions], atol=1e-5)
 
 
 def programs() -> dict[Path, str]:

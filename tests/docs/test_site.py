@@ -29,6 +29,14 @@ def test_every_key_is_described(site_pages):
     page = site_pages.configuration_page()
     assert "| `model.n_layers` | integer or null | `null` | in [1, 1000] | transformer blocks |" in page
     assert "| `trainer.devices` | integer | `1` | in [1, 1024] | devices on each node |" in page
+    assert "| `find_max` | true or false | `false` |" in page and "| `find_max.attention` |" in page
+
+
+def test_a_name_is_shown_once_on_a_page(site_pages):
+    page = site_pages.interface_page("attention", ["flash_train.attention", "flash_train.attention.masks"])
+    (members,) = re.findall(r"members: \[(.*)\]", page)
+    assert "MAP_BLOCK" in members and "Causal" not in members
+    assert "options" not in site_pages.interface_page("model", site_pages.MODULES["model"])
 
 
 def test_every_command_is_described(site_pages, monkeypatch):
@@ -54,7 +62,7 @@ def configuration():
 def test_every_picture_is_on_a_page(site_pages):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     marks = [name for path in (ROOT / "docs").glob("*.md") for name in site_pages.PICTURE.findall(path.read_text())]
-    assert sorted(f"{name}.svg" for name in marks) == sorted(site_pages.site_pictures.pictures())
+    assert {f"{name}.svg" for name in marks} == set(site_pages.site_pictures.pictures())
     shown = site_pages.PICTURE.sub(site_pages.picture, "<!-- picture:packing -->")
     assert shown.startswith("![Documents of different lengths") and "(assets/pictures/packing.svg)" in shown
 

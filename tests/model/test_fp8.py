@@ -85,7 +85,7 @@ def test_what_prevents_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert fp8_obstacle(torch.device("cuda")) is None
     monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
-    assert fp8_obstacle(torch.device("cuda")) == "needs torchao: pip install 'flash-train[fp8]'"
+    assert fp8_obstacle(torch.device("cuda")) == "needs torchao: pip install 'torchao>=0.18'"
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ OUT_OF_MEMORY = re.compile(
     r"out of (\w+ )?memory|can(no|')t allocate memory|ALLOC_FAILED|bad_alloc|MemoryError",
     re.IGNORECASE,
 )
-NAMES_A_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)+ |[a-z_.]+=")  # "model.width must …", "seq_len=3: …"
+NAMES_A_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+ |[a-z0-9_.]+=")  # "model.width must …", "seq_len=3: …"
 
 
 class UsageError(Exception):

@@ -16,7 +16,8 @@ def obstacle_to_step_in_backward(config: DictConfig) -> tuple[str, str] | None:
     if (devices := config.trainer.devices * config.trainer.num_nodes) > 1:
         return f"{devices} devices exchange their gradients", "trainer.devices=1 trainer.num_nodes=1"
     if config.precision == "fp16-mixed":
-        return "precision=fp16-mixed looks for overflows in all gradients first", "precision=bf16-mixed, bf16-true or fp32"
+        overflow = "precision=fp16-mixed looks for overflows in all gradients first"
+        return overflow, "precision=bf16-mixed, bf16-true or fp32"
     return None
 
 

@@ -7,8 +7,11 @@ import re
 #: beginnings of keys, and their pages; the first that fits counts
 PAGES = (
     ("trainer.cuda_graph", "train.md#cuda-graphs"),
-    ("trainer.checkpoint", "resume.md"),
-    ("trainer.async_checkpoints", "resume.md"),
+    ("trainer.checkpoint", "resume.md#checkpoints"),
+    ("trainer.keep_checkpoints", "resume.md#checkpoints"),
+    ("trainer.async_checkpoints", "resume.md#checkpoints"),
+    ("trainer.deterministic", "resume.md"),
+    ("trainer.accelerator", "train.md#hardware"),
     ("trainer.devices", "several_gpus.md"),
     ("trainer.num_nodes", "several_gpus.md"),
     ("trainer.strategy", "several_gpus.md"),
@@ -23,18 +26,20 @@ PAGES = (
     ("compile", "train.md#what-to-measure-on-request"),
     ("callbacks", "train.md#what-to-measure-on-request"),
     ("data", "data.md"),
-    ("model", "models.md"),
-    ("init_from", "models.md"),
+    ("model.rope", "models.md#start-from-a-model"),
+    ("model", "train.md#model-sizes"),
+    ("init_from", "models.md#start-from-a-model"),
     ("resume", "resume.md"),
     ("run_dir", "resume.md"),
     ("sweep", "ablation.md"),
-    ("find_max", "memory.md"),
+    ("find_max", "memory.md#the-longest-row-that-trains"),
     ("logger", "train.md#the-files-of-a-run"),
-    *((key, "configuration.md") for key in ("seq_len", "max_steps", "stop_after", "batch_size", "accumulate", "seed")),
-    *((key, "configuration.md") for key in ("log_every", "val_every", "validate_only", "force", "experiment")),
+    *((key, "choosing.md#batch-size-and-accumulation") for key in ("seq_len", "batch_size", "accumulate")),
+    *((key, "configuration.md") for key in ("max_steps", "stop_after", "seed", "trainer", "log_every", "val_every")),
+    *((key, "configuration.md") for key in ("validate_only", "force", "experiment")),
 )
-OUT_OF_MEMORY = "memory.md"
-KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*(?==)|[a-z_]+(\.[a-z_]+)+")  # "seq_len=3", "model.width must …"
+OUT_OF_MEMORY = "questions.md#my-run-is-refused-or-memory-runs-out-what-now"
+KEY = re.compile(r"[a-z_]+\d*(\.[a-z_]+)*(?==)|[a-z_]+\d*(\.[a-z_]+)+")  # "seq_len=3", "model.width must …"
 
 
 def page_of(message: str) -> str | None:

@@ -29,8 +29,11 @@ def product_kernel(gate, up, product, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gradients_kernel(gate, up, dproduct, count, BLOCK: tl.constexpr):
-    """Write gate's gradient over gate, up's over up, and the product, rounded as in the forward, over dproduct."""
+def gradients_kernel(gate, up, dproduct, count, BLOCK: tl.constexpr, PRODUCT: tl.constexpr):
+    """Write gate's gradient over gate and up's over up.
+
+    With PRODUCT, also write the product, rounded as in the forward, over dproduct.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     kind = gate.dtype.element_ty
@@ -39,7 +42,8 @@ def gradients_kernel(gate, up, dproduct, count, BLOCK: tl.constexpr):
     share = tl.sigmoid(g)
     tl.store(gate + at, (d * u * share * (1.0 + g * (1.0 - share))).to(kind), mask=inside)
     tl.store(up + at, (d * (g * share)).to(kind), mask=inside)
-    tl.store(dproduct + at, (g * share * u).to(kind), mask=inside)
+    if PRODUCT:
+        tl.store(dproduct + at, (g * share * u).to(kind), mask=inside)
 
 
 class _SwiGLULinear(torch.autograd.Function):
@@ -63,7 +67,7 @@ class _SwiGLULinear(torch.autograd.Function):
         gate, up, matrix = (x.detach() for x in ctx.saved_tensors)
         rows = dout.reshape(-1, dout.shape[-1])
         product = dout @ matrix  # its gradient; the kernel below replaces it by the product
-        _launch(gradients_kernel, gate, up, product)
+        _launch(gradients_kernel, gate, up, product, PRODUCT=True)
         torch.autograd.graph.increment_version((gate, up))
         product = product.view(-1, product.shape[-1])
         dweight = weight_gradient(rows, product, ctx.weight, ctx.adds) if ctx.needs_input_grad[2] else None
@@ -84,17 +88,17 @@ class _SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dproduct: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = (x.detach() for x in ctx.saved_tensors)
-        dproduct = dproduct.clone(memory_format=torch.contiguous_format)  # the kernel writes the product over it
-        _launch(gradients_kernel, gate, up, dproduct)
+        _launch(gradients_kernel, gate, up, dproduct.contiguous(), PRODUCT=False)
         torch.autograd.graph.increment_version((gate, up))
         return gate, up
 
 
-def _launch(kernel: Any, *tensors: Tensor) -> None:
+def _launch(kernel: Any, *tensors: Tensor, **named: Any) -> None:
     count = tensors[0].numel()
     if count:
         with torch.cuda.device_of(tensors[0]):
-            kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True)
+            grid = (triton.cdiv(count, BLOCK),)
+            kernel[grid](*tensors, count, BLOCK=BLOCK, **named, num_warps=8, enable_fp_fusion=True)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, needs_value: bool = True, adds: bool = False) -> Tensor:

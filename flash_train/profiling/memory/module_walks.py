@@ -206,7 +206,6 @@ class MLPWalk(ModuleWalk):
         masked = ["masked 2"] if self.model.residual_dropout else []
         self.linears.backward(layer, "down", "product" if self.saves_product else "d product", *masked)
         if self.fp8:
-            ledger.hold_briefly(f"{layer}.copy of d product", kind, size)
             ledger.release(f"{layer}.d product")
         if not fused:
             ledger.hold(f"{layer}.d silu", kind, size)

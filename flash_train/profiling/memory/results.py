@@ -16,13 +16,15 @@ from flash_train.model.recompute import MEMORY_MODES
 from flash_train.profiling.ablation.plot import STYLES
 from flash_train.profiling.attention.memory import FITTED_FROM, exponents
 from flash_train.profiling.memory.plot import MODES
-from flash_train.records.markdown import markdown_table
+from flash_train.records.markdown import difference, markdown_table
 from flash_train.records.memory_use import GIB
 from flash_train.records.plots import save_figure, short_length
 
 MIB = 2**20
 RELATIVE, ABSOLUTE = 0.05, 64 * MIB  #: allowed error of a prediction: the larger of these
 LINES = {"flash": "-", "standard": "--"}
+CARDS = (24, 48, 80)  #: GiB, in the table of modes that fit
+FREE = 0.1  #: the share of a card that a mode leaves free there
 
 Record = dict[str, Any]
 
@@ -62,6 +64,39 @@ def summary_table(records: Sequence[Record]) -> str:
         )  # fmt: skip
     header = ("attention", "memory", "steps within 5 % or 64 MiB", "longest row", "largest peak (GiB)", "worst error")
     return markdown_table(header, rows, left=2)
+
+
+def worst_error(records: Sequence[Record]) -> str:
+    """Return how many steps were measured, and the largest error of their predictions, as a sentence."""
+    found = [record for record in compared(records) if record["measured_bytes"]]
+    worst = max(found, key=lambda record: abs(record["error_bytes"]) / record["measured_bytes"])
+    error = abs(worst["error_bytes"]) / worst["measured_bytes"]
+    return f"{len(found)} steps were measured. The largest error of a prediction is {error:.2%} (`{worst['case']}`)."
+
+
+def first_modes_table(records: Sequence[Record]) -> str:
+    """Return a table of the first memory mode whose measured peak fits, by model, length and size of the card.
+
+    It has the models' own shapes with `flash`, and leaves out lengths that fit with `memory=none` on every card. A mode
+    that was not measured, since the card had too little memory, does not fit.
+    """
+    peaks: dict[tuple[str, int], dict[str, float]] = {}
+    for record in compared(records):
+        own_shape = record["case"] == f"{record['model']}-n{record['seq_len']}-{record['memory']}-flash"
+        if own_shape:
+            place = peaks.setdefault((record["model"], record["seq_len"]), {})
+            place[record["memory"]] = record["measured_bytes"] / GIB
+    rows = []
+    models = list(dict.fromkeys(model for model, _ in peaks))
+    for model, seq_len in sorted(peaks, key=lambda place: (models.index(place[0]), place[1])):
+        found = peaks[model, seq_len]
+        modes = [
+            next((mode for mode in MEMORY_MODES if mode in found and found[mode] <= (1 - FREE) * card), "–")
+            for card in CARDS
+        ]
+        if set(modes) != {MEMORY_MODES[0]}:
+            rows.append((model, f"{seq_len:,}", *modes))
+    return markdown_table(("model", "seq_len", *(f"{card} GB" for card in CARDS)), rows, left=2 + len(CARDS))
 
 
 def _sort_key(group: tuple[tuple[str, str], list[Record]]) -> tuple[bool, str, int]:
@@ -205,4 +240,4 @@ def _gib(size: int) -> str:
 
 def _error(record: Record) -> str:
     measured = record["measured_bytes"]
-    return f"{record['error_bytes'] / measured:+.2%}" if measured else "–"
+    return difference(record["error_bytes"] / measured if measured else None)

@@ -269,7 +269,9 @@ def test_a_mistake_in_a_separate_process(tmp_path):
         timeout=300,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "flash-train: seq_len=abc: needs an integer (see docs/configuration.md)\n"
+    assert (
+        done.stderr == "flash-train: seq_len=abc: needs an integer (see docs/choosing.md#batch-size-and-accumulation)\n"
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError
 from flash_train.cli.config.overrides import read
+from flash_train.cli.config.pages import OUT_OF_MEMORY
 from flash_train.cli.run.interrupt import Interrupted
 from flash_train.cli.run.multirun import Multirun, swept_values
 from flash_train.cli.run.run_table import EndedRun, run_table
@@ -74,7 +75,7 @@ def test_another_mistake_ends_the_sweep(flash_train, tiny, tmp_path):
     code, lines = flash_train("-m", *tiny, f"init_from={','.join(map(str, folders))}")
     (line,) = own_lines(lines)
     assert code == 1 and f"run 0 (init_from={folders[0]}): init_from={folders[0]}: config.json is missing" in line
-    assert line.endswith("; runs not begun: 2 of 3 (see docs/models.md)")
+    assert line.endswith("; runs not begun: 2 of 3 (see docs/models.md#start-from-a-model)")
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_statuses(capsys):
         assert name == "run 0 (a=1)"
     with runs.next():
         raise OutOfMemoryError("out of memory")
-    line = "flash-train: run 1 (a=2): out of memory (see docs/memory.md)\n"
+    line = f"flash-train: run 1 (a=2): out of memory (see docs/{OUT_OF_MEMORY})\n"
     assert runs.statuses == ["ok", "oom"] and capsys.readouterr().err == line
     runs.end()
     runs.ended = [EndedRun("a=1", "oom"), EndedRun("a=2", "oom")]

@@ -37,6 +37,9 @@ STEPS += [
     replace(STEPS[0], seq_len=1024, accumulate=2),
     replace(STEPS[8], accumulate=2),
     replace(STEPS[3], seq_len=3000),
+    replace(STEPS[3], in_backward=True),
+    replace(STEPS[8], in_backward=True),
+    replace(STEPS[11], in_backward=True),
 ]
 
 
@@ -50,13 +53,16 @@ def empty_kernels(monkeypatch):
 
 def label(step: Step) -> str:
     model = "other" if step.model is OTHER else "model" if step.model is MODEL else "wide"
-    return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}"
+    backward = "-in_backward" * step.in_backward
+    return f"{model}-{step.seq_len}-{step.memory}-{step.precision}-{step.accumulate}{backward}"
 
 
 @pytest.mark.parametrize("model", [MODEL, OTHER], ids=["model", "other"])
 @pytest.mark.parametrize("memory", ["selective", "checkpoint"])
-def test_the_peak_of_a_row_of_several_tiles(model, memory, empty_kernels, monkeypatch):
-    step = Step(replace(model, mlp_width=4096), 2048, precision="bf16-true", memory=memory)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_peak_of_a_row_of_several_tiles(in_backward, model, memory, empty_kernels, monkeypatch):
+    wide = replace(model, mlp_width=4096)
+    step = Step(wide, 2048, precision="bf16-true", memory=memory, in_backward=in_backward)
     whole = predict(step).peak_bytes
     monkeypatch.setattr(tiled_mlp, "TILE_TOKENS", 512)
     found, expected = measured(step), predict(step)

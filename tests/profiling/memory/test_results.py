@@ -6,10 +6,12 @@ from flash_train.profiling.memory.results import (
     allowed_error,
     cases_table,
     compared,
+    first_modes_table,
     growth_table,
     plot_memory_results,
     summary_table,
     traffic_table,
+    worst_error,
 )
 
 GIB = 2**30
@@ -70,6 +72,29 @@ def test_summary_has_the_largest_error_of_each_mode():
         "| flash | none | 2 of 2 | 4,096 | 4.00 | -2.50% |",
         "| flash | checkpoint | 0 of 1 | 4,096 | 20.00 | +10.00% |",
         "| standard | none | 1 of 1 | 4,096 | 8.00 | +1.25% |",
+    ]
+
+
+def test_the_worst_error_is_of_all_measured_steps():
+    assert worst_error(RECORDS) == (
+        "4 steps were measured. The largest error of a prediction is 10.00% (`1b3-n4096-checkpoint-flash`)."
+    )
+
+
+def test_the_first_mode_that_fits_a_card():
+    steps = [
+        step("125m", 2048, "none", 20.0, 20.0),
+        step("1b3", 8192, "none", 30.0, 30.0),
+        step("1b3", 8192, "selective", 21.0, 21.0),
+        step("1b3", 4096, "none", None, 90.0),
+        step("1b3", 4096, "checkpoint", 50.0, 50.0),
+        step("1b3", 4096, "none", 1.0, 1.0, "standard"),
+    ]
+    assert first_modes_table([*steps, *OWN]).splitlines() == [
+        "| model | seq_len | 24 GB | 48 GB | 80 GB |",
+        "| --- | --- | --- | --- | --- |",
+        "| 1b3 | 4,096 | – | – | checkpoint |",
+        "| 1b3 | 8,192 | selective | none | none |",
     ]
 
 
