@@ -97,18 +97,6 @@ SOURCES = {
 }
 
 
-#: what the index calls the pages
-PAGES = {
-    "benchmarks.md": "this page",
-    "measurements.md": "All measurements",
-    "several_gpus.md": "Several GPUs",
-    "transformers.md": "Models of transformers",
-    "train.md": "Train",
-    "long_rows.md": "Train on long rows",
-    "kernels.md": "Kernels",
-}
-
-
 @dataclass(frozen=True)
 class Facts:
     """The cards, versions and commits that a record names, each in the order of the record."""
@@ -162,7 +150,7 @@ def source_line(name: str, records: Sequence[Record]) -> str:
 
 
 def index(folder: Path) -> str:
-    """Return a table with a row per record: what it measures, card, versions, commands, and the page with its tables.
+    """Return a table with a row per record: its name, a link to its tables, what it measures, card, versions and parts.
 
     Raises:
         ValueError: `SOURCES` lacks a record of the folder.
@@ -175,6 +163,7 @@ def index(folder: Path) -> str:
         records = json.loads(path.read_text(encoding="utf-8"))["records"] if path.is_file() else []
         facts = facts_of(records)
         cards = ", ".join(facts.cards) or ("no card" if records else "not measured yet")
-        link = f"[{PAGES[source.page.partition('#')[0]]}]({source.page})"
-        rows.append((f"`{name}`", source.measures, cards, ", ".join(facts.versions) or "–", source.made_by, link))
-    return markdown_table(("record", "measures", "card", "versions", "made by", "tables"), rows, left=6)
+        parts = " ".join(f"`{part}`" for part in source.parts) or "–"
+        link = f"[`{name}`]({source.page})"
+        rows.append((link, source.measures, cards, ", ".join(facts.versions) or "–", parts))
+    return markdown_table(("record and tables", "measures", "card", "versions", "parts of `measure.sh`"), rows, left=5)

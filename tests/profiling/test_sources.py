@@ -30,7 +30,7 @@ def test_the_index_has_every_record_and_says_which_are_missing(tmp_path):
     (tmp_path / "start.json").write_text(json.dumps({"records": [{"gpu": "a card", "triton": "3.6.0"}]}))
     lines = index(tmp_path).splitlines()[2:]
     assert len(lines) == len(SOURCES)
-    (start,) = (line for line in lines if line.startswith("| `start` |"))
+    (start,) = (line for line in lines if line.startswith("| [`start`]("))
     assert "| a card | triton 3.6.0 |" in start
     assert sum("| not measured yet |" in line for line in lines) == len(SOURCES) - 1
     (tmp_path / "other.json").write_text("{}")
