@@ -19,8 +19,13 @@ test:  ## run the tests that take minutes, not more; says which are skipped, and
 test-all:  ## run all tests that this machine can run, also the slow ones
 	pytest --all
 
-test-property:  ## hold the kernels to the reference on 2,000 random calls, in the interpreter
+test-property:  ## random calls, masks, shared rows, steps of several ranks and kills, far more of each than `pytest --all` takes; hours
 	python -m tests.support.attention.fuzz --draws 2000
+	python -W ignore -m tests.support.attention.readers 300
+	python -m tests.support.attention.shared_rows 4 100
+	python -m tests.support.distributed.optimizer_steps 2 100
+	python -m tests.support.distributed.optimizer_steps 4 100
+	python -m tests.support.cli.kills --kills 60
 
 test-compile:  ## compile every kernel with every shipped tile for every supported chip; no GPU needed, tens of minutes on many cores
 	python -m tests.support.attention.compiled --all
@@ -51,5 +56,5 @@ docs:  ## show the documentation site, and build it again at every change
 readme:  ## fill the tables of the README and of docs/ from docs/results
 	python scripts/update_readme.py
 
-ci:  ## what continuous integration runs: all tests, checks, the site and a wheel in new environments, then the short tests with the oldest PyTorch
+ci:  ## what continuous integration runs: all tests, checks, the site and a wheel in new environments, then short tests with the oldest PyTorch
 	.ci/run

@@ -21,7 +21,7 @@ def test_exchanged_gradients_are_summed_once_and_in_pieces(ranks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "draws", "first"), slow_after(2, [(2, 10, 0), (4, 6, 0), (2, 100, 10), (4, 104, 6)], unpack=True)
+    ("ranks", "draws", "first"), slow_after(2, [(2, 6, 0), (4, 4, 0), (2, 24, 6), (4, 24, 4)], unpack=True)
 )
 def test_a_step_of_several_ranks_is_the_step_of_one_process(ranks, draws, first):
     done = run_python("tests.support.distributed.optimizer_steps", ranks, draws, first, timeout=900)

@@ -169,7 +169,7 @@ def test_config_round_trip():
 
 def test_defaults_of_the_configuration_are_the_defaults_of_optimizer_config():
     defaults = OptimizerConfig().to_dict()
-    derived = {"lr", "warmup_steps"}  # null in the configuration: a run derives them from its model and its length
+    derived = {"lr", "warmup_steps", "in_backward"}  # null in the configuration: a run derives them
     schema = asdict(OptimizerSchema())
     conf = OmegaConf.load(Path(__file__).parents[2] / "conf" / "optimizer" / "adamw.yaml")
     for values in (schema, OmegaConf.to_container(conf)):

@@ -50,7 +50,8 @@ def full_table(records: Records) -> str:
 
 def short_table(records: Records) -> str:
     """A row per case of ``SHORT_CASES``, without our portable kernels and without the peers of packed rows."""
-    names = {"hopper": OWN["hopper"], **{name: NAMES[name] for name in SHORT_PEERS}}
+    ours = next(iter(own_names(records)))
+    names = {ours: OURS, **{name: NAMES[name] for name in SHORT_PEERS}}
     gpu = records[0]["gpu"]
     words = f"The attention operator over 16,384 tokens in TFLOP/s, forward · backward, bf16 ({gpu}).\n{ABSENT}\n"
     rows = []

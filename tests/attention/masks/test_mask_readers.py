@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 ROOT = Path(__file__).parents[3]
-DRAWS = 300
+DRAWS = 120
 
 
 @pytest.mark.slow
@@ -23,8 +23,8 @@ def test_kernels_visit_the_tiles_and_pairs_of_random_masks():
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
     assert counts.pop("draws") >= DRAWS
-    assert counts.pop("whole in spite of terms") >= 20, counts
+    assert counts.pop("whole in spite of terms") >= 8, counts
     states = [n for name, n in counts.items() if not name.startswith("of ")]
-    assert len(states) == 6 and min(states) >= 500, counts  # skipped, partial and whole, both ways
+    assert len(states) == 6 and min(states) >= 200, counts  # skipped, partial and whole, both ways
     terms = [n for name, n in counts.items() if name.startswith("of ")]
-    assert len(terms) == 4 and min(terms) >= 20, counts
+    assert len(terms) == 4 and min(terms) >= 8, counts

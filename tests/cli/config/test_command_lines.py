@@ -1,4 +1,4 @@
-"""A thousand mutated command lines: each begins its run, or ends in one line that names the key."""
+"""Mutated command lines: each begins its run, or ends in one line that names the key."""
 
 import importlib
 import io
@@ -17,7 +17,7 @@ from flash_train.cli.run import build
 from flash_train.cli.sweep import find_max
 from tests.support.cli.command_lines import Line, mutated_lines
 
-PER_TEST = 100
+PER_TEST = 40
 KEY = re.compile(r"\w+(\.\w+)*=")
 OK, MISTAKE, UNAVAILABLE, NO_MEMORY = 0, 1, 3, 4
 
