@@ -8,7 +8,6 @@ versions continues after the last case.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,11 +53,7 @@ def _shown(rows: Records) -> str:
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/benchmarks.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/benchmarks.md")
     add_options(parser)
     parser.add_argument("--rep", type=int, default=40, help="milliseconds of repetitions per measurement and turn")
     parser.add_argument(

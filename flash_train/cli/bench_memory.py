@@ -217,11 +217,7 @@ def lengths_in(text: str) -> list[int]:
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/memory.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/memory.md")
     add_options(parser)
     parser.add_argument("--kinds", type=choices_in(KINDS), default=list(KINDS), help=",".join(KINDS))
     models, attentions = choices_in((*choices_of("model"), "other")), choices_in(choices_of("attention"))

@@ -16,7 +16,6 @@ one.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -44,11 +43,7 @@ from flash_train.profiling.attention.shared import measure_shared, scaling_cases
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/several_gpus.md#measure-it",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/several_gpus.md#measure-it")
     add_options(parser)
     parser.add_argument("what", choices=("attention", "scaling", "training"))
     parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")

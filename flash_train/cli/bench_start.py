@@ -9,7 +9,6 @@ FILE is written after every case. A second start with the same commit, GPU and v
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -99,11 +98,7 @@ def shown(records: Records) -> str:
 
 @one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/benchmarks.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/benchmarks.md")
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=3, help="cold and warm starts (default: 3)")
     options = parser.parse_args(arguments)

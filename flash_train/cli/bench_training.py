@@ -11,7 +11,6 @@ The exit status is 0 only if all cases have their rates.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import sys
@@ -233,11 +232,7 @@ def unavailable() -> str | None:
 
 @one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/benchmarks.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/benchmarks.md")
     add_options(parser)
     options = parser.parse_args(arguments)
     wanted = selected_cases(parser, options, CASES)

@@ -11,7 +11,6 @@ the losses of all steps agree. FILE is written after every case. The exit status
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import statistics
@@ -251,11 +250,7 @@ def unavailable() -> str | None:
 
 @one_line_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/transformers.md#how-fast-it-is",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/transformers.md#how-fast-it-is")
     add_options(parser)
     options = parser.parse_args(arguments)
     wanted = selected_cases(parser, options, CASES)

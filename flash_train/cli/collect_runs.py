@@ -7,7 +7,6 @@ record per trial, a search for the longest row gives one per attention and memor
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -149,11 +148,7 @@ def _are_same_run(known: dict[str, Any], new: dict[str, Any]) -> bool:
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/benchmarks.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/benchmarks.md")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument(

@@ -17,7 +17,7 @@ PREFIX = "model."  # begins the names of the weights in a checkpoint
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python scripts/export.py runs/… folder`."""
-    parser = ArgumentParser(description=__doc__, epilog="Documentation: docs/models.md#export")
+    parser = ArgumentParser(description=__doc__, page="docs/models.md#export")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory, for its newest checkpoint")
     parser.add_argument("folder", type=Path, help="where to write; created if it doesn't exist")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: the checkpoint's")

@@ -7,7 +7,6 @@ a time. Nothing is tuned at run time: every user gets the tiles that this comman
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -180,11 +179,7 @@ def row_of(setting: Setting, shared: int, major: int, tiles: Tiles) -> dict[str,
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__,
-        epilog="Documentation: docs/extending.md#a-tile-table",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser(description=__doc__, page="docs/extending.md#a-tile-table")
     parser.add_argument("head_dims", nargs="+", type=int, choices=HEAD_DIMS, help="rows to tune")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="rows to tune")
     parser.add_argument("--kernel", nargs="+", choices=CHOICES, default=list(CHOICES), help="kernels to tune")

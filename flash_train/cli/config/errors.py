@@ -109,10 +109,11 @@ def fail(error: UsageError) -> NoReturn:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that raises `UsageError` for a mistake, and knows `--version`."""
+    """A parser that raises `UsageError` for a mistake, knows `--version`, and names a page at the end of its help."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, page: str | None = None, **options: Any) -> None:
+        epilog = None if page is None else f"Documentation: {page}"
+        super().__init__(epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.add_argument("--version", action="version", version=f"flash-train {flash_train.__version__}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

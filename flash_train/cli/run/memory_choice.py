@@ -32,11 +32,15 @@ def with_step_in_backward(config: DictConfig, step: Step, device: torch.device) 
     given, limit = config.optimizer, limit_of(config, device)
     if given.in_backward is not None or limit is None or config.compile or obstacle_to_step_in_backward(config):
         return step
-    other, needed = replace(step, in_backward=True), least_bytes(config, step)
-    if needed <= limit or least_bytes(config, other) >= needed:
+    otherwise = least_bytes(config, step)
+    if otherwise <= limit:
+        return step
+    other = replace(step, in_backward=True)
+    needed = least_bytes(config, other)
+    if needed >= otherwise:
         return step
     given.in_backward = True
-    print_in_backward(needed, least_bytes(config, other), limit)
+    print_in_backward(otherwise, needed, limit)
     return other
 
 
