@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload memory attention training training_peer start graphs long_rows fp8 updates collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload find_max_80gb memory attention training training_peer start graphs long_rows fp8 updates collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -63,6 +63,10 @@ for part; do
           find_max.limit=${size#*:}
       done
       ;;
+    find_max_80gb) # the same on a card of 80 GB, with the optimizer's state in the host's memory
+      find_max offload-8b-80gb model=8b 'find_max.attention=[flash]' 'find_max.memory=[offload]' optimizer.offload=true \
+        find_max.limit=393216
+      ;;
     memory) python scripts/bench_memory.py --out "$out/memory.json" "${commit[@]}" ;;
     attention) python scripts/bench_attention.py --out "$out/attention_h200.json" "${commit[@]}" ;;
     training_peer) python scripts/bench_training.py --out "$out/training_peer.json" "${commit[@]}" ;;
@@ -89,7 +93,7 @@ for part; do
       step 1b3 seq_len=524288 memory=selective memory.offload=auto
       ;;
     fp8) # 8b needs 8-bit moments on one card of 80 GB
-      once() { train "fp8/$1" model=8b seq_len=8192 memory=selective memory.keep=auto optimizer.moments=8bit max_steps=200 "${@:2}"; }
+      once() { train "fp8/$1" model=8b seq_len=8192 memory=selective memory.keep=auto optimizer.moments=8bit max_steps=200 trainer.checkpoints=false callbacks.sample.tokens=0 "${@:2}"; }
       once bf16 precision=bf16-true
       for recipe in tensorwise rowwise; do once $recipe precision=fp8 precision_fp8.recipe=$recipe; done
       ;;

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from flash_train.data.packing import PackedIndex
+from flash_train.data.packing import PackedIndex, padding_pieces
 from flash_train.data.split import Part
 
 IGNORE = -100  # the label of a position without a label
@@ -26,7 +26,7 @@ class PackedRows(Dataset):
                                            none. With packing "concat" the whole part is one stream, like one document
         positions   int64 (seq_len,)       position within the entry
         cu_seqlens  int32 (capacity + 1,)  where entries begin and end; the last value is repeated up to `capacity`
-        lengths     tuple[int, ...]        lengths of the entries, including the unused tail; they sum to seq_len
+        lengths     tuple[int, ...]        lengths of the entries, then of the pieces of the unused tail
 
     Index -1 (PADDING_ROW) is a row of padding without labels; it fills the last batch of a finite epoch.
     """
@@ -52,8 +52,7 @@ class PackedRows(Dataset):
         if self.index.one_stream and segments:
             self._label_document_ends(row, tokens, labels, segments)
         lengths = [self.index.seq_len] if self.index.one_stream else [length for _, _, length in segments]
-        if sum(lengths) < self.index.seq_len:
-            lengths.append(self.index.seq_len - sum(lengths))
+        lengths += padding_pieces(self.index.seq_len - sum(lengths), self.capacity - len(lengths))
         return as_row(tokens, labels, lengths, self.capacity)
 
     def squared_lengths(self, rows: list[int]) -> np.ndarray:

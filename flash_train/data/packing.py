@@ -17,6 +17,7 @@ from flash_train.checks import check_name
 
 PackingStrategy = Literal["best_fit", "concat"]
 PACKING_STRATEGIES: tuple[str, ...] = get_args(PackingStrategy)
+PADDING_PIECE = 4096  # tokens: attention in so short an entry costs little next to the other layers
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,43 @@ class PackedIndex:
 
     @cached_property
     def squared_lengths(self) -> np.ndarray:
-        """Sum of the squares of each row's entry lengths, with its padding tail as an entry: int64 (rows,).
+        """Sum of the squares of each row's entry lengths, with the pieces of its padding: int64 (rows,).
 
         Causal attention computes about half as many query-key pairs.
         """
         if self.one_stream:
             return np.full(len(self), self.seq_len**2)
-        tails = self.seq_len - np.add.reduceat(self.lengths, self.row_offsets[:-1])
-        return np.add.reduceat(self.lengths**2, self.row_offsets[:-1]) + tails**2
+        pieces, rest = np.divmod(self._tails, PADDING_PIECE)
+        return np.add.reduceat(self.lengths**2, self.row_offsets[:-1]) + pieces * PADDING_PIECE**2 + rest**2
 
     @property
     def capacity(self) -> int:
-        """The largest number of entries in a row, rounded up to a multiple of 8. A padding tail counts as an entry."""
+        """The largest number of entries in a row, pieces of padding included, rounded up to a multiple of 8."""
         if self.one_stream:
             return 8
-        tail = np.add.reduceat(self.lengths, self.row_offsets[:-1]) < self.seq_len
-        return -(-int((np.diff(self.row_offsets) + tail).max()) // 8) * 8
+        pieces = -(-self._tails // PADDING_PIECE)
+        return -(-int((np.diff(self.row_offsets) + pieces).max()) // 8) * 8
+
+    @property
+    def _tails(self) -> np.ndarray:
+        """Tokens of padding at the end of each row: int64 (rows,)."""
+        return self.seq_len - np.add.reduceat(self.lengths, self.row_offsets[:-1])
+
+
+def padding_pieces(tail: int, most: int) -> list[int]:
+    """Divide the padding of a row into entries, because attention within one entry costs the square of its length.
+
+    Args:
+        tail: tokens of padding.
+        most: how many pieces there may be, at least 1 if there is padding.
+
+    Returns:
+        The lengths of pieces of PADDING_PIECE tokens each, or longer ones if these would be too many.
+    """
+    if tail == 0:
+        return []
+    size = max(PADDING_PIECE, -(-tail // most))
+    return [min(size, tail - begin) for begin in range(0, tail, size)]
 
 
 def pack(lengths: np.ndarray, seq_len: int, packing: PackingStrategy = "best_fit") -> PackedIndex:

@@ -88,3 +88,10 @@ def test_a_padding_row_has_no_labels(packing):
     row = make_rows([5, 9], 8, packing)[PADDING_ROW]
     assert row["tokens"].tolist() == [PAD] * 8 and row["labels"].tolist() == [IGNORE] * 8
     assert row["lengths"] == (8,) and row["cu_seqlens"].tolist() == [0] + [8] * 8
+
+
+def test_padding_is_in_entries_of_its_own():
+    rows = make_rows([3000, 9000], 30_000)
+    lengths = (9000, 3000, 4096, 4096, 4096, 4096, 1616)
+    assert rows[0]["lengths"] == lengths and rows[0]["cu_seqlens"].tolist() == [0, *np.cumsum(lengths), 30_000]
+    assert rows[PADDING_ROW]["lengths"] == (4096,) * 7 + (1328,)  # as many as there is room for

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from flash_train.data import ByteTokenizer, StdlibCorpus, pack
 from flash_train.data.cache import tokenize
+from flash_train.data.packing import padding_pieces
 from flash_train.data.split import split
 
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=60)
@@ -66,6 +67,20 @@ def test_capacity_counts_the_tail(lengths, seq_len):
     index = pack(np.array(lengths), seq_len, "best_fit")
     entries = [len(row) + (sum(piece[2] for piece in row) < seq_len) for row in map(index.row, range(len(index)))]
     assert index.capacity % 8 == 0 and index.capacity - 8 < max(entries) <= index.capacity
+
+
+def test_a_long_tail_is_several_entries():
+    """One entry would cost the square of its length: the validation of a row of a million took minutes for padding."""
+    index = pack(np.array([3000, 100_000]), 200_000)
+    assert index.capacity == 8 * -(-(2 + -(-97_000 // 4096)) // 8)
+    assert index.squared_lengths.tolist() == [3000**2 + 100_000**2 + 23 * 4096**2 + (97_000 - 23 * 4096) ** 2]
+
+
+@given(st.integers(0, 100_000), st.integers(1, 40))
+def test_pieces_of_padding_are_the_padding(tail, most):
+    pieces = padding_pieces(tail, most)
+    assert sum(pieces) == tail and len(pieces) <= most and min(pieces, default=1) > 0
+    assert max(pieces, default=0) <= max(4096, -(-tail // most))
 
 
 @pytest.mark.parametrize("seq_len", [64, 100, 1000, 2048, 4096, 10_000, 16_384, 50_000, 65_536, 120_401, 131_072])
