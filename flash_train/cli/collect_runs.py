@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -50,7 +51,7 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
     summary = _summary(run_dir)
     if summary["status"] != "finished":
         raise UsageError(f"{run_dir}: the run is {summary['status']}; allowed: one that has finished")
-    losses = read_column(run_dir / "metrics.csv", "train/loss")[1][-LAST:]
+    losses = read_column(run_dir / "metrics.csv", "train/loss")[1]
     if not losses:
         raise UsageError(f"{run_dir}: metrics.csv has no training losses; allowed: a run that has trained")
     for path in ("run_dir", "wandb_dir"):  # paths on the machine that ran it
@@ -59,7 +60,8 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
         summary["versions"]["commit"] = commit
     config = cast(DictConfig, OmegaConf.load(run_dir / "config.yaml"))
     settings = {name: OmegaConf.select(config, key) for name, key in SETTINGS.items()}
-    return {**summary, **settings, f"train_loss_last_{LAST}": sum(losses) / len(losses)}
+    means = {"train_loss_mean": mean(losses), f"train_loss_last_{LAST}": mean(losses[-LAST:])}
+    return {**summary, **settings, **means}
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:
@@ -132,12 +134,15 @@ def collect_all(run_dirs: list[Path], commit: str | None, known: Records) -> Rec
         return join_trials(known + [record for run in run_dirs for record in collect_ablation(run, commit)])
     if all((run / FIND_MAX).is_file() for run in run_dirs):
         found = known + [record for run in run_dirs for record in collect_find_max(run, commit)]
-        return list(
-            {(record.get("model", "1b3"), record["attention"], record["memory"]): record for record in found}.values()
-        )
+        return list({_search_of(record): record for record in found}.values())
     found = [collect(run, commit) for run in run_dirs]
     records = found + [record for record in known if not any(_are_same_run(record, new) for new in found)]
     return sorted(records, key=lambda record: (-record["seq_len"], -(record["tokens_per_second"] or 0)))
+
+
+def _search_of(record: dict[str, Any]) -> tuple[str, ...]:
+    """What identifies a search of the longest row; records of earlier versions lack the model."""
+    return (record.get("model", "1b3"), record["attention"], record["memory"], record["device"])
 
 
 def _are_same_run(known: dict[str, Any], new: dict[str, Any]) -> bool:

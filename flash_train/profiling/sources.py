@@ -76,7 +76,9 @@ SOURCES = {
     ),
     "long_rows": Source("one step over a single document", "long_rows.md#a-row-that-is-one-document", ("long_rows",)),
     "find_max": Source(
-        "the longest row that trains", "benchmarks.md#the-longest-row", ("find_max", "find_max_offload")
+        "the longest row that trains",
+        "benchmarks.md#the-longest-row",
+        ("find_max", "find_max_offload", "find_max_80gb"),
     ),
     "memory": Source(
         "predicted and measured peaks, attention's own memory, bytes moved", "benchmarks.md#memory", ("memory",)

@@ -106,13 +106,15 @@ def fp8_table(records: Records) -> str:
             number(record["tokens_per_second"], ",.0f"),
             number(record["tokens_per_second"] / plain["tokens_per_second"], ".2f"),
             number(record["mfu"], ".1%"),
-            number(record["train_loss_last_10"], ".4f"),
-            difference(record["train_loss_last_10"] / plain["train_loss_last_10"] - 1),
+            *(
+                f"{record[loss]:.4f} ({difference(record[loss] / plain[loss] - 1)})"
+                for loss in ("train_loss_mean", "train_loss_last_10", "val_loss")
+            ),
         )
         for record in (plain, *(record for record in records if record is not plain))
     ]
     words = f"`{plain['model']}` with {plain['seq_len']:,} tokens, {plain['steps']} steps ({plain['device']}):\n\n"
-    header = ("precision", "tokens/s", "ratio", "MFU", "loss, last 10 steps", "difference")
+    header = ("precision", "tokens/s", "ratio", "MFU", "loss, all steps", "last 10 steps", "validation")
     return words + table(header, rows, left=1)
 
 

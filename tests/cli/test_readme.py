@@ -308,7 +308,7 @@ def test_searches_become_a_record_and_pages(tmp_path):
         LongestRow("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True, 2**20),
         LongestRow("standard", "none", Longest(0, 64, ((64, False),)), 9000, None, False, 2**20, "oom", "no room"),
     ]
-    rows = [replace(row, optimizer="exact") for row in rows]
+    rows = [replace(row, optimizer="exact", step_seconds=9.5, device="a card") for row in rows]
     runs = [tmp_path / row.attention for row in rows]
     for run, row in zip(runs, rows, strict=True):
         found = {"device": "a card", "versions": {"commit": None, "gpu": "a card"}, "records": [to_record(row, 0.02)]}
@@ -320,9 +320,22 @@ def test_searches_become_a_record_and_pages(tmp_path):
     assert list(map(from_record, records)) == rows and records[1]["versions"] == {"commit": "abc", "gpu": "a card"}
     (root / "README.md").write_text(marked("find_max"))
     assert update(root, check=False) == 0
-    assert "| 1b3 | flash | none | exact | 65,536 | 139.2 | 66,000 | 2 |" in (root / "README.md").read_text()
+    assert "| 1b3 | flash | none | exact | 65,536 | 139.2 | 66,000 | 9.5 | 2 |" in (root / "README.md").read_text()
     assert (root / "docs" / "results" / "find_max.png").is_file()
     assert "MLP in tiles" not in (root / "README.md").read_text()
+    other = [record | {"device": "another card", "seq_len": 640} for record in records[:1]]
+    write_json(
+        runs[0] / "find_max.json", {"device": "another card", "versions": {"gpu": "another card"}, "records": other}
+    )
+    assert collect_runs([str(runs[0]), "--out", str(out), "--add"]) == 0  # replaces no record of the first card
+    assert update(root, check=False) == 0
+    text = (root / "README.md").read_text()
+    assert (
+        text.index("trains on a card")
+        < text.index("| 65,536 |")
+        < text.index("on another card")
+        < text.index("| 640 |")
+    )
     for record in records:
         del record["optimizer"]  # records that were measured before recomputed blocks had tiles
     assert "MLP in tiles" in TABLES["find_max"](records)

@@ -12,7 +12,7 @@ from flash_train.attention.kernels.families import HOPPER
 from flash_train.model import ModelConfig, Transformer
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from flash_train.profiling.training_results import long_rows_table, updates_table
+from flash_train.profiling.training_results import fp8_table, long_rows_table, updates_table
 
 ROOT = Path(__file__).parents[2]
 ROW = {"model": "8b", "seq_len": 1024, "memory": "checkpoint", "steps": 1, "step_seconds": 2.0, "mfu": 0.5}
@@ -77,3 +77,16 @@ def test_a_difference_that_rounds_to_zero_has_no_sign():
     text = updates_table([start, fp32, exact])
     assert "| `bf16-true` | `exact` | 1.5000 | 0.00% | 100% | 1,000 | 4.00 |\n" in text
     assert "| `bf16-mixed` | fp32 weights | 1.5000 | 0.00% | 100% | 1,000 | – |\n" in text
+
+
+def test_fp8_is_compared_with_bf16():
+    shared = {"model": "8b", "seq_len": 8192, "steps": 200, "device": "a card", "mfu": 0.5}
+    losses = [dict(zip(("train_loss_mean", "train_loss_last_10", "val_loss"), three, strict=True)) for three in (
+        (3.0, 2.0, 4.0), (2.97, 2.01, 4.04),
+    )]  # fmt: skip
+    fp8 = shared | losses[1] | {"precision": "fp8", "recipe": "rowwise", "tokens_per_second": 1250.0}
+    bf16 = shared | losses[0] | {"precision": "bf16-true", "recipe": "tensorwise", "tokens_per_second": 1000.0}
+    assert fp8_table([fp8, bf16]).splitlines()[-2:] == [
+        "| `bf16-true` | 1,000 | 1.00 | 50.0% | 3.0000 (0.00%) | 2.0000 (0.00%) | 4.0000 (0.00%) |",
+        "| `fp8`, `rowwise` | 1,250 | 1.25 | 50.0% | 2.9700 (-1.00%) | 2.0100 (+0.50%) | 4.0400 (+1.00%) |",
+    ]

@@ -121,9 +121,10 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
         return replace(empty, status=error.result.status, reason=str(error))
     if not found.seq_len:
         return replace(empty, found=found, status="oom", reason=results[min(results)].reason)
-    peak = results[found.seq_len].summary.get("peak_memory_gib")
+    summary = results[found.seq_len].summary
+    peak, seconds = summary.get("peak_memory_gib"), summary.get("step_seconds")
     exact = found.seq_len < limit and found.within(TOLERANCE, limit)
-    return replace(empty, found=found, peak_gib=peak, exact=exact)
+    return replace(empty, found=found, peak_gib=peak, exact=exact, step_seconds=seconds)
 
 
 def describe(config: DictConfig) -> str:

@@ -83,6 +83,8 @@ class Row:
         reason: why it is not ok.
         model: its name.
         optimizer: how it stores weights and moments.
+        step_seconds: the time of the last step of the longest row that fitted, if measured.
+        device: where it was measured, if known.
     """
 
     attention: str
@@ -96,6 +98,8 @@ class Row:
     reason: str | None = None
     model: str = "1b3"  # of records of earlier versions, as is the optimizer
     optimizer: str = "no master, bf16 moments"
+    step_seconds: float | None = None
+    device: str = ""
 
     @property
     def at_limit(self) -> bool:
@@ -124,10 +128,12 @@ def table(rows: Sequence[Row]) -> str:
         if row.predicted is not None:
             predicted = ("≥ " if row.predicted >= row.limit else "") + f"{row.predicted:,}"
         trials = str(len(row.found.trials))
-        lines.append((row.model, row.attention, row.memory, row.optimizer, row.answer(), peak, predicted, trials))
-    settings = ("model", "attention", "memory", "optimizer")
-    header = (*settings, "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "trials")
-    text = markdown_table(header, lines, left=len(settings))
+        seconds = "–" if row.step_seconds is None else f"{row.step_seconds:.1f}"
+        settings = (row.model, row.attention, row.memory, row.optimizer)
+        lines.append((*settings, row.answer(), peak, predicted, seconds, trials))
+    names = ("model", "attention", "memory", "optimizer")
+    header = (*names, "longest row (tokens)", "peak (GiB)", "predicted (tokens)", "step (s)", "trials")
+    text = markdown_table(header, lines, left=len(names))
     if any(row.at_limit for row in rows):
         text += "\n(the limit): longer rows were not tried; find_max.limit=… allows them.\n"
     reasons: dict[tuple[str, str, str], list[str]] = {}
@@ -152,6 +158,7 @@ def to_record(row: Row, tolerance: float) -> dict[str, Any]:
         "too_long": row.found.too_long,
         "predicted_seq_len": row.predicted,
         "peak_memory_gib": row.peak_gib,
+        "step_seconds": row.step_seconds,
         "exact_to": tolerance if row.exact else None,
         "limit": row.limit,
         "status": row.status,
@@ -172,7 +179,7 @@ def from_record(record: Mapping[str, Any]) -> Row:
         record["limit"],
         record["status"],
         record["reason"],
-        **{name: record[name] for name in ("model", "optimizer") if name in record},
+        **{name: record[name] for name in ("model", "optimizer", "step_seconds", "device") if name in record},
     )
 
 
@@ -180,16 +187,20 @@ def plot_longest(
     rows: Sequence[Row], path: str | os.PathLike[str], title: str, *, metadata: dict[str, str] | None = None
 ) -> Path:
     """Draw a bar for each backend and memory mode."""
-    figure = Figure(figsize=(8, 1.4 + 0.45 * len(rows)), layout="constrained")
+    several = len({row.device for row in rows}) > 1
+    figure = Figure(figsize=(10 if several else 8, 1.4 + 0.45 * len(rows)), layout="constrained")
     panel = figure.subplots()
     places = range(len(rows))
     lengths = [row.found.seq_len for row in rows]
     panel.barh(places, lengths, color=[MODES[row.memory][0] for row in rows], height=0.7)
     for place, row in zip(places, rows, strict=True):
         panel.text(row.found.seq_len, place, f" {row.answer()}", va="center", fontsize=9)
-    panel.set_yticks(list(places), [f"{row.model}, {row.attention}, memory={row.memory}" for row in rows])
+    panel.set_yticks(
+        list(places),
+        [f"{row.model}, {row.attention}, memory={row.memory}" + f", {row.device}" * several for row in rows],
+    )
     panel.invert_yaxis()
-    panel.set_xlim(0, 1.3 * max([*lengths, UNIT]))
+    panel.set_xlim(0, 1.45 * max([*lengths, UNIT]))
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     panel.set_xlabel("longest row that trains (tokens)")

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from matplotlib.image import imread
 
 from flash_train.profiling.memory.longest import UNIT, Longest, Row, markdown, plot_longest, search
 
@@ -51,17 +52,19 @@ def test_table_and_plot_of_the_longest_rows(tmp_path):
         Row("triton", "none", nothing, 640, None, False, limit, "failed", "the trial at 640 tokens: a bug"),
     ]
     rows = [replace(row, model="8b", optimizer="exact") for row in rows]
+    rows[0] = replace(rows[0], step_seconds=12.34)
     text = markdown(rows, "title")
     assert text.splitlines()[2:-6] == [
-        "| model | attention | memory | optimizer | longest row (tokens) | peak (GiB) | predicted (tokens) | trials |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
-        "| 8b | flash | none | exact | 65,536 | 139.2 | 66,000 | 2 |",
-        "| 8b | standard | none | exact | nothing fitted | – | 9,000 | 1 |",
-        "| 8b | flash | checkpoint | exact | ≥ 262,144 | 70.0 | 300,000 | 1 |",
-        "| 8b | sdpa | none | exact | ≥ 1,048,576 (the limit) | 70.0 | ≥ 1,048,576 | 1 |",
-        "| 8b | hopper | none | exact | unavailable | – | – | 0 |",
-        "| 8b | hopper | selective | exact | unavailable | – | – | 0 |",
-        "| 8b | triton | none | exact | failed | – | 640 | 0 |",
+        "| model | attention | memory | optimizer | longest row (tokens) | peak (GiB) | predicted (tokens) | step (s) "
+        "| trials |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 8b | flash | none | exact | 65,536 | 139.2 | 66,000 | 12.3 | 2 |",
+        "| 8b | standard | none | exact | nothing fitted | – | 9,000 | – | 1 |",
+        "| 8b | flash | checkpoint | exact | ≥ 262,144 | 70.0 | 300,000 | – | 1 |",
+        "| 8b | sdpa | none | exact | ≥ 1,048,576 (the limit) | 70.0 | ≥ 1,048,576 | – | 1 |",
+        "| 8b | hopper | none | exact | unavailable | – | – | – | 0 |",
+        "| 8b | hopper | selective | exact | unavailable | – | – | – | 0 |",
+        "| 8b | triton | none | exact | failed | – | 640 | – | 0 |",
     ]
     assert text.splitlines()[-5:] == [
         "(the limit): longer rows were not tried; find_max.limit=… allows them.",
@@ -73,3 +76,6 @@ def test_table_and_plot_of_the_longest_rows(tmp_path):
     assert "(the limit)" not in markdown(rows[:3], "title")
     assert plot_longest(rows, tmp_path / "one.png", "title").stat().st_size > 5000
     plot_longest(rows[:1], tmp_path / "two.png", "title")
+    several = [replace(rows[0], device=device) for device in ("NVIDIA H100", "NVIDIA H200")]
+    plot_longest(several, tmp_path / "three.png", "title")
+    assert imread(tmp_path / "three.png").shape[1] > imread(tmp_path / "two.png").shape[1]  # room for the cards' names
