@@ -2,8 +2,9 @@
 
 Every implementation is checked against fp32 on the inputs of the timing; a wrong one gets no rate. The implementations
 of a case take turns, so that all of them run at the same clocks. Rates are model FLOPs (causal: half; backward: 2.5
-times the forward) over the median time. FILE is written after every case. A second start with the same commit, GPU and
-versions continues after the last case.
+times the forward) over the median time. FlashAttention-4 and cuDNN over packed rows run where the packages
+``flash-attn-4`` and ``nvidia-cudnn-frontend`` are installed. FILE is written after every case. A second start with the
+same commit, GPU and versions continues after the last case.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from flash_train.cli.bench.records import (
 )
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.profiling.attention.cases import Case, cases
-from flash_train.profiling.attention.peers import OWN, SDPA, add_ratios, implementations, measure
-
-IMPLEMENTATIONS = (*OWN, *SDPA, "varlen_attn", "flex")
+from flash_train.profiling.attention.comparison import add_ratios, measure
+from flash_train.profiling.attention.peers import IMPLEMENTATIONS, implementations
 
 
 def measure_all(

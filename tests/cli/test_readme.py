@@ -121,6 +121,18 @@ def test_more_peers_have_columns_where_they_were_measured(results):
     assert "| d128-h16-packed65536-causal | 330 · – | – · – | – · – | 300 · – | 1.10 · – |\n" in filled
 
 
+def test_flash_attention_4_has_a_column_and_a_ratio_where_it_was_measured(results):
+    names = {"hopper": 650.0, "fa4": 520.0, "cudnn": 500.0, "flex": 300.0}
+    records = [{**CASE, "implementation": name, "direction": "forward", "tflops": rate} for name, rate in names.items()]
+    filled = fill(marked("attention_h200"), results("attention_h200", records))
+    assert "| FlashAttention-4 | cuDNN | FlexAttention | ratio to cuDNN | ratio to FlashAttention-4 |\n" in filled
+    assert "| 650 · – | 520 · – | 500 · – | 300 · – | 1.30 · – | 1.25 · – |\n" in filled
+    assert "FlashAttention-3 is not in these tables." in filled
+    without = [record for record in records if record["implementation"] != "fa4"]
+    filled = fill(marked("attention_h200"), results("attention_h200", without))
+    assert "ratio to FlashAttention-4" not in filled and "FlashAttention-3 and FlashAttention-4 are not" in filled
+
+
 def test_sparse_cases_have_a_table_of_their_own(results):
     sparse = {"case": "d128-h16-n16384-full-sparse0.125", "density": 0.125, "tflops": 300.0}
     records = [
@@ -432,7 +444,7 @@ def test_the_short_tables(results):
         {**CASE, "implementation": "hopper", "direction": "forward", "tflops": 1.0, "gpu": "a card"},
     ]
     filled = fill(marked("attention_h200.summary"), results("attention_h200", records))
-    assert "| head_dim 128, causal | 700 · – | – · – | 500 · – | – · – |\n" in filled and "(a card)" in filled
+    assert "| head_dim 128, causal | 700 · – | 500 · – |\n" in filled and "(a card)" in filled
     assert "n2048" not in filled
     record = {"case": "a", "gpu": "a card", "memory": "none", "seq_len": 16384, "mfu": 0.5, "peak_memory_gib": 32.0}
     ours = {**record, "implementation": "flash_train", "tokens_per_second": 43210.0, "ratio_to_transformers": 1.08}

@@ -1,12 +1,10 @@
-"""Compares implementations of attention: checks each against fp32 on the inputs that it is timed on, then times it."""
+"""Implementations of attention that can be compared: this project's kernels, and what else PyTorch's users can call."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from random import Random
-from statistics import median
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -20,22 +18,31 @@ from flash_train.attention.masks import SKIPPED
 from flash_train.profiling.attention.cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-Timer = Callable[[Callable[[], Any]], float]  #: returns the milliseconds of a call
 
 OURS = PORTABLE.name
 OWN = tuple(FAMILIES)  #: the families of this project's kernels
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-ROUNDS = 7  #: timed rounds of each implementation in a case
-ALLOWED_ERROR = 1e-2  #: with bf16 operands the error is between 2e-3 and 5e-3
+#: every implementation that has a name, in the order of the tables
+IMPLEMENTATIONS = (*OWN, *SDPA, "fa4", "varlen_attn", "cudnn_packed", "flex", "flex_fa4")
 
 
 def implementations(case: Case) -> tuple[str, ...]:
     """Return the implementations that can run a case on this machine: ours, then its peers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = tuple(name for name, family in FAMILIES.items() if family.unavailable(device) is None)
-    if case.lengths:
-        return (*own, "varlen_attn", "flex")
-    return (*own, "flex") if case.density < 1 else (*own, *SDPA, "flex")
+    fa4 = has_module("flash_attn.cute")
+    flex = ("flex", "flex_fa4") if fa4 else ("flex",)
+    if case.density < 1:
+        return (*own, *flex)
+    if not case.lengths:
+        return (*own, *SDPA, *(["fa4"] if fa4 else []), *flex)
+    return (*own, *(["fa4"] if fa4 else []), "varlen_attn", *(["cudnn_packed"] if has_module("cudnn") else []), *flex)
+
+
+def has_module(name: str) -> bool:
+    """Return whether a module is installed."""
+    parent = name.rpartition(".")[0]
+    return (not parent or has_module(parent)) and find_spec(name) is not None
 
 
 def build(name: str, case: Case, device: torch.device | str, rng: RngState | None = None) -> Attention:
@@ -47,9 +54,19 @@ def build(name: str, case: Case, device: torch.device | str, rng: RngState | Non
     if name in OWN:
         spec, packing = case.spec(device), case.packing(device)
         return lambda q, k, v: attention(q, k, v, spec, packing=packing, rng=rng, backend=name)
+    if name in SDPA:
+        return _sdpa(name, case)
+    if case.dropout:
+        raise ValueError(f"{name} has no dropout")
+    if name == "fa4":
+        return _flash_attention_4(case, device)
     if name == "varlen_attn":
         return _varlen_attn(case, device)
-    return _flex(case, device) if name == "flex" else _sdpa(name, case)
+    if name == "cudnn_packed":
+        from flash_train.profiling.attention.packed_cudnn import PackedCudnn
+
+        return PackedCudnn(case, device)
+    return _flex(case, device, "FLASH" if name == "flex_fa4" else "TRITON")
 
 
 def _sdpa(name: str, case: Case) -> Attention:
@@ -80,16 +97,37 @@ def _varlen_attn(case: Case, device: torch.device | str) -> Attention:
     return lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, **options))
 
 
-def _flex(case: Case, device: torch.device | str) -> Attention:
-    """Return FlexAttention as its users call it: compiled for the shape, with a block mask built beforehand."""
+def _flash_attention_4(case: Case, device: torch.device | str) -> Attention:
+    """Return FlashAttention-4's call. It comes with the package ``flash-attn-4``."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    packing = case.packing(device)
+    call, options = flash_attn_func, {}
+    if packing is not None:
+        cu, longest = packing.cu_seqlens_q, max(case.lengths)
+        call = flash_attn_varlen_func
+        options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = call(q, k, v, causal=case.causal, **options)
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)  # some releases return the log-sum-exp, too
+
+    return attend
+
+
+def _flex(case: Case, device: torch.device | str, backend: str) -> Attention:
+    """Return FlexAttention as its users call it: compiled for the shape, with a block mask built beforehand.
+
+    Args:
+        backend: "TRITON", or "FLASH" for the kernels of FlashAttention-4.
+    """
     from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if case.dropout:
-        raise ValueError("FlexAttention has no dropout")
     torch.compiler.reset()  # it compiles once per shape, and PyTorch limits recompilations of a function
     functorch.donated_buffer = False  # timing the backward needs to retain the graph
     compiled = torch.compile(flex_attention, dynamic=False)
+    options: Any = {"BACKEND": backend} if backend != "TRITON" else None
     mask = None
     rule = _flex_rule(case, device)
     if rule is not None:
@@ -99,7 +137,8 @@ def _flex(case: Case, device: torch.device | str) -> Attention:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packed = q.dim() == 3
         q, k, v = ((x[None] if packed else x).transpose(1, 2) for x in (q, k, v))
-        out = compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        gqa = q.shape[1] != k.shape[1]
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=options).transpose(1, 2)
         return out[0] if packed else out
 
     return call
@@ -121,140 +160,3 @@ def _flex_rule(case: Case, device: torch.device | str) -> Callable[..., Tensor] 
         pattern = blocks.states[0, 0] != SKIPPED
         rules.append(lambda b, h, q, k: pattern[q // blocks.block_q, k // blocks.block_k])
     return and_masks(*rules) if rules else None
-
-
-def check(name: str, call: Attention, case: Case, tensors: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Return the relative error (Frobenius; the largest of output and gradients) in a random batch row and key head.
-
-    Heads are independent: one key head and its queries are cheap to compute in fp32 at any length. Every implementation
-    draws a different dropout mask. So with dropout, ours is compared under the reference's mask and the others without
-    dropout.
-    """
-    q, k, v = tensors
-    rng = None
-    if case.dropout:
-        if name in OWN:
-            rng = RngState(int(torch.randint(1 << 31, ())))
-        else:
-            case = replace(case, dropout=0.0)
-        call = build(name, case, q.device, rng)
-    out = call(q, k, v)
-    dout = torch.randn_like(out)
-    got = (out, *torch.autograd.grad(out, tensors, dout))
-
-    row = None if case.lengths else int(torch.randint(case.batch, ()))
-    head, group = int(torch.randint(case.n_kv_heads, ())), case.n_heads // case.n_kv_heads
-    if rng is not None:
-        rng = replace(rng, entry=row or 0, head=head * group)
-
-    def part(x: Tensor) -> Tensor:
-        heads = x.shape[-2] // case.n_kv_heads
-        x = x if row is None else x[row : row + 1]
-        return x[..., head * heads : (head + 1) * heads, :].detach().float()
-
-    exact = [part(x).requires_grad_() for x in tensors]
-    spec, packing = case.spec(q.device), case.packing(q.device)
-    reference = attention(exact[0], exact[1], exact[2], spec, packing=packing, rng=rng, backend="chunked")
-    want = (reference, *torch.autograd.grad(reference, exact, part(dout)))
-    return max(((part(a) - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
-
-
-def measure(
-    names: Sequence[str], case: Case, timer: Timer, device: torch.device | str = "cuda"
-) -> list[dict[str, Any]]:
-    """Time the implementations; return a record per implementation and direction.
-
-    If a call fails or its result is wrong, its record has a reason and no rate.
-
-    All are built and checked first. Then each is timed in `ROUNDS` rounds on the same inputs, and its rate uses the
-    median time. A card's clock depends on the work just before, so a fixed order would favour some implementations:
-    each round has another random order, the same in every run. Rates are model FLOPs over the time; the backward has
-    2.5 times the FLOPs of the forward. A sparse case is also timed without its pattern: ``time_to_dense`` is the ratio.
-    """
-    from triton.errors import TritonError
-
-    tensors = case.inputs(device)
-    timed: dict[str, _TimedImplementation] = {}
-    failed: dict[str, dict[str, Any]] = {}
-
-    def attempt(name: str, step: Callable[[str], None]) -> None:
-        try:
-            step(name)
-        except torch.AcceleratorError:  # this process has lost the device: no later call would run
-            raise
-        except (RuntimeError, ValueError, TritonError) as failure:
-            failed[name] = {"reason": str(failure).strip().splitlines()[0]}
-
-    def prepare(name: str) -> None:
-        call = build(name, case, device)
-        error = check(name, call, case, tensors)
-        if not error < ALLOWED_ERROR:  # NaN fails too
-            failed[name] = {"error": error, "reason": "wrong result"}
-            return
-        timed[name] = _TimedImplementation(
-            error, call, None if case.density == 1 else build(name, replace(case, density=1.0), device)
-        )
-
-    def time_round(name: str) -> None:
-        timed[name].time_round(tensors, timer)
-
-    for name in names:
-        attempt(name, prepare)
-    draw = Random(case.name)
-    for _ in range(ROUNDS):
-        for name in draw.sample(list(timed), len(timed)):
-            if name not in failed:
-                attempt(name, time_round)
-    records = []
-    for name in names:
-        base = {"case": case.name, "implementation": name, "dropout": case.dropout, "density": case.density}
-        if name in failed:
-            records.append(base | {"direction": "forward"} | failed[name])
-        else:
-            records += [base | found for found in timed[name].records(case.flops)]
-    return records
-
-
-@dataclass
-class _TimedImplementation:
-    """An implementation with a correct result, and its milliseconds per round, forward and backward."""
-
-    error: float
-    call: Attention
-    dense: Attention | None  #: without the case's pattern
-    times: list[tuple[float, float]] = field(default_factory=list)
-    dense_times: list[tuple[float, float]] = field(default_factory=list)
-
-    def time_round(self, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> None:
-        self.times.append(_time(self.call, tensors, timer))
-        if self.dense is not None:
-            self.dense_times.append(_time(self.dense, tensors, timer))
-
-    def records(self, flops: float) -> list[dict[str, Any]]:
-        found = []
-        for i, (direction, work) in enumerate((("forward", 1.0), ("backward", 2.5))):
-            ms = median(times[i] for times in self.times)
-            record = {"direction": direction, "ms": ms, "tflops": work * flops / ms / 1e9, "error": self.error}
-            if self.dense is not None:
-                record["time_to_dense"] = ms / median(times[i] for times in self.dense_times)
-            found.append(record)
-        return found
-
-
-def _time(call: Attention, tensors: tuple[Tensor, Tensor, Tensor], timer: Timer) -> tuple[float, float]:
-    """Return the milliseconds of forward and backward."""
-    forward = timer(lambda: call(*tensors))
-    out = call(*tensors)
-    dout = torch.randn_like(out)
-    return forward, timer(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True))
-
-
-def add_ratios(records: list[dict[str, Any]]) -> None:
-    """Add to the records of one case the ratio of rates to each peer; None if the peer has no rate."""
-    rates = {(row["implementation"], row["direction"]): row.get("tflops") for row in records}
-    peers = sorted({name for name, _ in rates} - set(OWN))
-    for row in records:
-        if row.get("tflops"):
-            for peer in peers:
-                theirs = rates.get((peer, row["direction"]))
-                row[f"ratio_to_{peer}"] = row["tflops"] / theirs if theirs else None

@@ -17,9 +17,12 @@ STYLES = {
     **dict.fromkeys(FAMILIES, ("this project", BLUE, "o")),
     PORTABLE.name: ("its portable kernels", "#56B4E9", "o"),
     "fa2": ("FlashAttention-2", ORANGE, "s"),
+    "fa4": ("FlashAttention-4", "black", "*"),
     "varlen_attn": ("varlen_attn", VERMILION, "v"),
     "cudnn": ("cuDNN", GREEN, "D"),
+    "cudnn_packed": ("cuDNN, packed", GREEN, "d"),
     "flex": ("FlexAttention", "#CC79A7", "^"),
+    "flex_fa4": ("FlexAttention on FA-4", "#CC79A7", "<"),
 }
 
 

@@ -12,7 +12,10 @@ Records = list[dict[str, Any]]
 DIRECTIONS = ("forward", "backward")
 OURS = "this project"
 OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "… portable"}
-NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "flex": "FlexAttention", "varlen_attn": "varlen_attn"}
+NAMES = {
+    "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention",
+    "flex_fa4": "FlexAttention on FlashAttention-4", "varlen_attn": "varlen_attn", "cudnn_packed": "cuDNN, packed",
+}  # fmt: skip
 #: cases of the short table of attention, in the words of a reader who does not know the names of the cases
 SHORT_CASES = {
     "d128-h16-n16384-causal": "head_dim 128, causal",
@@ -21,9 +24,19 @@ SHORT_CASES = {
     "d128-h16-n16384-full": "head_dim 128, full",
     "d128-h16-n16384-causal-dropout0.1": "head_dim 128, causal, dropout 0.1",
 }
-SHORT_PEERS = ("fa2", "cudnn", "flex")
-#: what readers may look for in vain
-ABSENT = "FlashAttention-3 and FlashAttention-4 are not in these tables. FlexAttention runs its Triton back end.\n"
+SHORT_PEERS = ("fa2", "fa4", "cudnn", "flex")
+#: what our rate is divided by, and the columns of it: the first one with a rate
+RATIOS = {"cuDNN": ("cudnn", "varlen_attn"), "FlashAttention-4": ("fa4",)}
+
+
+def absent(records: Records) -> str:
+    """What readers may look for in vain."""
+    names = ("FlashAttention-3",) if "fa4" in measured(NAMES, records) else ("FlashAttention-3", "FlashAttention-4")
+    verb = "is" if len(names) == 1 else "are"
+    back_end = "FlexAttention runs its Triton back end"
+    if "flex_fa4" in measured(NAMES, records):
+        back_end += ", unless the column names another one"
+    return f"{' and '.join(names)} {verb} not in these tables. {back_end}.\n"
 
 
 def full_table(records: Records) -> str:
@@ -35,31 +48,35 @@ def full_table(records: Records) -> str:
     records = [record for record in records if record not in sparse]
     names = own_names(records) | measured(NAMES, records)
     ours = next(iter(names))
+    shown = {peer: columns for peer, columns in RATIOS.items() if peer == "cuDNN" or names.keys() & columns}
     rows = []
     for case, found in by_case(records, "tflops").items():
         pairs = {name: [found.get((name, way)) for way in DIRECTIONS] for name in names}
-        theirs = next((pairs[name] for name in ("cudnn", "varlen_attn") if any(pairs.get(name, ()))), (None, None))
-        ratios = [a / b if a and b else None for a, b in zip(pairs[ours], theirs, strict=True)]
-        rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), joined(ratios, ".2f")))
-    ratio = "ratio to cuDNN" + (" (packed: varlen_attn)" if "varlen_attn" in names else "")
-    text = table(("case", *names.values(), ratio), rows)
+        ratios = []
+        for columns in shown.values():
+            theirs = next((pairs[name] for name in columns if any(pairs.get(name, ()))), (None, None))
+            ratios.append([a / b if a and b else None for a, b in zip(pairs[ours], theirs, strict=True)])
+        rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), *(joined(two, ".2f") for two in ratios)))
+    packed = " (packed: varlen_attn)" if "varlen_attn" in names else ""
+    labels = [f"ratio to {peer}" + packed * (peer == "cuDNN") for peer in shown]
+    text = table(("case", *names.values(), *labels), rows)
     if sparse:
         text += "\n" + sparse_table(sparse)
-    return text + (f"\n{ABSENT}" if "flex" in names else "")
+    return text + (f"\n{absent(records)}" if "flex" in names else "")
 
 
 def short_table(records: Records) -> str:
     """A row per case of ``SHORT_CASES``, without our portable kernels and without the peers of packed rows."""
     ours = next(iter(own_names(records)))
-    names = {ours: OURS, **{name: NAMES[name] for name in SHORT_PEERS}}
+    names = {ours: OURS, **measured({name: NAMES[name] for name in SHORT_PEERS}, records)}
     gpu = records[0]["gpu"]
-    words = f"The attention operator over 16,384 tokens in TFLOP/s, forward · backward, bf16 ({gpu}).\n{ABSENT}\n"
+    words = f"The attention operator over 16,384 tokens in TFLOP/s, forward · backward, bf16 ({gpu}).\n"
     rows = []
     for case, found in by_case(records, "tflops").items():
         if case in SHORT_CASES:
             rates = (joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names)
             rows.append((SHORT_CASES[case], *rates))
-    return words + table(("case", *names.values()), rows)
+    return f"{words}{absent(records)}\n{table(('case', *names.values()), rows)}"
 
 
 def sparse_table(records: Records) -> str:

@@ -12,6 +12,7 @@ from flash_train.cli.bench.records import known_records
 from flash_train.cli.bench_attention import main, measure_all
 from flash_train.profiling.attention import peers
 from flash_train.profiling.attention.cases import Case
+from flash_train.profiling.attention.comparison import add_ratios
 
 CASES = [Case(64, 2, 2, n, True) for n in (256, 512, 1024)]
 HERE = {"commit": "abc", "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
@@ -109,7 +110,7 @@ def test_hopper_kernels_are_measured_if_they_can_run(monkeypatch):
         {"implementation": name, "direction": "forward", "tflops": rate}
         for name, rate in (("hopper", 3.0), ("fa2", 2.0))
     ]
-    peers.add_ratios(rows)
+    add_ratios(rows)
     assert rows[0]["ratio_to_fa2"] == 1.5 and "ratio_to_hopper" not in rows[1]
 
 

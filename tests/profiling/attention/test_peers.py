@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from flash_train.attention import attended_pairs, attention
-from flash_train.profiling.attention import peers
+from flash_train.profiling.attention import comparison, peers
 from flash_train.profiling.attention.cases import Case, cases, log_normal_lengths
-from flash_train.profiling.attention.peers import OURS, add_ratios, build, check, measure
+from flash_train.profiling.attention.comparison import add_ratios, check, measure
+from flash_train.profiling.attention.peers import OURS, build
 from flash_train.profiling.attention.plot import fingerprint, plot_attention
 
 SMALL = Case(16, 4, 2, 256, True)
@@ -128,7 +129,7 @@ def test_each_direction_has_a_record():
 
 
 def test_a_sparse_case_is_compared_with_dense(ours_in_pytorch, monkeypatch):
-    monkeypatch.setattr(peers, "ROUNDS", 3)
+    monkeypatch.setattr(comparison, "ROUNDS", 3)
     times = iter([1.0, 3.0, 4.0, 6.0] + [9.0, 2.0, 9.0, 5.0] + [0.5, 7.0, 3.0, 8.0])  # of three turns
 
     def clock(call):
@@ -153,7 +154,7 @@ def test_implementations_are_timed_in_interleaved_rounds(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(peers, "build", built)
+    monkeypatch.setattr(comparison, "build", built)
     names = ["fa2", "flex", "cudnn"]
     records = measure(names, SMALL, timer, "cpu")
     assert [row["implementation"] for row in records] == ["fa2", "fa2", "flex", "cudnn", "cudnn"]
@@ -161,7 +162,7 @@ def test_implementations_are_timed_in_interleaved_rounds(monkeypatch):
     turns = order[len(names) :: 2]  # a turn calls the forward twice
     assert sorted(turns[:3]) == sorted(turns[3:6]) == sorted(names)
     rest = [tuple(turns[i : i + 2]) for i in range(6, len(turns), 2)]
-    assert len(rest) == peers.ROUNDS - 2 and set(rest) == {("fa2", "cudnn"), ("cudnn", "fa2")}
+    assert len(rest) == comparison.ROUNDS - 2 and set(rest) == {("fa2", "cudnn"), ("cudnn", "fa2")}
 
     order.clear()
     measure(names, SMALL, timer, "cpu")
@@ -180,7 +181,7 @@ def test_rate_is_from_the_median_round():
 
 def test_implementation_that_cannot_run_gives_a_reason():
     (record,) = measure(["flex"], replace(SMALL, dropout=0.1), timer, "cpu")
-    assert record["reason"] == "FlexAttention has no dropout" and "tflops" not in record
+    assert record["reason"] == "flex has no dropout" and "tflops" not in record
     if not torch.cuda.is_available():
         (record,) = measure([OURS], SMALL, timer, "cpu")
         assert "no NVIDIA GPU" in record["reason"] and "tflops" not in record
@@ -189,7 +190,7 @@ def test_implementation_that_cannot_run_gives_a_reason():
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_wrong_result_gets_no_rate(monkeypatch, factor):
     right = build("fa2", SMALL, "cpu")
-    monkeypatch.setattr(peers, "build", lambda *_: lambda q, k, v: right(q, k, v) * factor)
+    monkeypatch.setattr(comparison, "build", lambda *_: lambda q, k, v: right(q, k, v) * factor)
     (record,) = measure(["fa2"], SMALL, timer, "cpu")
     assert record["reason"] == "wrong result" and "tflops" not in record and "ms" not in record
 
