@@ -8,9 +8,11 @@ them.
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +57,8 @@ MODULES = {
         "flash_train.integrations.flash_attn.bert_padding", "flash_train.integrations.hub_kernel",
     ],
 }  # fmt: skip
+#: modules whose docstring alone is shown, at the end of a page: it describes arguments that functions share
+DOCSTRINGS = {"attention": ["flash_train.attention.flash_attn.api"]}
 #: type, default and meaning of the keys of `profile_memory.py find_max=true`, which the schema does not have
 FIND_MAX = {
     "find_max": ("true or false", "false", "search for the longest row that trains, instead of recording a step"),
@@ -81,6 +85,7 @@ CLI = ROOT / "flash_train" / "cli"
 COMMANDS = ["train", "profile_memory", "ablate", "export"]
 NAMES = {"None": "null", "True": "true", "False": "false", "???": "none: the choice gives it"}
 TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null", "Any": "any"}
+COLUMNS = 84  # of a block of code on a page
 PICTURES = "assets/pictures"  # where the site has the pictures of site_pictures.py
 PICTURE = re.compile(r"^<!-- picture:(\w+) -->$", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
@@ -143,6 +148,12 @@ def interface_page(name: str, modules: list[str]) -> str:
             text += ["    options:", f"      members: [{', '.join(name for name in names if name not in shown)}]"]
         shown.update(names)
         text.append("")
+        for function in names:  # a module of the same name hides it
+            inner = f"{module}.{function}"
+            if (ROOT / inner.replace(".", "/")).with_suffix(".py").is_file() and inner not in modules:
+                text += [f"::: {inner}.{function}", "    options:", "      heading_level: 3", ""]
+    for module in DOCSTRINGS.get(name, ()):
+        text += [f"::: {module}", "    options:", "      members: []", ""]
     return "\n".join(text)
 
 
@@ -162,17 +173,29 @@ def configuration_page() -> str:
         "# Every key of the configuration",
         "",
         "`python scripts/train.py key=value` sets a key; [Configuration](../configuration.md) explains how.",
-        "`null` stands for a value that is decided when the run begins.",
+        "Where `null` is the default, the meaning says what it stands for; else it is nothing.",
         "",
     ]
     for title, keys in groups_of_keys():
-        text += [f"## {title}", "", "| key | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+        text += [f"## {title}", "", "| key | values | default | meaning |", "| --- | --- | --- | --- |"]
         for key, kind, default, words in keys:
-            allowed = RULES[key].words if key in RULES else ""
-            cells = (f"`{key}`", kind, f"`{default}`", allowed, words.replace(" | ", ", "))
+            cells = (key_cell(key), values_of(key, kind), f"`{default}`", words.replace(" | ", ", "))
             text.append(f"| {' | '.join(cells)} |")
         text.append("")
     return "\n".join(text)
+
+
+def key_cell(key: str) -> str:
+    """A key as code; a long one may break after its dots."""
+    return f"`{key}`" if len(key) <= 36 else f"<code>{key.replace('.', '.<wbr>')}</code>"
+
+
+def values_of(key: str, kind: str) -> str:
+    """The type of a key's values, and which of them are allowed."""
+    allowed = RULES[key].words if key in RULES else ""
+    if allowed.startswith("one of "):  # the values say what type they have
+        return allowed + (" or null" if "null" in kind and "null" not in allowed else "")
+    return f"{kind}, {allowed}" if allowed else kind
 
 
 def commands_page() -> str:
@@ -199,8 +222,18 @@ def commands_page() -> str:
 def help_of(name: str) -> str:
     """What a command prints with --help; without the composed configuration, which has a page of its own."""
     command = [sys.executable, "-m", f"flash_train.cli.{name}", "--help"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return printed.partition("\nThe configuration that these arguments make")[0].rstrip()
+    environment = os.environ | {"COLUMNS": str(COLUMNS)}
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout
+    printed = printed.partition("\nThe configuration that these arguments make")[0].rstrip()
+    return "\n\n".join(map(wrapped, printed.split("\n\n")))
+
+
+def wrapped(block: str) -> str:
+    """A paragraph in lines that fit the page; lists and examples, which have indented lines, stay as they are."""
+    lines = block.split("\n")
+    if any(line.startswith(" ") for line in lines) or max(map(len, lines)) <= COLUMNS:
+        return block
+    return textwrap.fill(" ".join(lines), COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def installed_commands() -> dict[str, str]:

@@ -49,8 +49,8 @@ CAPTIONS = {
     "memory.svg": "Predicted device memory over one training step, stacked by kind: activations grow in the forward "
     "and shrink in the backward, while gradients grow; weights and optimizer state stay.",
     "row_split.svg": "One packed row divided over devices: each device holds the same number of tokens and nearly the "
-    "same number of attended pairs; a long document is cut into chunks, and each device holds an early one "
-    "and the late one at the same distance from the end.",
+    "same number of attended pairs; a long document is cut into chunks, and a device that holds the n-th "
+    "chunk also holds the n-th from the end.",
     "schedule.svg": "The forward kernel for Hopper over time: a producer warp loads blocks of keys and values into "
     "stages of shared memory; consumer warpgroups take turns: one multiplies while another exponentiates.",
     **training_pictures.CAPTIONS,

@@ -42,7 +42,7 @@ class Drawing:
     def box(self, x: float, y: float, width: float, height: float, fill: str, words: str = "", size: int = 18) -> None:
         """Draw a rectangle with a white edge, and its words in the middle if they fit."""
         self.rect(x, y, width, height, fill, "#FFFFFF", 2)
-        if words and 0.56 * size * len(words) <= width:
+        if words and 0.56 * size * len(words) + 6 <= width:
             self.text(x + width / 2, y + height / 2 + 0.36 * size, words, size, "middle", _readable_on(fill), True)
 
     def svg(self) -> str:

@@ -93,7 +93,7 @@ def before_tiles(records: Records) -> str:
         return ""
     return "\n" + paragraph(
         "The record is older than the tiles in which a recomputed block runs its MLP. Today `selective` and",
-        "`checkpoint` take less, the more the longer the row is.",
+        "`checkpoint` take less memory, and save most on long rows.",
     )
 
 
@@ -168,7 +168,7 @@ def without_graph(rows: list[ablation.Row]) -> str:
         return ""
     return (
         "The trials split each step into its parts (`callbacks.step_times=true`), which prevents CUDA graphs. "
-        "Without a graph a step over 4,096 tokens is launch-bound."
+        "Without a graph a step of 4,096 tokens is launch-bound."
     )
 
 

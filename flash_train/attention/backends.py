@@ -26,6 +26,7 @@ def backend_names() -> tuple[str, ...]:
     return ("auto", "flash", *reversed(FAMILIES), "sdpa", "standard", "chunked", "reference")
 
 
+#: the names of all backends
 BACKENDS = backend_names()
 
 

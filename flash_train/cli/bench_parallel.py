@@ -45,7 +45,7 @@ from flash_train.profiling.attention.shared import measure_shared, scaling_cases
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, page="docs/several_gpus.md#measure-it")
     add_options(parser)
-    parser.add_argument("what", choices=("attention", "scaling", "training"))
+    parser.add_argument("what", choices=("attention", "scaling", "training"), help="what to measure")
     parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")
     options = parser.parse_args(arguments)
     every: list[Any] = list(shared_cases(options.tiny))

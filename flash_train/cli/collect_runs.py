@@ -154,8 +154,8 @@ def _are_same_run(known: dict[str, Any], new: dict[str, Any]) -> bool:
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, page="docs/benchmarks.md")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run, ablation or search")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
     parser.add_argument(
         "--add", action="store_true", help="keep the records in FILE that these runs do not measure again"
     )

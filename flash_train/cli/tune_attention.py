@@ -180,8 +180,8 @@ def row_of(setting: Setting, shared: int, major: int, tiles: Tiles) -> dict[str,
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, page="docs/extending.md#a-tile-table")
-    parser.add_argument("head_dims", nargs="+", type=int, choices=HEAD_DIMS, help="rows to tune")
-    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="rows to tune")
+    parser.add_argument("head_dims", nargs="+", type=int, choices=HEAD_DIMS, help="head dimensions to tune")
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants to tune")
     parser.add_argument("--kernel", nargs="+", choices=CHOICES, default=list(CHOICES), help="kernels to tune")
     parser.add_argument("--apart", action="store_true", help="also try dK and dV in two launches (256: always)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="bf16 also stands for fp16")

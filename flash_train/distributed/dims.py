@@ -79,9 +79,9 @@ class ParallelDims:
 
 
 def data_share(strategy: Any) -> tuple[int, int]:
-    """Return the number of this process's rows, and how many different rows the ranks of a Lightning strategy process.
+    """Return which share of the rows this process has, and how many shares a Lightning strategy makes.
 
-    Ranks with the same number get the same rows. A strategy of several devices says so in Lightning's
+    Ranks with the same share get the same rows. A strategy of several devices says so in Lightning's
     ``distributed_sampler_kwargs``; one without it has one device.
     """
     share = getattr(strategy, "distributed_sampler_kwargs", None) or {}

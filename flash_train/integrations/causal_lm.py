@@ -1,9 +1,10 @@
 """A causal language model of `transformers` as `CausalLMModule` trains it: packed, with the loss of a whole token mean.
 
-from flash_train.integrations.causal_lm import CausalLM
-from flash_train.training import CausalLMModule
+Example:
+    from flash_train.integrations.causal_lm import CausalLM
+    from flash_train.training import CausalLMModule
 
-module = CausalLMModule(CausalLM(AutoModelForCausalLM.from_pretrained("...")))
+    module = CausalLMModule(CausalLM(AutoModelForCausalLM.from_pretrained("...")))
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flash_train.checks import check_name
 
+#: what a block keeps for its backward: everything, its input and the output of attention, or its input
 MEMORY_MODES = ("none", "selective", "checkpoint")
 
 # Operators whose results `selective` keeps: attention outputs and their log-sum-exp. They are given by name, since

@@ -16,7 +16,9 @@ from flash_train.optim.operations import update_by_operations
 from flash_train.optim.state import Format, adopted_state, new_state, part_of
 from flash_train.optim.update import Update
 
+#: how bf16 weights are updated: see `AdamW`
 MASTERS = ("exact", "stochastic", "none")
+#: how moments are stored
 MOMENTS = ("fp32", "bf16", "8bit")
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 SMALLEST_ON_HOST = 2**20  # elements; the state of smaller weights stays on the GPU

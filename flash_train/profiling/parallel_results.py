@@ -112,7 +112,7 @@ def plot_parallel(records: Records, path: str | os.PathLike[str], *, metadata: d
     left.axvline(1, color="0.6", linewidth=1)
     left.set_yticks(range(len(cases)), list(cases))
     left.set_xlim(0, 1.15)
-    left.set_xlabel("attention: share of the ideal, one GPU's time / GPUs")
+    left.set_xlabel("attention: one GPU's time / (GPUs · time on them)")
     figure.legend(fontsize=8, frameon=False, loc="outside upper left", ncols=4)
     for place, ways in enumerate(runs.values()):
         ours = ways["flash_train"]

@@ -28,7 +28,7 @@ def runs_table(records: Records) -> str:
     if all("cuda_graph" not in record for record in records):
         text += "\n" + paragraph(
             "These runs were measured before `trainer.cuda_graph` existed.",
-            "Without a graph a step over 4,096 tokens is launch-bound.",
+            "Without a graph a step of 4,096 tokens is launch-bound.",
         )
     return text
 
@@ -81,7 +81,7 @@ def long_rows_table(records: Records) -> str:
     if any(not (record["master"] and record["moments"]) for record in records):
         notes.append("By default the optimizer has an exact master and moments in bf16.")
     if any("memory_offload" not in record for record in records):
-        notes.append("The record holds the mode of `memory`, which is `checkpoint` for `memory=offload`.")
+        notes.append("The record names a run with `memory=offload` by the mode that this stands for, `checkpoint`.")
         notes.append("It does not hold how many inputs of blocks were in the host's memory.")
     if any(record.get("predicted_memory_gib") is None for record in records):
         notes.append("It does not hold the predicted peaks.")
@@ -191,7 +191,7 @@ def peer_memory(records: Records) -> str:
     if not less:
         return ""
     return (
-        f"Over {' and '.join(less)} tokens the peer takes less memory, because it recomputes every layer from its "
+        f"With {' and '.join(less)} tokens the peer takes less memory, because it recomputes every layer from its "
         "input. With `memory=selective` ours also keeps the output of attention, and does not compute it again."
     )
 
@@ -204,7 +204,7 @@ def attention_functions_table(records: Records) -> str:
         f"{first['seq_len']:,} tokens with log-normal document lengths. The rest is the same: Liger's operations,\n"
         "gradient checkpointing, fused AdamW, and the arguments that `DataCollatorWithFlattening` gives. The\n"
         "losses agree within 0.5 %, and hidden states are at most twice as far from fp32 as with `sdpa`.\n"
-        f"PyTorch's `varlen_attn` has no dropout ({first['gpu']}, torch {first['torch']}).\n\n"
+        "PyTorch's `varlen_attn` has no dropout.\n\n"
     )
     rows = [
         (

@@ -69,7 +69,7 @@ FILES = {
     "throughput.png": "tokens/s, MFU and seconds per step",
     "memory.png": "memory by step",
     "validation.json": "the result of `validate_only=true`, and which checkpoint it measured",
-    "checkpoints": "the newest `step-*.ckpt`; a folder each if weights are sharded. Whole or not at all",
+    "checkpoints": "the newest `step-*.ckpt`, files, or folders if weights are sharded; written whole or not at all",
     "memory": "with `callbacks.memory_snapshot.every`: where the memory of a step goes",
     "wandb": "files of W&B, which is offline without a login",
 }

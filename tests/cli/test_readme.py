@@ -44,10 +44,8 @@ def marked(name, text=""):
 def test_training(results):
     records = [RUN, {**RUN, "attention": "sdpa", "mfu": None}]
     filled = fill(marked("training", "old\n"), results("training", records))
-    before = (
-        "\nThese runs were measured before `trainer.cuda_graph` existed. Without a graph a step over 4,096 tokens is\n"
-    )
-    before += "launch-bound.\n"
+    before = "\nThese runs were measured before `trainer.cuda_graph` existed. "
+    before += "Without a graph a step of 4,096 tokens is launch-bound.\n"
     assert filled == marked(
         "training",
         "| attention | seq_len | tokens/s | MFU | peak GiB | loss (mean of last 10) |\n"
@@ -78,7 +76,7 @@ def test_training_and_its_peer(results):
     pair = [{**ours, "memory": "selective"}]
     pair.append({**record, "memory": "selective", "implementation": "transformers", "peak_memory_gib": 31.0})
     filled = fill(marked("training_peer"), results("training_peer", pair))
-    assert "Over 16,384 tokens the peer takes less memory" in filled.replace("\n", " ")
+    assert "With 16,384 tokens the peer takes less memory" in filled.replace("\n", " ")
 
 
 def test_the_first_step(results):

@@ -27,16 +27,35 @@ def test_every_key_is_described(site_pages):
     values = {name for name in composed if not any(other.startswith(f"{name}.") for other in composed)}
     assert not (values | set(RULES)) - set(described)
     page = site_pages.configuration_page()
-    assert "| `model.n_layers` | integer or null | `null` | in [1, 1000] | transformer blocks |" in page
-    assert "| `trainer.devices` | integer | `1` | in [1, 1024] | devices on each node |" in page
+    assert "| `model.n_layers` | integer or null, in [1, 1000] | `null` | transformer blocks |" in page
+    assert "| `trainer.devices` | integer, in [1, 1024] | `1` | devices on each node |" in page
     assert "| `find_max` | true or false | `false` |" in page and "| `find_max.attention` |" in page
 
 
 def test_a_name_is_shown_once_on_a_page(site_pages):
     page = site_pages.interface_page("attention", ["flash_train.attention", "flash_train.attention.masks"])
-    (members,) = re.findall(r"members: \[(.*)\]", page)
+    members, none = re.findall(r"members: \[(.*)\]", page)
     assert "MAP_BLOCK" in members and "Causal" not in members
+    assert none == "" and "::: flash_train.attention.flash_attn.api" in page  # arguments that functions share
+    assert "::: flash_train.attention.merge.merge\n" in page  # its module hides it
     assert "options" not in site_pages.interface_page("model", site_pages.MODULES["model"])
+
+
+def test_a_comment_describes_a_name(tmp_path):
+    griffe = pytest.importorskip("griffe", reason="the extra [docs] is not installed")
+    comments = load_script("site_comments")
+    (tmp_path / "example.py").write_text(
+        "#: how it is\n#: stored\nFIRST = (\n    1,\n)\nSECOND = 2  # bytes\nTHIRD = 3  #: of each\nFOURTH = 4\n"
+        "#: no name follows\n\nFIFTH = 5\nSIXTH = 6\n'''a docstring'''\n",
+        encoding="utf-8",
+    )
+    extensions = griffe.Extensions(comments.Comments())
+    module = griffe.load("example", search_paths=[tmp_path], extensions=extensions)
+    found = {name: member.docstring and member.docstring.value for name, member in module.members.items()}
+    assert found == {
+        "FIRST": "How it is stored", "SECOND": "Bytes", "THIRD": "Of each", "FOURTH": None, "FIFTH": None,
+        "SIXTH": "a docstring",
+    }  # fmt: skip
 
 
 def test_every_command_is_described(site_pages, monkeypatch):
@@ -53,6 +72,9 @@ def test_the_help_of_a_command(site_pages):
     printed = site_pages.help_of("train")
     assert printed.startswith("Train a decoder-only") and "\nGroups (" in printed
     assert "val_every: null" not in printed
+    assert max(map(len, site_pages.help_of("bench_start").splitlines())) <= site_pages.COLUMNS
+    block = "words " * 20
+    assert site_pages.wrapped(f"{block}\n  an example {block}") == f"{block}\n  an example {block}"
 
 
 def configuration():

@@ -13,6 +13,7 @@ from flash_train.attention.checks import integer
 from flash_train.attention.masks.registry import DeviceTerm, register_class
 from flash_train.attention.packing import Entry, Span
 
+#: the state of a block in a map: no pair attends, some pairs do, or all do
 SKIPPED, PARTIAL, WHOLE = 0, 1, 2
 UNBOUNDED = 2**30  #: larger than the length of any sequence
 MAP_BLOCK = 128  #: queries and keys per block of a map, unless a ``BlockSparse`` term fixes them

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from flash_train.attention.parallel.head_groups import HeadGroup, head_groups
 from flash_train.attention.parallel.row_plan import RowPlan, count_pairs
 
+#: how devices that share a row divide attention; "auto" takes the faster one
 Method = Literal["auto", "gather", "ulysses"]
 
 #: Measured on H100s. A slower link or GPU changes both methods' times alike, unless the link is the limit.

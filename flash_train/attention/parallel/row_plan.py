@@ -63,8 +63,8 @@ class RowPlan:
     def calls_for_whole(self, rank: int) -> tuple[tuple[Piece, ...], ...]:
         """Return the rank's whole documents in two parts with about half of the pairs each.
 
-        There is one part if the row ``is_local``, or with one document. Without documents it is empty if the rank has
-        padding, and else there is no part.
+        With one document, or if the row ``is_local``, there is one part. Without documents there is an empty part if
+        the rank has padding, and none otherwise.
         """
         whole, has_padding = self.whole(rank), len(self.attending(rank)) < len(self.pieces[rank])
         if len(whole) < 2 or self.is_local:
@@ -135,9 +135,9 @@ def plan_row(lengths: Sequence[int], seq_len: int, ranks: int, window: int | Non
     The plan is aligned (``RowPlan.is_aligned``) if the search finds such a plan. A document's tail, its last
     ``length % 16`` tokens, cannot be cut then. So each rank needs tails and padding that fit into ``seq_len / ranks``
     tokens and have the same remainder modulo 16. Suppose that all tails together fit into one rank. Then the search
-    finds an aligned plan if ``seq_len / ranks`` is a multiple of 16, if the padding has ``15 * (ranks - 1)`` tokens or
-    more, and with two ranks whenever there is one. Otherwise it can miss one that exists, because the ranks choose
-    their tails one after the other. If it finds none, documents are cut at any token.
+    finds an aligned plan if ``seq_len / ranks`` is a multiple of 16 and the padding has ``15 * (ranks - 1)`` tokens or
+    more. With two ranks it finds one whenever there is one. With more it can miss one that exists, because the ranks
+    choose their tails one after the other. If it finds none, documents are cut at any token.
 
     Args:
         lengths: tokens of the row's documents, each 1 or more, in order.

@@ -113,6 +113,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *, page: str | None = None, **options: Any) -> None:
         epilog = None if page is None else f"Documentation: {page}"
+        if options.get("description"):
+            options["description"] = options["description"].replace("``", "`")  # a docstring's way to mark code
         super().__init__(epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.add_argument("--version", action="version", version=f"flash-train {flash_train.__version__}")
 

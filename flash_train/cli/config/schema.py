@@ -66,10 +66,10 @@ class DataSchema:
     errors: str = "strict"  # what text that is not UTF-8 does: stop the run, become U+FFFD, or leave its row out
     packing: str = "best_fit"  # how documents fill rows: best_fit cuts as few as it can, concat cuts at every row's end
     val_fraction: float = 0.05  # share of the documents that are kept for validation
-    val_tokens: int | None = 131072  # the same documents at every seq_len; null: all
+    val_tokens: int | None = 131072  # tokens of the validation, from the same documents at every seq_len; null: all
     val_batches: int | None = None  # a number of batches instead of val_tokens
     num_workers: int = 0  # processes that prepare rows; 0: the training process
-    cache_dir: str | None = None  # null: ~/.cache/flash_train
+    cache_dir: str | None = None  # folder of the token cache; null: ~/.cache/flash_train
 
 
 @dataclass
@@ -179,14 +179,14 @@ class WandbSchema(LoggerSchema):
 class MemorySnapshotSchema:
     """`flash_train.training.callbacks.MemorySnapshot`."""
 
-    every: int | None = None  # null: never
+    every: int | None = None  # steps between reports of where memory goes; null: none
 
 
 @dataclass
 class SampleSchema:
     """`flash_train.training.ClosingSample`: a text that the trained model generates at the end of the run."""
 
-    tokens: int = 160  # 0: no text
+    tokens: int = 160  # length of the text that the model writes at the end; 0: none
     seconds: float | None = 1.0  # the text ends after this time; null: no limit
 
 
@@ -195,7 +195,7 @@ class CallbacksSchema:
     """Optional measurements; each of them takes time."""
 
     sample: SampleSchema = field(default_factory=SampleSchema)
-    step_times: bool = False  # flash_train.training.StepTimes
+    step_times: bool = False  # split each step into forward, backward, optimizer and attention
     memory_snapshot: MemorySnapshotSchema = field(default_factory=MemorySnapshotSchema)
 
 
@@ -244,7 +244,7 @@ class SweepSchema:
 
     seq_len: list[int] | None = None  # tokens in a row
     attention: list[str] | None = None  # backends
-    dropout: list[float] | None = None  # of attention
+    dropout: list[float] | None = None  # probabilities of dropout in attention
     packing: list[str] | None = None  # of documents
     parallel: list[str] | None = None  # modes
     memory: list[str] | None = None  # modes

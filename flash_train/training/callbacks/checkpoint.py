@@ -104,7 +104,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     With `asynchronous`, training waits only until the checkpoint is copied to the host's memory, which must have room
     for it: each process takes as much as it writes. A thread writes the copy. The next checkpoint, and the end of
-    training, wait for it. A run that is killed before has the checkpoint before.
+    training, wait for it. A run that is killed before the copy is written still has the previous checkpoint.
 
     Args:
         folder: created if it doesn't exist.
