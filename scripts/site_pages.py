@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields, is_dataclass
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or fa
 COLUMNS = 84  # of a block of code on a page
 PICTURES = "assets/pictures"  # where the site has the pictures of site_pictures.py
 PICTURE = re.compile(r"^<!-- picture:(\w+) -->$", re.MULTILINE)
+#: inline code; blocks have attributes or further tags
+INLINE_CODE = re.compile(r"<code>([^<]*)</code>")
+LONG_CODE = 40  # characters: as many fit a line of a narrow page
+BREAKS = re.compile(r"[/.,]")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -126,6 +131,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{link[1]}{to}{link[3] or ''})"
 
     return PICTURE.sub(picture, LINK.sub(replaced, markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark inline code that is too long for a narrow line, and let it break after its separators."""
+
+    def marked(code: re.Match) -> str:
+        if len(unescape(code[1])) <= LONG_CODE:
+            return code[0]
+        breakable = BREAKS.sub(r"\g<0><wbr>", code[1])
+        return f'<code class="long">{breakable}</code>'
+
+    return INLINE_CODE.sub(marked, html)
 
 
 def picture(mark: re.Match) -> str:
@@ -179,15 +196,10 @@ def configuration_page() -> str:
     for title, keys in groups_of_keys():
         text += [f"## {title}", "", "| key | values | default | meaning |", "| --- | --- | --- | --- |"]
         for key, kind, default, words in keys:
-            cells = (key_cell(key), values_of(key, kind), f"`{default}`", words.replace(" | ", ", "))
+            cells = (f"`{key}`", values_of(key, kind), f"`{default}`", words.replace(" | ", ", "))
             text.append(f"| {' | '.join(cells)} |")
         text.append("")
     return "\n".join(text)
-
-
-def key_cell(key: str) -> str:
-    """A key as code; a long one may break after its dots."""
-    return f"`{key}`" if len(key) <= 36 else f"<code>{key.replace('.', '.<wbr>')}</code>"
 
 
 def values_of(key: str, kind: str) -> str:

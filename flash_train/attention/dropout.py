@@ -67,10 +67,13 @@ class RngState:
     """The generator state of one attention call, and the position of the call in the whole dropout mask.
 
     Attributes:
-        seed, offset: 64-bit integers: Python ints, or int64 scalars on the device.
-        entry, head, query, key: coordinates of the call's first entry, head, query and key. A shard of a larger
-            attention sets them to draw its part of the larger mask. The kernels are faster if query and key are
-            multiples of 16.
+        seed: 64-bit integer: a Python int, or an int64 scalar on the device.
+        offset: likewise.
+        entry: coordinate of the call's first entry. A shard of a larger attention sets the four coordinates to draw
+            its part of the larger mask.
+        head: of its first head.
+        query: of its first query. The kernels are faster if query and key are multiples of 16.
+        key: of its first key.
         entries: coordinates of each entry, if the call's entries are pieces of a larger attention's sequences. The
             three coordinates ``entry``, ``query`` and ``key`` are then 0. Not for ``flash_attn_with_kvcache``.
 

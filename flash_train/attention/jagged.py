@@ -17,7 +17,8 @@ class Unpacked(NamedTuple):
 
     Attributes:
         q: (total_q, heads, head_dim).
-        k, v: (total_k, kv_heads, head_dim).
+        k: (total_k, kv_heads, head_dim).
+        v: likewise.
         packing: boundaries of the entries.
         like: q as jagged (batch, j, heads, head_dim). Results share its offsets, and so its symbolic length j.
         rows: int64 (total_q,), the index of each packed row within q's values if these have holes, else None.

@@ -20,8 +20,10 @@ class Entry(NamedTuple):
     Attributes:
         index: number of the sequence in the call.
         batch: batch row of the tensors; 0 if packed.
-        q_row, k_row: first row of the queries and of the keys within that batch row; 0 if padded.
-        len_q, len_k: number of queries and of keys.
+        q_row: first row of the queries within that batch row; 0 if padded.
+        k_row: first row of the keys, likewise.
+        len_q: number of queries.
+        len_k: number of keys.
     """
 
     index: Any
@@ -60,7 +62,8 @@ class Packing:
         cu_seqlens_q: boundaries of the queries, int32 (entries + 1,) on the device of q; they start at 0 and never
             decrease. They may be a strided view. A list of integers becomes a tensor on the CPU.
         cu_seqlens_k: boundaries of the keys, likewise; for self-attention the same tensor.
-        max_seqlen_q, max_seqlen_k: length of the longest entry, if known; no backend of this package needs it.
+        max_seqlen_q: queries of the longest entry, if known; no backend of this package needs it.
+        max_seqlen_k: keys of the longest entry, likewise.
         lengths: lengths of the non-empty entries as Python ints. Give them if the host knows them, queries and keys
             have the same lengths, and empty entries come last: the dense backends then do not synchronise with the
             device.

@@ -1,10 +1,11 @@
 """A causal language model of `transformers` as `CausalLMModule` trains it: packed, with the loss of a whole token mean.
 
-Example:
     from flash_train.integrations.causal_lm import CausalLM
     from flash_train.training import CausalLMModule
 
     module = CausalLMModule(CausalLM(AutoModelForCausalLM.from_pretrained("...")))
+
+The model keeps its own attention; `register` of `flash_train.integrations.transformers` gives it this project's.
 """
 
 from __future__ import annotations

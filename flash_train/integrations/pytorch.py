@@ -30,7 +30,7 @@ from flash_train.attention.kernels.families import is_own
 from flash_train.checks import check_name
 
 NAME = "flash_train"
-PYTORCH_NAMES = ("FA2", "FA3", "FA4")  # implementations that PyTorch registers, or may
+PYTORCH_NAMES = ("FA2", "FA3", "FA4")  # names of implementations that PyTorch registers, or may register
 
 
 def register(name: str = NAME, *, backend: str = "flash") -> str:

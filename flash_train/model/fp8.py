@@ -17,7 +17,7 @@ from flash_train.model.layers import Linear
 from flash_train.model.transformer import Transformer
 
 RECIPES = ("tensorwise", "rowwise")
-CAPABILITY = (8, 9)  # the first with fp8 products
+CAPABILITY = (8, 9)  # the first compute capability with fp8 products
 MULTIPLE = 16  # both widths of a weight are multiples of it
 RECOMPILATIONS = 64  # a layer is compiled for each shape of weights and tiles, and PyTorch's limit is 8
 

@@ -29,7 +29,7 @@ from flash_train.training.module import CausalLMModule, StepResult
 from flash_train.training.optimizer import OptimizerConfig
 from flash_train.training.trainer import SingleDeviceNoTeardown, build_trainer
 
-StayingStrategy = SingleDeviceNoTeardown  # its name in 0.1
+StayingStrategy = SingleDeviceNoTeardown  # the older name, of 0.1
 
 __all__ = [
     "AtomicCheckpointIO",

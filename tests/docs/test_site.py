@@ -41,6 +41,16 @@ def test_a_name_is_shown_once_on_a_page(site_pages):
     assert "options" not in site_pages.interface_page("model", site_pages.MODULES["model"])
 
 
+def test_long_inline_code_may_break(site_pages):
+    path = "flash_train/attention/parallel/method_choice.py"
+    html = f"<p><code>{path}</code> <code>{path[:40]}</code></p><pre><code class='x'>{path}</code></pre>"
+    breakable = "flash_train/<wbr>attention/<wbr>parallel/<wbr>method_choice.<wbr>py"
+    marked = f'<code class="long">{breakable}</code>'
+    assert site_pages.on_page_content(html) == html.replace(f"<code>{path}</code>", marked)
+    short = "<code>" + "&lt;" * 40 + "</code>"
+    assert site_pages.on_page_content(short) == short
+
+
 def test_a_comment_describes_a_name(tmp_path):
     griffe = pytest.importorskip("griffe", reason="the extra [docs] is not installed")
     comments = load_script("site_comments")

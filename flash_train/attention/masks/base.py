@@ -23,7 +23,8 @@ class Lowered(NamedTuple):
     """A mask in the kernels' form: a band, and terms that they evaluate for each pair inside the band.
 
     Attributes:
-        left, right: bounds of the band as in ``Window``; -1 for no bound.
+        left: bound of the band as in ``Window``; -1 for no bound.
+        right: likewise.
         terms: names of the terms, joined by commas.
         tensors: the tensors of all terms, in order.
         tail: the terms restrict the last ``tail`` keys only; -1: all keys.
@@ -42,7 +43,8 @@ class BlockMap(NamedTuple):
     Attributes:
         states: int8 (entries or 1, heads or 1, query blocks, key blocks). No pair of a ``SKIPPED`` block attends. In a
             ``WHOLE`` block every pair passes all terms except the band.
-        block_q, block_k: queries and keys per block.
+        block_q: queries per block.
+        block_k: keys per block.
     """
 
     states: Tensor

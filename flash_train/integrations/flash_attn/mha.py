@@ -35,7 +35,8 @@ class InferenceParams:
     """The caches of all layers in a generation: `flash_attn.utils.generation.InferenceParams`.
 
     Attributes:
-        max_seqlen, max_batch_size: size of the caches.
+        max_seqlen: positions of a row of the caches.
+        max_batch_size: rows of the caches.
         seqlen_offset: how many positions are filled; the caller advances it after each step.
         batch_size_offset: first row of the caches that a call uses.
         key_value_memory_dict: each layer's cache, by its `layer_idx`.
