@@ -135,8 +135,8 @@ def plan_row(lengths: Sequence[int], seq_len: int, ranks: int, window: int | Non
     The plan is aligned (``RowPlan.is_aligned``) if the search finds such a plan. A document's tail, its last
     ``length % 16`` tokens, cannot be cut then. So each rank needs tails and padding that fit into ``seq_len / ranks``
     tokens and have the same remainder modulo 16. Suppose that all tails together fit into one rank. Then the search
-    finds an aligned plan if ``seq_len / ranks`` is a multiple of 16 and the padding has ``15 * (ranks - 1)`` tokens or
-    more. With two ranks it finds one whenever there is one. With more it can miss one that exists, because the ranks
+    finds an aligned plan if ``seq_len / ranks`` is a multiple of 16, or if the padding has ``15 * (ranks - 1)`` tokens
+    or more. With two ranks it finds one whenever there is one. With more it can miss one that exists, because the ranks
     choose their tails one after the other. If it finds none, documents are cut at any token.
 
     Args:

@@ -22,21 +22,23 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 OURS = PORTABLE.name
 OWN = tuple(FAMILIES)  #: the families of this project's kernels
 SDPA = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-#: every implementation that has a name, in the order of the tables
+#: the names of all implementations
 IMPLEMENTATIONS = (*OWN, *SDPA, "fa4", "varlen_attn", "cudnn_packed", "flex", "flex_fa4")
+
+#: the modules of those that come with packages of their own
+MODULES = {"fa4": "flash_attn.cute", "flex_fa4": "flash_attn.cute", "cudnn_packed": "cudnn"}
 
 
 def implementations(case: Case) -> tuple[str, ...]:
     """Return the implementations that can run a case on this machine: ours, then its peers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = tuple(name for name, family in FAMILIES.items() if family.unavailable(device) is None)
-    fa4 = has_module("flash_attn.cute")
-    flex = ("flex", "flex_fa4") if fa4 else ("flex",)
-    if case.density < 1:
-        return (*own, *flex)
-    if not case.lengths:
-        return (*own, *SDPA, *(["fa4"] if fa4 else []), *flex)
-    return (*own, *(["fa4"] if fa4 else []), "varlen_attn", *(["cudnn_packed"] if has_module("cudnn") else []), *flex)
+    peers = ["flex", "flex_fa4"]
+    if case.lengths:
+        peers = ["fa4", "varlen_attn", "cudnn_packed", *peers]
+    elif case.density == 1:
+        peers = [*SDPA, "fa4", *peers]
+    return (*own, *(name for name in peers if name not in MODULES or has_module(MODULES[name])))
 
 
 def has_module(name: str) -> bool:

@@ -26,7 +26,7 @@ SHORT_CASES = {
 }
 SHORT_PEERS = ("fa2", "fa4", "cudnn", "flex")
 #: what our rate is divided by, and the columns of it: the first one with a rate
-RATIOS = {"cuDNN": ("cudnn", "varlen_attn"), "FlashAttention-4": ("fa4",)}
+RATIOS = {"cuDNN": ("cudnn", "cudnn_packed", "varlen_attn"), "FlashAttention-4": ("fa4",)}
 
 
 def absent(records: Records) -> str:
@@ -57,7 +57,7 @@ def full_table(records: Records) -> str:
             theirs = next((pairs[name] for name in columns if any(pairs.get(name, ()))), (None, None))
             ratios.append([a / b if a and b else None for a, b in zip(pairs[ours], theirs, strict=True)])
         rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), *(joined(two, ".2f") for two in ratios)))
-    packed = " (packed: varlen_attn)" if "varlen_attn" in names else ""
+    packed = " (packed: varlen_attn)" if "varlen_attn" in names and "cudnn_packed" not in names else ""
     labels = [f"ratio to {peer}" + packed * (peer == "cuDNN") for peer in shown]
     text = table(("case", *names.values(), *labels), rows)
     if sparse:

@@ -78,9 +78,7 @@ def test_cudnns_graph_is_valid(direction):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name, module", [("fa4", "flash_attn.cute"), ("flex_fa4", "flash_attn.cute"), ("cudnn_packed", "cudnn")]
-)
+@pytest.mark.parametrize("name, module", peers.MODULES.items())
 @pytest.mark.parametrize("case", [DENSE, PACKED, replace(PACKED, causal=False)], ids=["dense", "packed", "packed-full"])
 def test_they_compute_the_case(name, module, case):
     if name == "cudnn_packed" and not case.lengths:
