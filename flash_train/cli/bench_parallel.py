@@ -10,6 +10,10 @@ scaling: the same for 64 heads, with rows of 8,192 tokens for each GPU and of 26
 training: runs with sharded weights compared with a peer, rows that the GPUs share, and whole weights compared with GPUs
 that train alone. A rate is recorded only if the losses agree.
 
+weak: training with 32,768 tokens a GPU. Start it with 1, 2, 4, … GPUs and the same FILE.
+
+long: one training step over a document of 131,072 tokens a GPU, after one over a short row.
+
 FILE is written after every case, and a second start with the same commit, GPU and versions continues after the last
 one.
 """
@@ -19,13 +23,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flash_train.cli.bench import parallel_training
+from flash_train.cli.bench.parallel_cases import ParallelCase, compared_cases, long_cases, weak_cases
 from flash_train.cli.bench.records import (
     COMPARED_VERSIONS,
     Records,
@@ -40,21 +45,30 @@ from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_
 from flash_train.distributed.leave import leave_groups
 from flash_train.profiling.attention.shared import measure_shared, scaling_cases, shared_cases
 
+#: the training runs on so many GPUs; the second argument asks for tiny ones
+TRAINING: dict[str, Callable[[int, bool], Iterable[ParallelCase]]] = {
+    "training": lambda ranks, tiny: compared_cases(tiny),
+    "weak": weak_cases,
+    "long": long_cases,
+}
+
 
 @one_line_errors()
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, page="docs/several_gpus.md#measure-it")
     add_options(parser)
-    parser.add_argument("what", choices=("attention", "scaling", "training"), help="what to measure")
+    parser.add_argument("what", choices=("attention", "scaling", *TRAINING), help="what to measure")
     parser.add_argument("--tiny", action="store_true", help="rows of a few hundred tokens on CPUs, to try the script")
     options = parser.parse_args(arguments)
-    every: list[Any] = list(shared_cases(options.tiny))
-    if options.what == "scaling":
-        every = list(scaling_cases(int(os.environ.get("WORLD_SIZE", "1")), options.tiny))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     measure: Callable[..., Records] = measure_shared
     show = shown
-    if options.what == "training":
-        every = list(parallel_training.TINY_CASES if options.tiny else parallel_training.CASES)
+    if options.what == "attention":
+        every: list[Any] = list(shared_cases(options.tiny))
+    elif options.what == "scaling":
+        every = list(scaling_cases(ranks, options.tiny))
+    else:
+        every = list(TRAINING[options.what](ranks, options.tiny))
         measure, show = parallel_training.measure_training, parallel_training.shown
         grow_segments()
         quieten_lightning()
@@ -73,10 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
         dist.init_process_group("nccl", device_id=device)
     try:
         environment = environment_of(options.commit)
-        save = saving(options.out if rank == 0 else None, environment, [case.name for case in every])
         known = [known_records(options.out, environment) if rank == 0 else []]
         dist.broadcast_object_list(known, 0)
         records: Records = known[0]
+        names = [case.name for case in every]
+        others = [record["case"] for record in records if record["case"] not in names]
+        save = saving(options.out if rank == 0 else None, environment, others + names)
         compared = {key: environment[key] for key in COMPARED_VERSIONS}
         done = {record["case"] for record in records}
         start, longest = time.monotonic(), 0.0

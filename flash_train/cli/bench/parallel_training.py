@@ -12,100 +12,36 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from flash_train.attention import attended_pairs
 from flash_train.attention.kernels.families import fastest_on
+from flash_train.cli.bench.parallel_cases import LIKE_PEER, ParallelCase
 from flash_train.cli.bench.records import LOSS_TOLERANCE
-from flash_train.cli.components.model_config import build_model_config
-from flash_train.cli.config.compose import compose_config
-from flash_train.cli.run.memory_check import capacity_of_rank, workspace_of
-from flash_train.cli.run.memory_choice import most_kept
-from flash_train.distributed.dims import ParallelDims
+from flash_train.cli.run.memory_check import capacity_of_rank, host_share, workspace_of
+from flash_train.cli.run.memory_choice import fewest_on_host, most_kept, most_on_host
 from flash_train.distributed.sharding import shard_like
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
-from flash_train.model import ModelConfig, Transformer
-from flash_train.model.ops import IGNORE_INDEX
+from flash_train.model import Transformer
 from flash_train.model.pretrained import config_to_llama, llama_name
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
 from flash_train.records.memory_use import free_memory
-from flash_train.training import CausalLMModule, OptimizerConfig
+from flash_train.training import CausalLMModule
 
-WARM_UP = 2  # steps: the first compiles, the second is the first with the allocator's blocks in place
-OPTIMIZER = OptimizerConfig(
-    lr=1e-5, betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=0, min_lr_ratio=1.0, gradient_clip=None, master="none"
-)  # the peer's AdamW rounds bf16 weights to nearest, too
-TINY = ModelConfig(64, n_layers=2, width=32, n_heads=4, n_kv_heads=2, head_dim=8, mlp_width=64, tied_embeddings=False)
+SMALLEST_CARD = 70 * 10**9  #: bytes that a card of 80 GB has for a step, with room for what else is there
 
 Losses = tuple[list[float], list[float]]  #: of each step, and its seconds
-
-
-@dataclass(frozen=True)
-class ParallelCase:
-    """A training run on all GPUs.
-
-    Attributes:
-        name: of the case.
-        model, vocab_size: the name of a model, and its vocabulary.
-        seq_len: tokens of a row.
-        divided: ``sharded``: sharded weights, a row for each GPU; ``context``: sharded weights, one row;
-            ``replicated``: whole weights, a row for each GPU.
-        memory: what the backward recomputes; as many blocks as fit keep everything.
-        steps: of the run.
-        other: what it is compared with: ``transformers``, ``one`` (each GPU trains alone), or nothing.
-    """
-
-    name: str
-    model: str
-    vocab_size: int
-    seq_len: int
-    divided: str
-    memory: str
-    steps: int
-    other: str | None = None
-
-    def shape(self) -> ModelConfig:
-        if self.model == "tiny":
-            return TINY
-        config = compose_config((f"model={self.model}", f"model.vocab_size={self.vocab_size}"))
-        return build_model_config(config, self.vocab_size, None)
-
-    def dims(self, ranks: int) -> ParallelDims:
-        if self.divided == "replicated":
-            return ParallelDims(ranks, 1)
-        return ParallelDims(1, ranks, ranks if self.divided == "context" else 1)
-
-    def strategy(self, ranks: int) -> ReplicatedStrategy | ShardedStrategy:
-        dims = self.dims(ranks)
-        return ReplicatedStrategy() if dims.shard == 1 else ShardedStrategy(dims.shard, context=dims.context)
-
-    def batch(self, row: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, self.vocab_size, (1, self.seq_len), generator=torch.Generator().manual_seed(row))
-        return {"tokens": tokens, "labels": torch.cat((tokens[:, 1:], torch.full((1, 1), IGNORE_INDEX)), dim=1)}
-
-
-CASES = (
-    ParallelCase("8b-n16384-sharded", "8b", 128256, 16384, "sharded", "selective", 7, "transformers"),
-    ParallelCase("8b-n32768-sharded", "8b", 128256, 32768, "sharded", "selective", 6, "transformers"),
-    ParallelCase("8b-n131072-context", "8b", 128256, 131072, "context", "selective", 4),
-    ParallelCase("1b3-n16384-replicated", "1b3", 32768, 16384, "replicated", "none", 12, "one"),
-)
-TINY_CASES = (
-    ParallelCase("tiny-n64-sharded", "tiny", 64, 64, "sharded", "selective", 3, "transformers"),
-    ParallelCase("tiny-n64-context", "tiny", 64, 64, "context", "selective", 3),
-    ParallelCase("tiny-n64-replicated", "tiny", 64, 64, "replicated", "none", 3, "one"),
-)
 
 
 class TimedSteps(pl.Callback):
@@ -135,13 +71,12 @@ def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch
     """
     ranks = group.size()
     step = step_of(case, ranks, device)
-    keep = step.keep
-    ways: dict[str, Callable[[], Losses]] = {"flash_train": lambda: train_ours(case, keep, device, alone=False)}
+    ways: dict[str, Callable[[], Losses]] = {"flash_train": lambda: train_ours(case, step, device, alone=ranks == 1)}
     if case.other is not None:
         ways[case.other] = (
             (lambda: train_peer(case, device))
             if case.other == "transformers"
-            else (lambda: train_ours(case, keep, device, alone=True))
+            else (lambda: train_ours(case, step, device, alone=True))
         )
     records: list[dict[str, Any]] = []
     for way, train in ways.items():
@@ -155,9 +90,11 @@ def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch
             dist.all_reduce(values, group=group)
             values /= ranks
         record: dict[str, Any] = {"case": case.name, "kind": "training", "model": case.model, "tokens": case.seq_len}
-        record |= {"ranks": ranks, "divided": case.divided, "memory": case.memory, "way": way}
-        record |= {"keep": None if way == "transformers" else keep, "losses": values[0].tolist()}
-        record["step_seconds"] = statistics.median(slowest[1, WARM_UP:].tolist())
+        record |= {"ranks": ranks, "documents": len(case.lengths), "divided": case.divided, "way": way}
+        if way != "transformers":
+            record |= {"memory": step.memory, "keep": step.keep, "offload": step.offload}
+        record["losses"] = values[0].tolist()
+        record["step_seconds"] = statistics.median(slowest[1, case.warm_up :].tolist())
         record["peak_memory_gib"] = peak_memory(memory_use(device))
         if way == "flash_train":
             record["predicted_memory_gib"] = predict(step).peak_bytes / 2**30
@@ -168,7 +105,7 @@ def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch
 
 def _add_rates(case: ParallelCase, records: list[dict[str, Any]], ranks: int, device: torch.device) -> None:
     with torch.device("meta"):
-        flops = Transformer(case.shape()).model_flops(case.seq_len, attended_pairs((case.seq_len,)))
+        flops = Transformer(case.shape()).model_flops(case.seq_len, attended_pairs(case.lengths))
     peak = peak_flops(device_name(device), torch.bfloat16)
     rows = ranks // case.dims(ranks).context
     ours, *others = records
@@ -188,24 +125,38 @@ def _add_rates(case: ParallelCase, records: list[dict[str, Any]], ranks: int, de
 
 
 def step_of(case: ParallelCase, ranks: int, device: torch.device) -> Step:
-    """The step of ours, with as many blocks that keep everything as `memory.keep=auto` chooses."""
+    """The step of ours, with what the case leaves open about its memory."""
     on_cuda = device.type == "cuda"
     step = Step(
-        case.shape(), case.seq_len, precision="bf16-true", memory=case.memory, attention="flash" if on_cuda else "sdpa",
+        case.shape(), case.seq_len, precision="bf16-true", memory="none", attention="flash" if on_cuda else "sdpa",
         fused=on_cuda, family=fastest_on(device).name, workspace=workspace_of(device), dims=case.dims(ranks),
-        master=OPTIMIZER.master,
+        master=case.optimizer.master, lengths=case.lengths,
     )  # fmt: skip
+    limit = capacity_of_rank(device, ranks, ranks)
+    if case.memory == "auto":
+        return _within(step, min(limit, SMALLEST_CARD), host_share(ranks))
+    step = replace(step, memory=case.memory)
     if case.memory == "none":
         return step
-    return replace(step, keep=most_kept(step, capacity_of_rank(device, ranks, ranks)) / step.model.n_layers)
+    keep = most_kept(step, limit) / step.model.n_layers if case.keep is None else case.keep
+    return replace(step, keep=keep)
 
 
-def train_ours(
-    case: ParallelCase, keep: float, device: torch.device, *, alone: bool
-) -> tuple[list[float], list[float]]:
+def _within(step: Step, limit: int, on_host: int) -> Step:
+    """The step that recomputes least, with the fewest inputs in the host's memory, that fits in so many bytes."""
+    for memory in ("selective", "checkpoint"):
+        step = replace(step, memory=memory)
+        blocks = fewest_on_host(step, limit, most_on_host(step, on_host))
+        step = replace(step, offload=blocks / step.model.n_layers)
+        if predict(step).peak_bytes <= limit:
+            break
+    return step
+
+
+def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: bool) -> tuple[list[float], list[float]]:
     """Return the losses and the seconds of the steps; ``alone`` trains on this rank's GPU without the others."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    strategy: Any = SingleDeviceStrategy(device) if alone else case.strategy(ranks)
+    strategy = SingleDeviceStrategy(device) if alone else strategy_of(case, ranks)
     shards = isinstance(strategy, ShardedStrategy)
     times = TimedSteps(lambda: wait(device))
     with tempfile.TemporaryDirectory() as folder:
@@ -217,15 +168,19 @@ def train_ours(
         )  # fmt: skip
         with trainer.init_module(empty_init=shards or None):
             attention = "flash" if device.type == "cuda" else "sdpa"
-            module = CausalLMModule(case.shape(), OPTIMIZER, attention=attention, memory=case.memory)
-        module.model.keep = keep
+            module = CausalLMModule(case.shape(), case.optimizer, attention=attention, memory=step.memory)
+        module.model.keep, module.model.offload = step.keep, step.offload
         module.first_weights = lambda model: fill((llama_name(n), p) for n, p in model.named_parameters())
         if not shards:
             module.first_weights(module.model)
-        row = rank // case.dims(ranks).context
-        rows: Any = [case.batch(row)] * case.steps
+        rows: Any = case.batches(case.dims(ranks).data_rank(rank))
         trainer.fit(module, DataLoader(rows, batch_size=None))
     return times.losses, times.seconds
+
+
+def strategy_of(case: ParallelCase, ranks: int) -> ReplicatedStrategy | ShardedStrategy:
+    dims = case.dims(ranks)
+    return ReplicatedStrategy() if case.divided == "replicated" else ShardedStrategy(dims.shard, context=dims.context)
 
 
 def train_peer(case: ParallelCase, device: torch.device) -> Losses:
@@ -252,9 +207,9 @@ def train_peer(case: ParallelCase, device: torch.device) -> Losses:
     fill(model.named_parameters())
     # Its frequencies are no weights: they are computed where it is made
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
-    settings: dict[str, Any] = {"lr": OPTIMIZER.lr, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps}
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=OPTIMIZER.weight_decay, fused=True, **settings)
-    tokens = case.batch(dist.get_rank())["tokens"].to(device)
+    settings: dict[str, Any] = {"lr": LIKE_PEER.lr, "betas": LIKE_PEER.betas, "eps": LIKE_PEER.eps}
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=LIKE_PEER.weight_decay, fused=True, **settings)
+    tokens = case.batches(dist.get_rank())[-1]["tokens"].to(device)
     losses, seconds = [], []
     for _ in range(case.steps):
         wait(device)

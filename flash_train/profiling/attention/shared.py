@@ -21,6 +21,7 @@ from flash_train.profiling.attention.cases import log_normal_lengths
 
 SEEDS = range(10)  #: of the packed rows
 ROUNDS = 5  #: timed rounds of each way; the ways take turns
+LONG = 5e14  #: model FLOPs of a forward that takes about a second on one GPU: two rounds are enough
 LIMITS = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  #: times one rank's own error
 FLOOR = 1e-3  #: relative error that is always allowed; with bf16 operands one rank's is between 2e-3 and 5e-3
 MASK = RngState(7, 11)  #: of dropout
@@ -137,7 +138,7 @@ def measure_shared(case: SharedCase, group: dist.ProcessGroup, device: torch.dev
     ways = {"one": _way((q, k, v), gradient, slice(None), alone)}
     ways |= {method: together(method) for method in _methods(case, group.size())}
     right = _check(ways, case, (q, k, v, gradient), packing, group)
-    times = _time({name: ways[name] for name in ways if right[name]["correct"]}, group, device)
+    times = _time({name: ways[name] for name in ways if right[name]["correct"]}, group, device, case.flops > LONG)
     records = []
     for name in ways:
         for direction, factor in (("forward", 1.0), ("forward+backward", 3.5)):
@@ -202,7 +203,9 @@ def _check(
     return found
 
 
-def _time(ways: dict[str, Way], group: dist.ProcessGroup, device: torch.device) -> dict[str, dict[str, float]]:
+def _time(
+    ways: dict[str, Way], group: dist.ProcessGroup, device: torch.device, long: bool
+) -> dict[str, dict[str, float]]:
     """Return milliseconds by way and direction: the median over rounds of the slowest rank's time."""
     calls = {
         (name, direction): call
@@ -210,9 +213,10 @@ def _time(ways: dict[str, Way], group: dist.ProcessGroup, device: torch.device) 
         for direction, call in (("forward", way.forward), ("forward+backward", way.both))
     }
     taken: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for turn in range(-1, ROUNDS):  # the first round warms up
+    for turn in range(-1, 2 if long else ROUNDS):  # the first round warms up
         for key, call in calls.items():
-            call()  # so that the timed call follows one like it, as in the layers of a model
+            if not long:
+                call()  # so that the timed call follows one like it, as in the layers of a model
             _wait(group, device)
             begin = time.perf_counter()
             call()

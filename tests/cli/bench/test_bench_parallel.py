@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flash_train.cli.bench import parallel_training
+from flash_train.cli.bench.parallel_cases import long_cases
 from flash_train.cli.bench_parallel import main, shown
 from flash_train.profiling.attention import shared
 from flash_train.profiling.attention.shared import measure_shared, scaling_cases, shared_cases
+from flash_train.profiling.memory.prediction import predict
 from tests.support.processes import run_ranks
 
 MODULE = "flash_train.cli.bench_parallel"
@@ -58,6 +61,41 @@ def test_training_on_two_ranks_agrees_with_the_peer(tmp_path):
     sharded, _, shared, *_ = records
     assert sharded["tokens_per_second"] == pytest.approx(2 * 64 / sharded["step_seconds"])
     assert shared["tokens_per_second"] == pytest.approx(64 / shared["step_seconds"])
+
+
+@pytest.mark.slow
+def test_work_that_grows_with_the_ranks_is_one_file_of_several_starts(tmp_path):
+    file = tmp_path / "parallel.json"
+    for ranks in (1, 2):
+        run_ranks(MODULE, ranks, "weak", "--tiny", "--commit", "abc", "--out", file)
+    records = json.loads(file.read_text())["records"]
+    assert [(r["case"], r["tokens"], r["documents"]) for r in records] == [
+        *(("tiny-n64-sharded-x1", 64, 1), ("tiny-packed64-context-x1", 64, 2)),
+        *(("tiny-n64-sharded-x2", 64, 1), ("tiny-packed64-context-x2", 128, 4)),
+    ]
+    for record in records:  # each GPU has 64 tokens in a step
+        assert record["tokens_per_second"] == pytest.approx(record["ranks"] * 64 / record["step_seconds"])
+
+
+@pytest.mark.slow
+def test_a_long_row_after_a_short_one(tmp_path):
+    run_ranks(MODULE, 2, "long", "--tiny", "--out", tmp_path / "parallel.json")
+    (record,) = json.loads((tmp_path / "parallel.json").read_text())["records"]
+    assert record["case"] == "tiny-n128-long-x2" and len(record["losses"]) == 2
+    assert record["memory"] == "selective" and record["offload"] == 0
+    assert record["tokens_per_second"] == pytest.approx(128 / record["step_seconds"])
+
+
+def test_a_long_row_takes_from_the_host_what_the_card_has_not(monkeypatch):
+    monkeypatch.setattr(parallel_training, "capacity_of_rank", lambda *_: 78 * 2**30)
+    monkeypatch.setattr(parallel_training, "host_share", lambda ranks: 560 * 2**30 // ranks)
+    (case,) = long_cases(8)
+    step = parallel_training.step_of(case, 8, torch.device("cpu"))
+    assert case.seq_len == 2**20 and step.memory == "selective" and 0 < step.offload < 1
+    assert predict(step).peak_bytes <= 70e9
+    monkeypatch.setattr(parallel_training, "host_share", lambda ranks: 0)
+    step = parallel_training.step_of(case, 8, torch.device("cpu"))
+    assert (step.memory, step.offload) == ("checkpoint", 0)
 
 
 @pytest.fixture
