@@ -43,7 +43,7 @@ from flash_train.cli.bench.records import (
 from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.distributed.leave import leave_groups
-from flash_train.profiling.attention.shared import measure_shared, scaling_cases, shared_cases
+from flash_train.profiling.attention.shared import QUEUED, measure_shared, scaling_cases, shared_cases
 
 #: the training runs on so many GPUs; the second argument asks for tiny ones
 TRAINING: dict[str, Callable[[int, bool], Iterable[ParallelCase]]] = {
@@ -114,13 +114,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shown(records: Records) -> str:
-    """One line on a case: each way's shares forward and forward+backward."""
+    """One line on a case: the milliseconds and shares of each way, forward and forward+backward, alone and queued."""
     parts = []
     for way in dict.fromkeys(record["way"] for record in records):
         own = [record for record in records if record["way"] == way]
-        figures = " · ".join(f"{r['ms']:.2f} ms ({r['share']:.3f})" if "ms" in r else r["reason"] for r in own)
+        figures = " · ".join(_figures(record) for record in own)
         parts.append(f"{way} {figures}, error {own[0]['error']:.1e}")
     return "; ".join(parts)
+
+
+def _figures(record: dict[str, Any]) -> str:
+    if "ms" not in record:
+        return str(record["reason"])
+    kinds = [kind for kind in ("", QUEUED) if f"{kind}ms" in record]
+    return "/".join(f"{record[f'{kind}ms']:.2f} ms ({record[f'{kind}share']:.3f})" for kind in kinds)
 
 
 if __name__ == "__main__":

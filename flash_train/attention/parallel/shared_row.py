@@ -62,7 +62,9 @@ class SharedRow:
         _rows[self.handle] = self
 
     def tensor(self, values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(values).to(dtype).to(self.device, non_blocking=True)
+        """Copy to the device. Pinned memory lets the host go on; otherwise it would wait for all queued work."""
+        found = torch.from_numpy(values).to(dtype)
+        return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
 
     def numbers(self, values: np.ndarray) -> Tensor:
         return self.tensor(values, torch.int32)

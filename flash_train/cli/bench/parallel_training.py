@@ -7,7 +7,6 @@ take the same steps; ours run in Lightning's Trainer.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 import zlib
@@ -19,7 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -41,37 +40,54 @@ from flash_train.training import CausalLMModule
 
 SMALLEST_CARD = 70 * 10**9  #: bytes that a card of 80 GB has for a step, with room for what else is there
 
-Losses = tuple[list[float], list[float]]  #: of each step, and its seconds
+Measured = tuple[list[float], float]  #: the loss of each step, and the seconds of a step
+
+
+class StepTimer:
+    """The time of the steps after ``warm_up``, in one piece: as in a run, the host goes ahead of the GPU."""
+
+    def __init__(self, case: ParallelCase, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.losses: list[Tensor] = []
+
+    def before_step(self) -> None:
+        if len(self.losses) == self.case.warm_up:
+            wait(self.device)
+            self.begin = time.perf_counter()
+
+    def after_step(self, loss: Tensor) -> None:
+        self.losses.append(loss.detach())
+        if len(self.losses) == self.case.steps:
+            wait(self.device)
+            self.seconds = (time.perf_counter() - self.begin) / (self.case.steps - self.case.warm_up)
+
+    def measured(self) -> Measured:
+        return [float(loss) for loss in self.losses], self.seconds
 
 
 class TimedSteps(pl.Callback):
-    """The seconds and the loss of each step."""
+    """Tells the timer of each step of a Trainer."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
+    def __init__(self, timer: StepTimer) -> None:
+        self.timer = timer
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.wait()
-        self.begin = time.perf_counter()
+        self.timer.before_step()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.wait()
-        self.seconds.append(time.perf_counter() - self.begin)
-        self.losses.append(float(pl_module.last_step.loss))
+        self.timer.after_step(pl_module.last_step.loss)
 
 
 def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
     """Train ours, and what it is compared with, on all ranks of the group, which call it together.
 
     Returns:
-        A record for each, with the largest seconds of any rank's step; without rates, and with a ``reason``, if the
+        A record for each, with the seconds of a step on the slowest rank; without rates, and with a ``reason``, if the
         losses of some step differ by more than `LOSS_TOLERANCE`.
     """
     ranks = group.size()
     step = step_of(case, ranks, device)
-    ways: dict[str, Callable[[], Losses]] = {"flash_train": lambda: train_ours(case, step, device, alone=ranks == 1)}
+    ways: dict[str, Callable[[], Measured]] = {"flash_train": lambda: train_ours(case, step, device, alone=ranks == 1)}
     if case.other is not None:
         ways[case.other] = (
             (lambda: train_peer(case, device))
@@ -83,8 +99,8 @@ def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch
         free_memory()
         reset_peak_memory(device)
         losses, seconds = train()
-        values = torch.tensor([losses, seconds], dtype=torch.float64, device=device)
-        slowest = values.clone()
+        values = torch.tensor(losses, dtype=torch.float64, device=device)
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         if way in ("one", "transformers"):  # on each rank the loss of its own row
             dist.all_reduce(values, group=group)
@@ -93,8 +109,7 @@ def measure_training(case: ParallelCase, group: dist.ProcessGroup, device: torch
         record |= {"ranks": ranks, "documents": len(case.lengths), "divided": case.divided, "way": way}
         if way != "transformers":
             record |= {"memory": step.memory, "keep": step.keep, "offload": step.offload}
-        record["losses"] = values[0].tolist()
-        record["step_seconds"] = statistics.median(slowest[1, case.warm_up :].tolist())
+        record |= {"losses": values.tolist(), "step_seconds": float(slowest)}
         record["peak_memory_gib"] = peak_memory(memory_use(device))
         if way == "flash_train":
             record["predicted_memory_gib"] = predict(step).peak_bytes / 2**30
@@ -153,17 +168,17 @@ def _within(step: Step, limit: int, on_host: int) -> Step:
     return step
 
 
-def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: bool) -> tuple[list[float], list[float]]:
-    """Return the losses and the seconds of the steps; ``alone`` trains on this rank's GPU without the others."""
+def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: bool) -> Measured:
+    """Train ours; ``alone`` on this rank's GPU without the others."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     strategy = SingleDeviceStrategy(device) if alone else strategy_of(case, ranks)
     shards = isinstance(strategy, ShardedStrategy)
-    times = TimedSteps(lambda: wait(device))
+    timer = StepTimer(case, device)
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             default_root_dir=folder, accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1 if alone else ranks, strategy=strategy, max_steps=case.steps, precision="bf16-true",
-            callbacks=[times], use_distributed_sampler=False, logger=False, enable_checkpointing=False,
+            callbacks=[TimedSteps(timer)], use_distributed_sampler=False, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         with trainer.init_module(empty_init=shards or None):
@@ -175,7 +190,7 @@ def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: b
             module.first_weights(module.model)
         rows: Any = case.batches(case.dims(ranks).data_rank(rank))
         trainer.fit(module, DataLoader(rows, batch_size=None))
-    return times.losses, times.seconds
+    return timer.measured()
 
 
 def strategy_of(case: ParallelCase, ranks: int) -> ReplicatedStrategy | ShardedStrategy:
@@ -183,7 +198,7 @@ def strategy_of(case: ParallelCase, ranks: int) -> ReplicatedStrategy | ShardedS
     return ReplicatedStrategy() if case.divided == "replicated" else ShardedStrategy(dims.shard, context=dims.context)
 
 
-def train_peer(case: ParallelCase, device: torch.device) -> Losses:
+def train_peer(case: ParallelCase, device: torch.device) -> Measured:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -210,18 +225,15 @@ def train_peer(case: ParallelCase, device: torch.device) -> Losses:
     settings: dict[str, Any] = {"lr": LIKE_PEER.lr, "betas": LIKE_PEER.betas, "eps": LIKE_PEER.eps}
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=LIKE_PEER.weight_decay, fused=True, **settings)
     tokens = case.batches(dist.get_rank())[-1]["tokens"].to(device)
-    losses, seconds = [], []
+    timer = StepTimer(case, device)
     for _ in range(case.steps):
-        wait(device)
-        begin = time.perf_counter()
+        timer.before_step()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        wait(device)
-        seconds.append(time.perf_counter() - begin)
-        losses.append(loss.item())
-    return losses, seconds
+        timer.after_step(loss)
+    return timer.measured()
 
 
 def fill(weights: Iterable[tuple[str, nn.Parameter]]) -> None:

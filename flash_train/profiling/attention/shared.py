@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,9 @@ ROUNDS = 5  #: timed rounds of each way; the ways take turns
 LONG = 5e14  #: model FLOPs of a forward that takes about a second on one GPU: two rounds are enough
 LIMITS = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  #: times one rank's own error
 FLOOR = 1e-3  #: relative error that is always allowed; with bf16 operands one rank's is between 2e-3 and 5e-3
+QUEUED = "queued_"  #: prefix of the figures of a call that the host has queued behind others
+QUEUED_CALLS = 5
+BUSY_CYCLES = 120_000_000  #: about 60 ms, in which the host queues the calls
 MASK = RngState(7, 11)  #: of dropout
 
 
@@ -108,8 +112,8 @@ def measure_shared(case: SharedCase, group: dist.ProcessGroup, device: torch.dev
     """Check and time a case on all ranks of the group, which call it together.
 
     Returns:
-        A record for each way and direction. ``share`` is the one-rank time over (ranks times the time); a wrong way has
-        a ``reason`` and no time.
+        A record for each way and direction. ``share`` is the one-rank time over (ranks times the time), and keys with
+        the prefix `QUEUED` are of queued calls; a wrong way has a ``reason`` and no time.
     """
     torch.manual_seed(0)  # the same tensors on all ranks
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -151,10 +155,12 @@ def measure_shared(case: SharedCase, group: dist.ProcessGroup, device: torch.dev
             if name not in times or "one" not in times:
                 records.append(record | {"reason": "wrong result"})
                 continue
-            ms, one = times[name][direction], times["one"][direction]
             shared = 1 if name == "one" else group.size()
-            rate = factor * case.flops / shared / ms / 1e9
-            records.append(record | {"ms": ms, "tflops": rate, "share": one / shared / ms})
+            for prefix, ms in times[name][direction].items():
+                one = times["one"][direction][prefix]
+                record[f"{prefix}ms"], record[f"{prefix}tflops"] = ms, factor * case.flops / shared / ms / 1e9
+                record[f"{prefix}share"] = one / shared / ms
+            records.append(record)
     return records
 
 
@@ -205,31 +211,56 @@ def _check(
 
 def _time(
     ways: dict[str, Way], group: dist.ProcessGroup, device: torch.device, long: bool
-) -> dict[str, dict[str, float]]:
-    """Return milliseconds by way and direction: the median over rounds of the slowest rank's time."""
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return milliseconds by way, direction and kind of timing: medians over rounds of the slowest rank's times.
+
+    The kind "" is a call from an idle GPU. `QUEUED` is a call among others that the host has queued, as in a model; a
+    call that takes a second has none, because the host's share of it is nothing.
+    """
+    kinds = {"": _alone} if long else {"": _alone, QUEUED: _queued}
     calls = {
-        (name, direction): call
+        (name, direction, kind): partial(timed, call, group, device)
         for name, way in ways.items()
         for direction, call in (("forward", way.forward), ("forward+backward", way.both))
+        for kind, timed in kinds.items()
     }
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    taken: dict[tuple[str, str, str], list[float]] = {key: [] for key in calls}
     for turn in range(-1, 2 if long else ROUNDS):  # the first round warms up
-        for key, call in calls.items():
-            if not long:
-                call()  # so that the timed call follows one like it, as in the layers of a model
-            _wait(group, device)
-            begin = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        for key, timed in calls.items():
+            ms = timed()
             if turn >= 0:
-                taken[key].append((time.perf_counter() - begin) * 1e3)
+                taken[key].append(ms)
     slowest = torch.tensor([taken[key] for key in calls], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    found: dict[str, dict[str, float]] = {name: {} for name in ways}
-    for (name, direction), rounds in zip(calls, slowest.tolist(), strict=True):
-        found[name][direction] = median(rounds)
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in ways}
+    for (name, direction, kind), rounds in zip(calls, slowest.tolist(), strict=True):
+        found[name].setdefault(direction, {})[kind] = median(rounds)
     return found
+
+
+def _alone(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the milliseconds of one call, from when the host begins until the GPU has finished."""
+    _wait(group, device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _queued(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the milliseconds of each of several calls, which the host queues while the GPU is kept busy."""
+    if device.type != "cuda":
+        return _alone(call, group, device)  # a CPU has no queue
+    _wait(group, device)
+    torch.cuda._sleep(BUSY_CYCLES)
+    begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begins.record()
+    for _ in range(QUEUED_CALLS):
+        call()
+    ends.record()
+    torch.cuda.synchronize(device)
+    return begins.elapsed_time(ends) / QUEUED_CALLS
 
 
 def _wait(group: dist.ProcessGroup, device: torch.device) -> None:
