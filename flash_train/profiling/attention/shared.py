@@ -254,6 +254,7 @@ def _queued(call: Callable[[], object], group: dist.ProcessGroup, device: torch.
         return _alone(call, group, device)  # a CPU has no queue
     _wait(group, device)
     torch.cuda._sleep(BUSY_CYCLES)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # GPUs of different clocks sleep for different times
     begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begins.record()
     for _ in range(QUEUED_CALLS):
