@@ -1,6 +1,7 @@
 """The mean loss per labelled token of an optimizer step, exact over micro-batches and ranks."""
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -54,7 +55,9 @@ class TokenMean:
         """
         assert self._sums is not None
         self.rank_loss = self._sums[0].clone()  # the reduction changes the sums
-        loss_sum, n_tokens = trainer.strategy.reduce(self._sums, reduce_op="sum").unbind()
+        if trainer.world_size > 1:
+            dist.all_reduce(self._sums)  # the strategy's `reduce` would have the host wait for all ranks first
+        loss_sum, n_tokens = self._sums.unbind()
         n_tokens = n_tokens.clamp(min=1)  # a step without any label has loss 0 and gradient 0
         # Lightning divided the loss by the number of micro-batches, and averaged the gradients over the ranks.
         factor = self._divisor * trainer.accumulate_grad_batches * trainer.world_size / n_tokens

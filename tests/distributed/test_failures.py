@@ -121,6 +121,16 @@ def test_a_signal_to_one_rank_saves_on_all(corpus, tmp_path, rank):
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_rank_just_before_the_end_gives_all_ranks_one_status(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    code, _, err = finish(
+        start(overrides(corpus, run_dir, *TWO), fault="1 5 term", environment={"AGREE_SECONDS": "60"})
+    )
+    assert code == 128 + signal.SIGTERM, err
+    assert checkpoints(run_dir)[-1] == "step-000008.ckpt"  # all steps, as no agreement came before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_while_it_saves_leaves_no_checkpoint(corpus, tmp_path, rank):
     run_dir = tmp_path / "run"

@@ -35,3 +35,25 @@ def test_ranks_agree_with_one_process(tmp_path):
     for name, values in one_weights.items():
         # Adam's first steps have unit size for any gradient, so this only checks that the weights did not drift apart.
         assert max(abs(a - b) for a, b in zip(values, two_weights[name], strict=True)) < 2e-3, name
+
+
+def waits(tmp_path, strategy, accelerator):
+    run_ranks("tests.support.training.counted_waits", 2, tmp_path, strategy, accelerator)
+    first, second = (json.loads((tmp_path / f"calls-{rank}.json").read_text()) for rank in range(2))
+    assert first["calls"] == second["calls"] and len(first["calls"]) == 5
+    sums = 1 if strategy == "ddp" else 2  # of the loss, and of the squares in the norm of sharded gradients
+    assert first["calls"][2:] == [{"all_reduce": sums}] * 3  # the first steps also ask for signals
+    return first["ahead"], second["ahead"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "flash_sharded"])
+def test_the_host_waits_for_other_ranks_in_no_step(tmp_path, strategy):
+    assert waits(tmp_path, strategy, "cpu") == ([], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", ["ddp", "flash_sharded"])
+def test_the_host_is_ahead_of_the_gpu(tmp_path, strategy):
+    for ahead in waits(tmp_path, strategy, "gpu"):
+        assert ahead[2:] == [True] * 3

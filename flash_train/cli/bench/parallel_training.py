@@ -36,7 +36,7 @@ from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records import device_name, memory_use, peak_flops, peak_memory, reset_peak_memory
 from flash_train.records.memory_use import free_memory
-from flash_train.training import CausalLMModule
+from flash_train.training import CausalLMModule, SaveOnSignal
 
 SMALLEST_CARD = 70 * 10**9  #: bytes that a card of 80 GB has for a step, with room for what else is there
 
@@ -178,8 +178,8 @@ def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: b
         trainer = pl.Trainer(
             default_root_dir=folder, accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1 if alone else ranks, strategy=strategy, max_steps=case.steps, precision="bf16-true",
-            callbacks=[TimedSteps(timer)], use_distributed_sampler=False, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[SaveOnSignal(), TimedSteps(timer)], use_distributed_sampler=False, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         with trainer.init_module(empty_init=shards or None):
             attention = "flash" if device.type == "cuda" else "sdpa"
@@ -189,7 +189,7 @@ def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: b
         if not shards:
             module.first_weights(module.model)
         rows: Any = case.batches(case.dims(ranks).data_rank(rank))
-        trainer.fit(module, DataLoader(rows, batch_size=None))
+        trainer.fit(module, DataLoader(rows, batch_size=None, pin_memory=device.type == "cuda"))
     return timer.measured()
 
 

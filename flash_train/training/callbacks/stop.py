@@ -6,15 +6,20 @@ import time
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from flash_train.checks import at_least, check
+from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.output import say, say_in_handler
 from flash_train.training.callbacks.base import StepCallback
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # SIGHUP, for a terminal that closes, is missing on Windows
 # A terminal sends Ctrl-C to the whole process group, and a wrapper may forward it: within this time both count as one.
 SAME_SIGNAL_SECONDS = 0.5
+# Ranks ask each other for a signal about this often. Each time the host waits for the GPU, and so queues no work ahead.
+AGREE_SECONDS = 5.0
 
 
 class StopAfter(StepCallback):
@@ -49,21 +54,31 @@ class SaveOnSignal(StepCallback):
     run stops at its step; `MissedValidation` repeats it when the run is resumed. A second Ctrl-C interrupts at once. A
     SIGHUP that the process ignores (`nohup`) stays ignored. Afterwards `received` is the signal's name, until the next
     `fit`. Lightning's own handler, which ends the process without a checkpoint, is replaced while training runs.
+
+    Of several ranks, each may get the signal, and all stop after the same step, at most `AGREE_SECONDS` later. Ranks
+    that share weights or rows finish a validation in progress, because each batch needs all of them. Lightning no
+    longer asks all ranks at every micro-batch whether its own handler got a SIGTERM.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
         self._received_at = 0.0
         self._previous: dict[int, Any] = {}
+        self._agreed = (0, 0.0)  # the step, and the time, at which the ranks asked each other
+        self._next_step = 0  # at which they do so again
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._module = pl_module
+        strategy = trainer.strategy
+        self._skips_alone = not isinstance(strategy, ShardedStrategy) and not getattr(strategy, "context_group", None)
         self.received, pl_module.skip_validation = None, False  # forget the signal of an earlier fit
         if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             for number in filter(None, (getattr(signal, name, None) for name in STOPPING)):
                 if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
+        if signal.SIGTERM in self._previous:
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         if trainer.received_sigterm:  # Lightning caught it while the run was being prepared
             self.received = "SIGTERM"
         self._stop_if_received(trainer, pl_module)
@@ -74,29 +89,50 @@ class SaveOnSignal(StepCallback):
         if number == signal.SIGINT and self.received:
             raise KeyboardInterrupt
         self.received, self._received_at = signal.Signals(number).name, time.monotonic()
-        self._module.skip_validation = True
+        self._module.skip_validation = self._skips_alone
         if self._module.trainer.is_global_zero:
             again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
             say_in_handler(f"{self.received}: stopping after this step{again}")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._stop_if_received(trainer, pl_module)
+        if trainer.global_step >= self._next_step:
+            self._stop_if_received(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._stop_if_received(trainer, pl_module)  # all ranks have the same exit status
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._stop_in_validation(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._stop_in_validation(trainer, pl_module)
+
+    def _stop_in_validation(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._stop_if_received(trainer, pl_module)
 
     def _stop_if_received(self, trainer: Trainer, pl_module: Any) -> None:
-        stop = self.received is not None
-        if trainer.world_size > 1:  # the signal reaches ranks at different steps; all must stop at the same one
-            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
-        if stop:
+        if self._is_received(trainer):
             if self.received is None:
                 self.received = "another rank's signal"
                 if trainer.is_global_zero:
                     say("another rank received a signal: stopping after this step")
             pl_module.skip_validation = True
             trainer.should_stop = True
+
+    def _is_received(self, trainer: Trainer) -> bool:
+        """Whether any rank has received a signal; all ranks call it at the same step."""
+        if trainer.world_size == 1:
+            return self.received is not None
+        step, now = trainer.global_step, time.monotonic()
+        last_step, last_time = self._agreed
+        seconds = (now - last_time) / max(1, step - last_step)
+        own = [self.received is not None, max(seconds, 1e-6)]
+        found = torch.tensor(own, dtype=torch.float64, device=trainer.strategy.root_device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        is_received, seconds = found.tolist()
+        self._agreed, self._next_step = (step, now), step + max(1, int(AGREE_SECONDS / seconds))
+        return bool(is_received)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         # Not in `on_train_end`: other callbacks write the run's record there, and a Ctrl-C must not interrupt them.
@@ -107,7 +143,13 @@ class SaveOnSignal(StepCallback):
 
     def _restore_handlers(self, pl_module: Any) -> None:
         pl_module.skip_validation = False
+        if self._previous:
+            vars(pl_module.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         while self._previous:
             number, handler = self._previous.popitem()
             if signal.getsignal(number) == self._handle:  # else Lightning has already restored a handler
                 signal.signal(number, handler)
+
+
+def _nothing() -> None:
+    pass

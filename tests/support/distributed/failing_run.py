@@ -1,6 +1,8 @@
 """`flash-train` with a rank that fails: FAULT="RANK STEP KIND" says which rank, in which optimizer step, and how.
 
 FAULT="1 3 kill" python -m tests.support.distributed.failing_run trainer.devices=2 ...
+
+Ranks ask each other for signals after every step, or about every AGREE_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from flash_train.distributed import checkpoint
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import Transformer
 from flash_train.training import CausalLMModule
+from flash_train.training.callbacks import stop
 
 
 def fail(kind: str) -> None:
@@ -40,6 +43,7 @@ def main() -> None:
     rank, step, kind = os.environ["FAULT"].split(maxsplit=2)
     if os.environ.get("LOCAL_RANK", "0") == rank:
         inject(int(step), kind)
+    stop.AGREE_SECONDS = float(os.environ.get("AGREE_SECONDS", "0"))
     if file := os.environ.get("PREPARED"):
         count_preparations(Path(file))
     train.main()
