@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload find_max_80gb memory attention training training_peer start graphs long_rows fp8 updates collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload find_max_80gb memory attention training training_peer start graphs long_rows fp8 updates parallel collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -104,12 +104,22 @@ for part; do
       tune mixed precision=bf16-mixed
       for master in exact stochastic none; do tune $master precision=bf16-true optimizer.master=$master; done
       ;;
+    parallel) # on all GPUs of the machine, which are a power of two
+      gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+      ranks() { # GPUS WHAT…
+        torchrun --nproc-per-node "$1" scripts/bench_parallel.py "${@:2}" --out "$out/parallel_x$gpus.json" "${commit[@]}"
+      }
+      for ((n = gpus; n > 0; n /= 2)); do ranks "$n" weak; done
+      ranks "$gpus" long
+      ranks "$gpus" training --only context
+      ranks "$gpus" scaling
+      ;;
     collect)
       for name in ablation find_max training graphs long_rows fp8 updates; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done
-      for name in memory attention_h200 training_peer start; do
+      for name in memory attention_h200 training_peer start parallel_x4 parallel_x8; do
         [ ! -f "$out/$name.json" ] || cp "$out/$name.json" docs/results/$name.json
       done
       ;;

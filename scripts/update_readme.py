@@ -252,6 +252,9 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "compile_tier": compile_tier_table,
     "parallel": parallel_results.training_section,
     "parallel.attention": parallel_results.attention_section,
+    "parallel_x4": parallel_results.long_section,
+    "parallel_x4.weak": parallel_results.weak_section,
+    "parallel_x4.attention": parallel_results.attention_section,
 }
 
 

@@ -40,16 +40,73 @@ def training_section(records: Records) -> str:
 
 
 def attention_section(records: Records) -> str:
-    rows = max(record["rows"] for ways in _attention(records).values() for record in ways["one"].values())
-    words = f"Forward · forward and backward, on {records[0]['ranks']} {records[0]['gpu']}"
-    words += f". `packed` is the median of\n{rows} rows, with the worst share in brackets:\n\n" if rows > 1 else ":\n\n"
-    return words + attention_table(records)
+    found = _attention(records)
+    ones = [record for ways in found.values() for record in ways["one"].values()]
+    words = [f"Forward · forward and backward, on {ones[0]['ranks']} {ones[0]['gpu']}."]
+    if (rows := max(record["rows"] for record in ones)) > 1:
+        words.append(f"`packed` is the median of {rows} rows, with the worst share in brackets.")
+    if any("queued_ms" in record for record in ones):
+        words.append("The host queues calls that take less than a second ahead of the GPU.")
+    return f"{paragraph(*words)}\n{attention_table(records)}"
+
+
+def long_section(records: Records) -> str:
+    """Training on rows that all GPUs share, each a single document."""
+    ours = [ways["flash_train"] for ways in _training(records).values()]
+    shared = [record for record in ours if record["divided"] == "context" and record.get("documents", 1) == 1]
+    rows = [
+        (
+            record["model"],
+            f"{record['tokens']:,}",
+            f"`{record['memory']}`",
+            number(record["keep"], ".0%"),
+            number(record.get("offload"), ".0%"),
+            number(record["step_seconds"], ",.1f"),
+            number(record["tokens_per_second"] / record["ranks"], ",.0f"),
+            number(record["mfu"], ".1%"),
+            number(record["peak_memory_gib"], ".1f"),
+            number(record["predicted_memory_gib"], ".1f"),
+        )
+        for record in shared
+    ]
+    header = (
+        "model",
+        "seq_len",
+        "memory",
+        "keep",
+        "offload",
+        "step (s)",
+        "tokens/s a GPU",
+        "MFU",
+        "peak GiB",
+        "predicted",
+    )
+    words = f"Rows of one document that {shared[0]['ranks']} {shared[0]['gpu']} share, in bf16:"
+    return f"{words}\n\n{table(header, rows, left=3)}"
+
+
+def weak_section(records: Records) -> str:
+    """Training whose work grows with the GPUs: a row per division, with the MFU on each number of GPUs."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for record in records:
+        if re.search(r"-x\d+$", record["case"]) and record["model"] != "8b" and "mfu" in record:
+            found.setdefault((record["model"], record["divided"]), {})[record["ranks"]] = record
+    rows = []
+    for (model, divided), by_ranks in found.items():
+        for ranks, record in sorted(by_ranks.items()):
+            share = record["mfu"] / by_ranks[1]["mfu"] if 1 in by_ranks else None
+            each = number(record["tokens_per_second"] / ranks, ",.0f")
+            what = "a row of one document each" if divided == "sharded" else "one packed row"
+            rows.append((model, what, str(ranks), each, number(record["mfu"], ".1%"), number(share, ".3f")))
+    header = ("model", "rows", "GPUs", "tokens/s a GPU", "MFU", "of one GPU's")
+    return table(header, rows, left=2)
 
 
 def attention_table(records: Records) -> str:
     """A row per case: milliseconds on one GPU, and of each method the milliseconds and the share of the ideal.
 
-    Of several rows with the same name these are medians, and the worst share follows in brackets.
+    Of several rows with the same name these are medians, and the worst share follows in brackets. Queued calls are
+    shown rather than single ones. The rates of `gather` are of the forward and of the backward alone.
     """
     cases = _attention(records)
     rows = []
@@ -62,8 +119,20 @@ def attention_table(records: Records) -> str:
             if found and first["rows"] > 1:
                 shares += f" ({_pair(found, 'worst', '.2f')})"
             cells += [_pair(found, "ms", ".2f"), shares]
+            if method == "gather":
+                cells.append(joined(_rates(found), ".0f"))
         rows.append((case, f"{first['tokens']:,}", f"{first['documents']:g}", *cells))
-    header = ("case", "tokens", "documents", "one GPU (ms)", "`gather` (ms)", "share", "`ulysses` (ms)", "share")
+    header = (
+        "case",
+        "tokens",
+        "documents",
+        "one GPU (ms)",
+        "`gather` (ms)",
+        "share",
+        "TFLOP/s a GPU",
+        "`ulysses` (ms)",
+        "share",
+    )
     return table(header, rows)
 
 
@@ -142,16 +211,25 @@ def _attention(records: Records) -> dict[str, dict[str, dict[str, dict[str, Any]
     for record in records:
         if record["kind"] == "attention" and "ms" in record:
             ways = found.setdefault(re.sub(r"-seed\d+", "", record["case"]), {})
-            ways.setdefault(record["way"], {}).setdefault(record["direction"], []).append(record)
+            best = {key: record.get(f"queued_{key}", record[key]) for key in ("ms", "share", "tflops")}
+            ways.setdefault(record["way"], {}).setdefault(record["direction"], []).append(record | best)
     return {
         case: {way: {key: _of_rows(own) for key, own in by_direction.items()} for way, by_direction in ways.items()}
         for case, ways in found.items()
     }
 
 
+def _rates(found: dict[str, dict[str, Any]]) -> list[float | None]:
+    """TFLOP/s of a GPU in the forward, and in the backward alone, which has 2.5 times its FLOPs."""
+    if len(found) < len(DIRECTIONS):
+        return [None, None]
+    forward, both = (found[direction] for direction in DIRECTIONS)
+    return [forward["tflops"], 2.5 * forward["tflops"] * forward["ms"] / (both["ms"] - forward["ms"])]
+
+
 def _of_rows(records: Records) -> dict[str, Any]:
     """Return one record for several rows: the medians, and the worst share."""
-    medians = {key: median(record[key] for record in records) for key in ("ms", "share", "documents")}
+    medians = {key: median(record[key] for record in records) for key in ("ms", "share", "tflops", "documents")}
     return {**records[0], **medians, "worst": min(record["share"] for record in records), "rows": len(records)}
 
 

@@ -62,6 +62,11 @@ SOURCES = {
             "torchrun --nproc-per-node 2 scripts/bench_parallel.py attention --out FILE",
         ),
     ),
+    "parallel_x4": Source(
+        "training and attention on four GPUs",
+        "several_gpus.md#four-gpus",
+        ("parallel",),
+    ),
     "transformers": Source(
         "a Llama of `transformers` with each attention",
         "transformers.md",

@@ -16,9 +16,8 @@ from flash_train.profiling.ablation.table import losses_to_csv, to_csv
 from flash_train.profiling.attention.plot import plot_attention
 from flash_train.profiling.memory.longest import Longest, from_record, to_record
 from flash_train.profiling.memory.longest import Row as LongestRow
-from flash_train.profiling.parallel_results import plot_parallel
 from flash_train.profiling.sources import source_line
-from scripts.update_readme import INDEX, TABLES, fill, main, outdated, records_of, saved_by_flash, update
+from scripts.update_readme import INDEX, TABLES, fill, main, outdated, saved_by_flash, update
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -365,39 +364,6 @@ def test_memory_results_fill_every_part(results):
         "memory.traffic": "| flash | 4,096 | forward | 1,024 | – | – | no ncu |",
     }.items():
         assert line + "\n" in fill(marked(name), folder)
-
-
-def test_several_gpus(results, tmp_path):
-    common = {"gpu": "G", "ranks": 2, "tokens": 16384}
-    attention = {**common, "case": "a", "kind": "attention", "documents": 1}
-    records = [
-        {**attention, "way": way, "direction": direction, "ms": ms, "share": share}
-        for way, ms, share in (("one", 4.0, 1.0), ("gather", 2.5, 0.8))
-        for direction in ("forward", "forward+backward")
-    ]
-    for seed, documents, share in ((0, 3, 0.7), (1, 5, 0.9), (2, 4, 0.6)):  # rows of one case: medians, and the worst
-        packed = {**attention, "case": f"p-seed{seed}-dropout0.1", "documents": documents}
-        records += [
-            {**packed, "way": way, "direction": direction, "ms": 2 + seed, "share": own}
-            for way, own in (("one", 1.0), ("gather", share))
-            for direction in ("forward", "forward+backward")
-        ]
-    wrong = {**attention, "way": "ulysses", "direction": "forward", "reason": "wrong result"}
-    training = {**common, "case": "t", "kind": "training", "model": "8b", "divided": "sharded", "mfu": None}
-    training |= {"peak_memory_gib": 70.04, "predicted_memory_gib": 70.01}
-    ours = {**training, "way": "flash_train", "tokens_per_second": 18000.0, "ratio": 1.2}
-    folder = results("parallel", [*records, wrong, ours, {**training, "way": "one", "tokens_per_second": 15000.0}])
-    assert "| a | 16,384 | 1 | 4.00 · 4.00 | 2.50 · 2.50 | 0.80 · 0.80 | – · – | – · – |\n" in fill(
-        marked("parallel.attention"), folder
-    )
-    row = "| p-dropout0.1 | 16,384 | 4 | 3.00 · 3.00 | 3.00 · 3.00 | 0.70 · 0.70 (0.60 · 0.60) | – · – | – · – |\n"
-    assert row in fill(marked("parallel.attention"), folder)
-    row = "| 8b | 16,384 | sharded weights, a row each | 18,000 | – | 70.0 | 70.0 | each GPU alone | 15,000 | "
-    row += "70.0 | 1.20 |\n"
-    assert row in fill(marked("parallel"), folder)
-    assert plot_parallel(records_of(folder / "parallel.json"), tmp_path / "parallel.png").is_file()
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot_parallel([wrong], tmp_path / "none.png")
 
 
 def test_without_results_a_table_is_empty(tmp_path):
