@@ -91,7 +91,7 @@ def predicted_result(planned: PlannedTrial) -> Result | None:
     config = planned.config
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
-    from flash_train.cli.run.memory_check import (  # imports Lightning
+    from flash_train.cli.memory.check import (  # imports Lightning
         capacity_of_rank,
         documents_decide,
         step_before_run,

@@ -43,8 +43,8 @@ from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, is_out_of_memory, one_line_errors
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.validate import validate
+from flash_train.cli.memory.check import available, step_before_run
 from flash_train.cli.run.build import build
-from flash_train.cli.run.memory_check import available, step_before_run
 from flash_train.cli.run.memory_files import only_measure, settings
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.profiling.attention import dram_traffic

@@ -116,10 +116,10 @@ def compose(line: CommandLine) -> DictConfig:
 
 def profile_memory(config: DictConfig) -> None:
     """Run, record the last step on the first rank, and write the report."""
+    from flash_train.cli.memory.parallel_choice import plan_run
     from flash_train.cli.run.build import build
     from flash_train.cli.run.failures import known_failures
     from flash_train.cli.run.memory_files import only_measure, write_memory
-    from flash_train.cli.run.parallel_choice import plan_run
     from flash_train.cli.run.report import announce, finish
     from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 

@@ -18,7 +18,7 @@ from flash_train.cli.components import loggers
 from flash_train.cli.components.loggers import log_table
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import read
-from flash_train.cli.run import memory_check as predict_command
+from flash_train.cli.memory import check as predict_command
 from flash_train.cli.sweep import tables
 from flash_train.cli.sweep.plan import plan
 from flash_train.cli.sweep.trial import Result, keep, known_result

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from flash_train.cli import profile_memory
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.run import memory_check as command
+from flash_train.cli.memory import check as command
 from flash_train.cli.run import memory_files
 from flash_train.distributed.dims import ParallelDims
 from flash_train.model import ModelConfig

@@ -26,8 +26,8 @@ from flash_train.attention import attended_pairs
 from flash_train.attention.kernels.families import fastest_on
 from flash_train.cli.bench.parallel_cases import LIKE_PEER, ParallelCase
 from flash_train.cli.bench.records import LOSS_TOLERANCE
-from flash_train.cli.run.memory_check import capacity_of_rank, host_share, workspace_of
-from flash_train.cli.run.memory_choice import fewest_on_host, most_kept, most_on_host
+from flash_train.cli.memory.check import capacity_of_rank, host_share, workspace_of
+from flash_train.cli.memory.choice import fewest_on_host, most_kept, most_on_host
 from flash_train.distributed.sharding import shard_like
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
 from flash_train.model import Transformer

@@ -17,7 +17,7 @@ from flash_train.cli.components.rotary import rotary_note
 from flash_train.cli.components.trainer import build_run_trainer
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
-from flash_train.cli.run.memory_choice import shortage_for_graph
+from flash_train.cli.memory.choice import shortage_for_graph
 from flash_train.cli.run.resume import check_resume, find_checkpoint
 from flash_train.data import PackedDataModule
 from flash_train.profiling.memory.prediction import predict

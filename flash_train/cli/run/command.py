@@ -94,11 +94,11 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     with warming_up(config):
         from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+        from flash_train.cli.memory.parallel_choice import plan_run
         from flash_train.cli.run.build import build
         from flash_train.cli.run.failures import known_failures
         from flash_train.cli.run.memory_files import record_every
         from flash_train.cli.run.parallel_check import check_parallel
-        from flash_train.cli.run.parallel_choice import plan_run
         from flash_train.cli.run.report import announce, finish, report_files
         from flash_train.files import write_text
 

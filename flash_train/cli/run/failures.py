@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from flash_train.cli.memory.check import alternatives, capacity, flash_runs
 from flash_train.cli.run.build import Run
-from flash_train.cli.run.memory_check import alternatives, capacity, flash_runs
 from flash_train.cli.run.report import finish
 from flash_train.files import write_bytes, write_text
 from flash_train.profiling.memory.prediction import Prediction, predict

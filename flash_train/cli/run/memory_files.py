@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import log_artifact
+from flash_train.cli.memory.check import step_of
+from flash_train.cli.memory.parallel_choice import of_plan
 from flash_train.cli.run.build import Run
-from flash_train.cli.run.memory_check import step_of
-from flash_train.cli.run.parallel_choice import of_plan
 from flash_train.files import write_bytes
 from flash_train.model.recompute import MEMORY_MODES
 from flash_train.profiling.memory.plot import plot_memory

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from flash_train.cli.components.trainer import strategy_of
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan
+from flash_train.cli.memory.check import limit_of
 from flash_train.cli.run.build import Run
-from flash_train.cli.run.memory_check import limit_of
 from flash_train.data.dataset import IGNORE, Batch, as_row, collate
 from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.strategy import ShardedStrategy

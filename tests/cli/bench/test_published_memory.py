@@ -9,7 +9,7 @@ import torch
 from flash_train.cli.bench_memory import FIXED
 from flash_train.cli.components import model_config
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.run import memory_check as module
+from flash_train.cli.memory import check as module
 from flash_train.profiling.memory.prediction import predict
 from tests.support.tiers import slow_after
 

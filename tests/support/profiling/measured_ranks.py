@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from flash_train.attention.kernels.families import fastest_on
 from flash_train.attention.parallel.head_groups import HeadGroup, head_groups
-from flash_train.cli.run.memory_check import workspace_of
+from flash_train.cli.memory.check import workspace_of
 from flash_train.data.dataset import as_row, collate
 from flash_train.distributed import gradient_sums
 from flash_train.distributed.dims import ParallelDims, data_share

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.in_backward import obstacle_to_step_in_backward
-from flash_train.cli.run.memory_check import AUTO, host_share, least_bytes, limit_of
+from flash_train.cli.memory.check import AUTO, host_share, least_bytes, limit_of
 from flash_train.precision import PRECISIONS
 from flash_train.profiling.memory.prediction import in_addition_to_graph, predict
 from flash_train.profiling.memory.results import RELATIVE

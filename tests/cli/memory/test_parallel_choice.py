@@ -9,7 +9,7 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.validate import validate
-from flash_train.cli.run import memory_check, parallel_choice
+from flash_train.cli.memory import check, parallel_choice
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
@@ -123,7 +123,7 @@ def test_the_plan_in_the_message_is_the_first_that_fits(overrides, monkeypatch):
     for setting, other in others:
         peak = predict(other).peak_bytes
         first = next(words for words, possible in others if predict(possible).peak_bytes <= peak)
-        assert memory_check.advice(step, peak, True, others) == f"{first} would fit"
+        assert check.advice(step, peak, True, others) == f"{first} would fit"
         kept = [
             word for word in overrides.split() if not word.startswith("accumulate=") or "accumulate=" not in setting
         ]
@@ -138,7 +138,7 @@ def test_with_the_last_plan_further_settings_are_tried():
     others = list(parallel_choice.other_plans(config, step, parallel_plan(config)))
     (last, least) = others[-1]
     limit = predict(replace(least, memory="checkpoint")).peak_bytes
-    assert memory_check.advice(step, limit, True, others) == f"{last} memory=checkpoint would fit"
+    assert check.advice(step, limit, True, others) == f"{last} memory=checkpoint would fit"
     smaller = replace(least, memory="checkpoint", batch_size=1, accumulate=8)
-    text = memory_check.advice(step, predict(smaller).peak_bytes, True, others)
+    text = check.advice(step, predict(smaller).peak_bytes, True, others)
     assert text == "parallel=context memory=checkpoint batch_size=1 accumulate=8 would fit"

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from flash_train.attention.parallel import can_divide_heads
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
-from flash_train.cli.run.memory_check import check_memory, limit_of, step_before_run
-from flash_train.cli.run.memory_choice import with_choices
+from flash_train.cli.memory.check import check_memory, limit_of, step_before_run
+from flash_train.cli.memory.choice import with_choices
 from flash_train.distributed.dims import ParallelDims
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
