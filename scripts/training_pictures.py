@@ -7,7 +7,7 @@ import torch
 from svg_drawing import GREY, INK, PALE, PALETTE, PURPLE, Drawing
 
 from flash_train.attention.flops import attended_pairs
-from flash_train.data.sampler import EndlessBatchSampler, EndlessOrder, PlacedOrder
+from flash_train.data.order.sampler import EndlessBatchSampler, EndlessOrder, PlacedOrder
 from flash_train.model import ModelConfig, Transformer
 from flash_train.training.callbacks.step_seed import seed_of_rows
 

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from flash_train.data.corpus import Corpus, Document, StdlibCorpus
+from flash_train.data.corpora.corpus import Corpus, Document, StdlibCorpus
+from flash_train.data.corpora.hub import HubCorpus
+from flash_train.data.corpora.text import TextCorpus
 from flash_train.data.dataset import IGNORE
-from flash_train.data.hub import HubCorpus
 from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.recall import RecallCorpus, recall_accuracy
-from flash_train.data.text import TextCorpus
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 
 if TYPE_CHECKING:

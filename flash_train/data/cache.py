@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from flash_train.data.corpus import Corpus, Document, hash_file, hash_strings
+from flash_train.data.corpora.corpus import Corpus, Document, hash_file, hash_strings
 from flash_train.data.lock import exclusive
 from flash_train.data.notice import say, say_if_slow
 from flash_train.data.tokenizer import Tokenizer

@@ -10,26 +10,26 @@ from torch.utils.data import DataLoader
 
 from flash_train.checks import Allowed, at_least, check, check_name, within
 from flash_train.data.cache import TokenCache, tokenize
-from flash_train.data.consumed import ConsumedRows
-from flash_train.data.corpus import Corpus
+from flash_train.data.corpora.corpus import Corpus
 from flash_train.data.dataset import Batch, PackedRows, PlacedRows
-from flash_train.data.deal import Synchronise
-from flash_train.data.lightning_counts import EpochStart, batches_of_epoch, never_validates
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
-from flash_train.data.packing import PackingStrategy, check_packing_strategy
-from flash_train.data.prepare import PreparedRows, prepare_recall, prepare_stream, prepare_text
-from flash_train.data.recall import RecallCorpus, RecallRows
-from flash_train.data.sampler import (
+from flash_train.data.order.consumed import ConsumedRows
+from flash_train.data.order.deal import Synchronise
+from flash_train.data.order.lightning_counts import EpochStart, batches_of_epoch, never_validates
+from flash_train.data.order.sampler import (
     DealtBatchSampler,
     EndlessBatchSampler,
     ShardedBatchSampler,
     epoch_order,
 )
+from flash_train.data.order.training_order import TrainingOrder
+from flash_train.data.packing import PackingStrategy, check_packing_strategy
+from flash_train.data.prepare import PreparedRows, prepare_recall, prepare_stream, prepare_text
+from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.split import check_val_fraction
 from flash_train.data.stream import StreamedRows, StreamingCorpus
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
-from flash_train.data.training_order import TrainingOrder
 from flash_train.data.validation import VAL_ORDER_SEED, Validated
 from flash_train.distributed.dims import data_share
 
@@ -54,7 +54,7 @@ class PackedDataModule(lightning.LightningDataModule):
     as many rows as before, each step has the same rows as before.
 
     `row_cost` balances the work of the ranks: it deals the rows of each optimizer step to micro-batches and ranks by
-    their predicted cost (`flash_train.data.deal`). The step has the same rows, so its gradient is the same up to
+    their predicted cost (`flash_train.data.order.deal`). The step has the same rows, so its gradient is the same up to
     rounding. It also works for streamed rows; the rows of RecallCorpus keep their order.
 
     In a loop without a Trainer, loaders are PyTorch's `DataLoader`, an optimizer step counts as done when its
@@ -261,7 +261,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def imbalance(self) -> float | None:
         """Predicted time of the newest optimizer step over its time on ranks that never wait for each other.
 
-        `flash_train.data.deal.imbalance` defines it. None if rows are not dealt, or before the first step.
+        `flash_train.data.order.deal.imbalance` defines it. None if rows are not dealt, or before the first step.
         """
         return None if self._order is None else self._order.imbalance(self._step_begin())
 

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from flash_train.data.dataset import Batch, PackedRows, PlacedRows, collate
-from flash_train.data.lightning_counts import EpochStart
+from flash_train.data.order.lightning_counts import EpochStart
+from flash_train.data.order.sampler import DealtBatchSampler, EndlessBatchSampler, ShardedBatchSampler
 from flash_train.data.recall import RecallRows
-from flash_train.data.sampler import DealtBatchSampler, EndlessBatchSampler, ShardedBatchSampler
 from flash_train.data.signals import leave_signals_to_main, started_without_signals
 
 

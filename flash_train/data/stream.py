@@ -22,11 +22,11 @@ from flash_train.data.cache import (
     write_meta,
     write_tokens,
 )
-from flash_train.data.corpus import Document, hash_strings
+from flash_train.data.corpora.corpus import Document, hash_strings
 from flash_train.data.dataset import PackedRows, Row
 from flash_train.data.notice import say_if_slow
+from flash_train.data.order.sampler import epoch_order
 from flash_train.data.packing import PackedIndex, PackingStrategy, pack
-from flash_train.data.sampler import epoch_order
 from flash_train.data.split import split, train_part_after
 from flash_train.data.tokenizer import Tokenizer
 from flash_train.data.validation import validation_documents

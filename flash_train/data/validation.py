@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flash_train.data.sampler import epoch_order
+from flash_train.data.order.sampler import epoch_order
 from flash_train.data.split import Part, first_tokens
 
 VAL_ORDER_SEED = 0  #: for the order of validation documents and rows, independent of the run's seed

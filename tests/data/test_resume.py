@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from flash_train.data import ByteTokenizer, PackedDataModule, RecallCorpus
-from flash_train.data.sampler import EndlessOrder
+from flash_train.data.order.sampler import EndlessOrder
 from tests.support.data.corpora import StreamedList, random_texts
 from tests.support.data.loops import Recorder, StopAtBatch, fit
 from tests.support.tiers import slow_after

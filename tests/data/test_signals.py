@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from flash_train.data.loading import BatchStream
+from flash_train.data.order.sampler import EndlessBatchSampler, EndlessOrder
 from flash_train.data.recall import RecallCorpus, RecallRows
-from flash_train.data.sampler import EndlessBatchSampler, EndlessOrder
 from flash_train.data.signals import STOPPING, leave_signals_to_main
 from tests.support.processes import python_path
 

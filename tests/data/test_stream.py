@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_train.data import ByteTokenizer, HubCorpus, PackedDataModule
-from flash_train.data.deal import deal
+from flash_train.data.order.deal import deal
 from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.stream import StreamedRows, StreamOrder, limit_entries, tokens_of_chunk
 from tests.support.data.corpora import StreamedList, random_texts, write_parquet

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from flash_train.data import Document
-from flash_train.data.corpus import hash_strings
+from flash_train.data.corpora.corpus import hash_strings
 
 
 @dataclass

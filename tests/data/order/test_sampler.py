@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from flash_train.data.dataset import PADDING_ROW
-from flash_train.data.deal import deal, imbalance
-from flash_train.data.sampler import (
+from flash_train.data.order.deal import deal, imbalance
+from flash_train.data.order.sampler import (
     DealtBatchSampler,
     EndlessBatchSampler,
     EndlessOrder,

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from flash_train.data.dataset import Batch, PackedRows, PlacedRows, collate
-from flash_train.data.deal import Synchronise
+from flash_train.data.order.deal import Synchronise
+from flash_train.data.order.sampler import DealtBatchSampler, EndlessBatchSampler, EndlessOrder, PlacedOrder
 from flash_train.data.recall import RecallRows
-from flash_train.data.sampler import DealtBatchSampler, EndlessBatchSampler, EndlessOrder, PlacedOrder
 from flash_train.data.stream import StreamedRows, StreamOrder
 
 KEPT_IMBALANCES = 1024  # steps: more than workers load ahead

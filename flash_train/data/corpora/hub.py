@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flash_train.data.corpus import Document, hash_files, hash_strings
+from flash_train.data.corpora.corpus import Document, hash_files, hash_strings
+from flash_train.data.corpora.rows import RowText, read_rows
+from flash_train.data.corpora.search import SkippedFiles, walk
+from flash_train.data.corpora.text import kind_of, row_documents, text_documents
 from flash_train.data.notice import say
-from flash_train.data.rows import RowText, read_rows
-from flash_train.data.search import SkippedFiles, walk
-from flash_train.data.text import kind_of, row_documents, text_documents
 from flash_train.data.tokenizer import Errors, check_errors
 
 OWN_KINDS = (".jsonl", ".ndjson", ".parquet")  # read without `datasets`, which needs the same columns in every row

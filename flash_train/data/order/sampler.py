@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flash_train.data.dataset import PADDING_ROW
-from flash_train.data.deal import Synchronise, deal, imbalance
+from flash_train.data.order.deal import Synchronise, deal, imbalance
 
 
 class RowOrder(Protocol):
@@ -76,7 +76,7 @@ class DealtBatchSampler:
     """Endless batches as in `EndlessBatchSampler`, with the rows of each optimizer step dealt by their cost.
 
     Step s has the rows at the places ``first_row + s * n, …, first_row + (s + 1) * n - 1``, where n is ``accumulate *
-    world_size * batch_size``. `flash_train.data.deal.deal` divides them over micro-batches and ranks.
+    world_size * batch_size``. `flash_train.data.order.deal.deal` divides them over micro-batches and ranks.
 
     Args:
         order: the rows' order.

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flash_train.data import PackedDataModule, RecallCorpus, StdlibCorpus, pack
-from flash_train.data.deal import deal, imbalance
-from flash_train.data.sampler import EndlessOrder
+from flash_train.data.order.deal import deal, imbalance
+from flash_train.data.order.sampler import EndlessOrder
 from tests.support.data.loops import FakeTrainer, Recorder, StopAtBatch, equal_batches, fit
 
 SHAPES = [(1, 2, 1), (1, 2, 8), (1, 8, 4), (4, 2, 1), (2, 4, 3), (3, 3, 2), (8, 1, 2)]  # batch_size, ranks, accumulate

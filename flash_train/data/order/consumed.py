@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 import lightning
 
-from flash_train.data.lightning_counts import drop_loader, drop_pending_batches, pending_batches, processed_batches
+from flash_train.data.order.lightning_counts import (
+    drop_loader,
+    drop_pending_batches,
+    pending_batches,
+    processed_batches,
+)
 
 
 @dataclass

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_train.data.corpus import Document, hash_files, hash_strings, python_text
+from flash_train.data.corpora.corpus import Document, hash_files, hash_strings, python_text
+from flash_train.data.corpora.rows import KINDS, MissingTextError, NoSuchFieldError, RowText, read_rows, read_whole
+from flash_train.data.corpora.search import find_files
 from flash_train.data.notice import say
-from flash_train.data.rows import KINDS, MissingTextError, NoSuchFieldError, RowText, read_rows, read_whole
-from flash_train.data.search import find_files
 from flash_train.data.tokenizer import Errors, check_errors
 
 WHOLE = (".txt", ".md", ".py")

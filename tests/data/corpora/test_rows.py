@@ -13,9 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from flash_train.data import ByteTokenizer, JsonTokenizer, TextCorpus, rows
+from flash_train.data import ByteTokenizer, JsonTokenizer, TextCorpus
 from flash_train.data.cache import tokenize
-from flash_train.data.corpus import hash_files, hash_strings
+from flash_train.data.corpora import rows
+from flash_train.data.corpora.corpus import hash_files, hash_strings
 from tests.support.data.tokenizers import write_tokenizer
 
 EXPECTED = [b"one", "zwei\nü".encode(), b'three, "four"', b"five"]
