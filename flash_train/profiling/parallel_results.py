@@ -31,9 +31,10 @@ def training_section(records: Records) -> str:
     ranks, gpu = records[0]["ranks"], records[0]["gpu"]
     words = paragraph(
         f"Training on {ranks} {gpu}, in bf16, rows of one document. Ours runs in Lightning's `Trainer`, with",
-        "`memory=selective memory.keep=auto` (`none` with whole weights). The peer is a Llama of `transformers` with",
-        "Liger's operations; it has the same weights and tokens. The peer takes less memory, because it recomputes",
-        "every layer. Ours was allowed to fill the card (`memory.keep=auto`).",
+        "`memory=selective memory.keep=auto` (`none` with whole weights). With sharded weights and a row each,",
+        f"the other is {OTHERS['transformers']}: a Llama of `transformers` with Liger's operations, the same weights",
+        "and tokens. It takes less memory, because it recomputes every layer; ours was allowed to fill the card.",
+        "With whole weights the other is each GPU alone.",
     )
     picture = "![Attention as a share of the ideal, and tokens per second of training](results/parallel.png)"
     return f"{words}\n{training_table(records)}\n{picture}\n"
@@ -58,9 +59,7 @@ def long_section(records: Records) -> str:
         (
             record["model"],
             f"{record['tokens']:,}",
-            f"`{record['memory']}`",
-            number(record["keep"], ".0%"),
-            number(record.get("offload"), ".0%"),
+            f"`{record['memory']}`" + _kept_where(record),
             number(record["step_seconds"], ",.1f"),
             number(record["tokens_per_second"] / record["ranks"], ",.0f"),
             number(record["mfu"], ".1%"),
@@ -73,8 +72,6 @@ def long_section(records: Records) -> str:
         "model",
         "seq_len",
         "memory",
-        "keep",
-        "offload",
         "step (s)",
         "tokens/s a GPU",
         "MFU",
@@ -83,6 +80,11 @@ def long_section(records: Records) -> str:
     )
     words = f"Rows of one document that {shared[0]['ranks']} {shared[0]['gpu']} share, in bf16:"
     return f"{words}\n\n{table(header, rows, left=3)}"
+
+
+def _kept_where(record: dict[str, Any]) -> str:
+    kept = f", {record['keep']:.0%} of the blocks keep everything" if record["keep"] else ""
+    return kept + (f", {record['offload']:.0%} of the inputs in the host's memory" if record.get("offload") else "")
 
 
 def weak_section(records: Records) -> str:
@@ -103,37 +105,21 @@ def weak_section(records: Records) -> str:
 
 
 def attention_table(records: Records) -> str:
-    """A row per case: milliseconds on one GPU, and of each method the milliseconds and the share of the ideal.
+    """A row per case: milliseconds on one GPU and of `gather`, and the shares of the ideal of both methods.
 
-    Of several rows with the same name these are medians, and the worst share follows in brackets. Queued calls are
-    shown rather than single ones. The rates of `gather` are of the forward and of the backward alone.
+    Of several rows with the same name these are medians, and the worst share of `gather` follows in brackets. Queued
+    calls are shown rather than single ones. The rates are of the forward and of the backward alone.
     """
-    cases = _attention(records)
     rows = []
-    for case, ways in cases.items():
-        first = next(iter(ways["one"].values()))
-        cells = [_pair(ways["one"], "ms", ".2f")]
-        for method in COLORS:
-            found = ways.get(method, {})
-            shares = _pair(found, "share", ".2f")
-            if found and first["rows"] > 1:
-                shares += f" ({_pair(found, 'worst', '.2f')})"
-            cells += [_pair(found, "ms", ".2f"), shares]
-            if method == "gather":
-                cells.append(joined(_rates(found), ".0f"))
-        rows.append((case, f"{first['tokens']:,}", f"{first['documents']:g}", *cells))
-    header = (
-        "case",
-        "tokens",
-        "documents",
-        "one GPU (ms)",
-        "`gather` (ms)",
-        "share",
-        "TFLOP/s a GPU",
-        "`ulysses` (ms)",
-        "share",
-    )
-    return table(header, rows)
+    for case, ways in _attention(records).items():
+        gather = ways.get("gather", {})
+        times = [_pair(found, "ms", ".2f") for found in (ways["one"], gather)]
+        shares = _pair(gather, "share", ".2f")
+        if any(record["rows"] > 1 for record in gather.values()):
+            shares += f" ({_pair(gather, 'worst', '.2f')})"
+        rates, other = joined(_rates(gather), ".0f"), _pair(ways.get("ulysses", {}), "share", ".2f")
+        rows.append((case, *times, shares, rates, other))
+    return table(("case", "one GPU (ms)", "`gather` (ms)", "share", "TFLOP/s a GPU", "`ulysses`, share"), rows)
 
 
 def training_table(records: Records) -> str:
@@ -150,15 +136,13 @@ def training_table(records: Records) -> str:
                 number(ours.get("tokens_per_second"), ",.0f"),
                 number(ours.get("mfu"), ".1%"),
                 number(ours.get("peak_memory_gib"), ".1f"),
-                number(ours.get("predicted_memory_gib"), ".1f"),
-                OTHERS.get(other.get("way", ""), "–"),
                 number(other.get("tokens_per_second"), ",.0f"),
                 number(other.get("peak_memory_gib"), ".1f"),
                 number(ours.get("ratio"), ".2f"),
             )
         )
-    ours_header = ("model", "seq_len", "plan", "tokens/s", "MFU", "peak GiB", "predicted")
-    return table((*ours_header, "compared with", "tokens/s", "peak GiB", "ratio"), rows, left=3)
+    header = ("model", "seq_len", "plan", "tokens/s", "MFU", "peak GiB", "other tokens/s", "peak GiB", "ratio")
+    return table(header, rows, left=3)
 
 
 def plot_parallel(records: Records, path: str | os.PathLike[str], *, metadata: dict[str, str] | None = None) -> Path:
