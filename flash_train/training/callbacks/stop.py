@@ -64,8 +64,7 @@ class SaveOnSignal(StepCallback):
         self.received: str | None = None
         self._received_at = 0.0
         self._previous: dict[int, Any] = {}
-        self._agreed = (0, 0.0)  # the step, and the time, at which the ranks asked each other
-        self._next_step = 0  # at which they do so again
+        self._next_step = 0  # at which the ranks ask each other again
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -73,6 +72,8 @@ class SaveOnSignal(StepCallback):
         strategy = trainer.strategy
         self._skips_alone = not isinstance(strategy, ShardedStrategy) and not getattr(strategy, "context_group", None)
         self.received, pl_module.skip_validation = None, False  # forget the signal of an earlier fit
+        self._asked = (trainer.global_step, time.monotonic())  # the step, and the time, at which the ranks asked
+        self._step_seconds = AGREE_SECONDS  # of a step, until one is measured
         if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             for number in filter(None, (getattr(signal, name, None) for name in STOPPING)):
                 if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
@@ -125,13 +126,14 @@ class SaveOnSignal(StepCallback):
         if trainer.world_size == 1:
             return self.received is not None
         step, now = trainer.global_step, time.monotonic()
-        last_step, last_time = self._agreed
-        seconds = (now - last_time) / max(1, step - last_step)
-        own = [self.received is not None, max(seconds, 1e-6)]
+        last_step, last_time = self._asked
+        if step > last_step:  # else a validation began or ended
+            self._asked, self._step_seconds = (step, now), (now - last_time) / (step - last_step)
+        own = [self.received is not None, self._step_seconds]
         found = torch.tensor(own, dtype=torch.float64, device=trainer.strategy.root_device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         is_received, seconds = found.tolist()
-        self._agreed, self._next_step = (step, now), step + max(1, int(AGREE_SECONDS / seconds))
+        self._next_step = step + max(1, int(AGREE_SECONDS / max(seconds, 1e-6)))
         return bool(is_received)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
