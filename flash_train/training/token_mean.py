@@ -55,7 +55,7 @@ class TokenMean:
         """
         assert self._sums is not None
         self.rank_loss = self._sums[0].clone()  # the reduction changes the sums
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and dist.is_initialized():
             dist.all_reduce(self._sums)  # the strategy's `reduce` would have the host wait for all ranks first
         loss_sum, n_tokens = self._sums.unbind()
         n_tokens = n_tokens.clamp(min=1)  # a step without any label has loss 0 and gradient 0
