@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from flash_train.profiling.attention.shared import QUEUED
 from flash_train.records.markdown import joined, number, paragraph
 from flash_train.records.markdown import markdown_table as table
 from flash_train.records.plots import BLUE, GREEN, ORANGE, save_figure
@@ -46,7 +47,7 @@ def attention_section(records: Records) -> str:
     words = [f"Forward · forward and backward, on {ones[0]['ranks']} {ones[0]['gpu']}."]
     if (rows := max(record["rows"] for record in ones)) > 1:
         words.append(f"`packed` is the median of {rows} rows, with the worst share in brackets.")
-    if any("queued_ms" in record for record in ones):
+    if any(f"{QUEUED}ms" in record for record in ones):
         words.append("The host queues calls that take less than a second ahead of the GPU.")
     return f"{paragraph(*words)}\n{attention_table(records)}"
 
@@ -68,16 +69,7 @@ def long_section(records: Records) -> str:
         )
         for record in shared
     ]
-    header = (
-        "model",
-        "seq_len",
-        "memory",
-        "step (s)",
-        "tokens/s a GPU",
-        "MFU",
-        "peak GiB",
-        "predicted",
-    )
+    header = ("model", "seq_len", "memory", "step (s)", "tokens/s a GPU", "MFU", "peak GiB", "predicted")
     words = f"Rows of one document that {shared[0]['ranks']} {shared[0]['gpu']} share, in bf16:"
     return f"{words}\n\n{table(header, rows, left=3)}"
 
@@ -91,7 +83,7 @@ def weak_section(records: Records) -> str:
     """Training whose work grows with the GPUs: a row per division, with the MFU on each number of GPUs."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for record in records:
-        if re.search(r"-x\d+$", record["case"]) and record["model"] != "8b" and "mfu" in record:
+        if re.search(r"-(sharded|context)-x\d+$", record["case"]) and "mfu" in record:
             found.setdefault((record["model"], record["divided"]), {})[record["ranks"]] = record
     rows = []
     for (model, divided), by_ranks in found.items():
@@ -195,7 +187,7 @@ def _attention(records: Records) -> dict[str, dict[str, dict[str, dict[str, Any]
     for record in records:
         if record["kind"] == "attention" and "ms" in record:
             ways = found.setdefault(re.sub(r"-seed\d+", "", record["case"]), {})
-            best = {key: record.get(f"queued_{key}", record[key]) for key in ("ms", "share", "tflops")}
+            best = {key: record.get(f"{QUEUED}{key}", record[key]) for key in ("ms", "share", "tflops")}
             ways.setdefault(record["way"], {}).setdefault(record["direction"], []).append(record | best)
     return {
         case: {way: {key: _of_rows(own) for key, own in by_direction.items()} for way, by_direction in ways.items()}

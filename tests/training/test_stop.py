@@ -204,6 +204,25 @@ def test_ranks_ask_each_other_every_five_seconds(monkeypatch):
     assert asked == [20, 21, 33, 33, 33, 45, 57] and not vars(epoch_loop)
 
 
+def test_a_late_signal_does_not_undo_what_ranks_have_agreed_on(tmp_path):
+    """With sharded weights all ranks skip a validation, or none: a rank alone would leave the others waiting."""
+    seen = []
+
+    def signals(trainer, module):
+        callback._skips_alone = False  # as with sharded weights
+        callback._handle(signal.SIGTERM, None)
+        seen.append(module.skip_validation)
+        callback._stop_if_received(trainer, module)  # they agree
+        callback.received = "another rank's signal"
+        callback._received_at -= 2 * SAME_SIGNAL_SECONDS
+        callback._handle(signal.SIGTERM, None)
+        seen.append(module.skip_validation)
+
+    callback = SaveOnSignal()
+    plain_trainer(tmp_path, callback, Hook(2, signals)).fit(tiny_module(), datamodule=TinyData())
+    assert seen == [False, True]
+
+
 def test_nan_loss_names_its_step(tmp_path):
     trainer = plain_trainer(
         tmp_path, NonFiniteLoss(), Throughput(), RunRecord(tmp_path), StepCheckpoint(tmp_path / "c", every=1),

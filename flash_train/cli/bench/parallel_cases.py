@@ -82,13 +82,11 @@ class ParallelCase:
         return [first] * self.warm_up + [whole] * (self.steps - self.warm_up)
 
     def _batch(self, row: int, lengths: tuple[int, ...]) -> dict[str, Any]:
-        total = sum(lengths)
-        tokens = torch.randint(0, self.vocab_size, (1, total), generator=torch.Generator().manual_seed(row))
-        labels = torch.cat((tokens[:, 1:], torch.full((1, 1), IGNORE_INDEX)), dim=1)
+        tokens = torch.randint(0, self.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(row))
+        labels = tokens.roll(-1, dims=1)
+        labels[0, torch.tensor(lengths).cumsum(0) - 1] = IGNORE_INDEX  # a document's last token
         if len(lengths) == 1:
             return {"tokens": tokens, "labels": labels}
-        ends = torch.tensor(lengths).cumsum(0) - 1
-        labels[0, ends] = IGNORE_INDEX
         return collate([as_row(tokens[0].numpy(), labels[0].numpy(), lengths, len(lengths))])
 
 

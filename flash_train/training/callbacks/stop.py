@@ -79,7 +79,7 @@ class SaveOnSignal(StepCallback):
                 if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         if signal.SIGTERM in self._previous:
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if trainer.received_sigterm:  # Lightning caught it while the run was being prepared
             self.received = "SIGTERM"
         self._stop_if_received(trainer, pl_module)
@@ -90,7 +90,8 @@ class SaveOnSignal(StepCallback):
         if number == signal.SIGINT and self.received:
             raise KeyboardInterrupt
         self.received, self._received_at = signal.Signals(number).name, time.monotonic()
-        self._module.skip_validation = self._skips_alone
+        if self._skips_alone:  # else the ranks may have agreed to skip it already
+            self._module.skip_validation = True
         if self._module.trainer.is_global_zero:
             again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
             say_in_handler(f"{self.received}: stopping after this step{again}")
@@ -151,7 +152,3 @@ class SaveOnSignal(StepCallback):
             number, handler = self._previous.popitem()
             if signal.getsignal(number) == self._handle:  # else Lightning has already restored a handler
                 signal.signal(number, handler)
-
-
-def _nothing() -> None:
-    pass
