@@ -27,19 +27,28 @@ def started_without_signals() -> Iterator[None]:
 
 
 def leave_signals_to_main(worker: int) -> None:
-    """Make a worker ignore the signals in STOPPING, except a SIGTERM from the main process. Called when it starts.
+    """Make a worker ignore the signals in STOPPING, and end it with the main process. Called when it starts.
 
-    PyTorch sends this SIGTERM to workers that do not end by themselves. PyTorch's own handler would end the worker on
-    any other SIGTERM too, and the run would then end before it has saved anything.
+    A SIGTERM from the main process ends it, too: PyTorch sends one to workers that do not end by themselves. PyTorch's
+    own handler would end the worker on any other SIGTERM, and the run would then end before it has saved anything.
     """
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # a spawned process may have lost the mask
     main = multiprocessing.parent_process()  # not `os.getppid()`: this may be a fork server
-    if HAS_SENDER and main is not None:
-        threading.Thread(target=_end_with_main, args=(main.pid,), daemon=True).start()
+    if main is None:
+        return
+    # PyTorch's worker compares `os.getppid()` with its first value, and so misses an end before that
+    threading.Thread(target=_end_after, args=(main,), daemon=True).start()
+    if HAS_SENDER:
+        threading.Thread(target=_end_on_sigterm, args=(main.pid,), daemon=True).start()
 
 
-def _end_with_main(main: int) -> None:
+def _end_after(main: multiprocessing.process.BaseProcess) -> None:
+    main.join()
+    os._exit(1)
+
+
+def _end_on_sigterm(main: int) -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != main:
         pass
     os._exit(0)  # as in PyTorch's handler: another status would be reported as an error

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,43 @@ def test_no_worker_outlives_the_main_process(end):
     )
     process.communicate(timeout=120)  # returns once no process has the output open
     assert process.returncode == (1 if end == "error" else -signal.SIGKILL)
+
+
+KILLED_WHILE_WORKERS_START = """
+import os, signal, sys, time
+from torch.utils.data import DataLoader, IterableDataset
+from flash_train.data.signals import leave_signals_to_main
+
+class SlowToStart(IterableDataset):
+    def __iter__(self):
+        os.write(started, b".")
+        time.sleep(5)
+        return iter(range(10))
+
+if __name__ == "__main__":
+    end, started = os.pipe()
+    options = {"multiprocessing_context": "fork", "worker_init_fn": leave_signals_to_main}
+    batches = iter(DataLoader(SlowToStart(), num_workers=2, batch_size=None, **options))
+    os.read(end, 1), os.read(end, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_still_starting_ends_with_the_main_process():
+    """PyTorch's workers begin to watch the main process only once they have started."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED_WHILE_WORKERS_START],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
 
 
 class Pids(Dataset):
