@@ -14,8 +14,8 @@ from flash_train.attention import backends
 from flash_train.attention.kernels import arguments, families
 from flash_train.attention.kernels.hopper import dropout, packed16
 from flash_train.attention.kernels.hopper import launch as hopper
-from flash_train.attention.kernels.hopper.backward import hopper_backward
-from flash_train.attention.kernels.hopper.dq_sum import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
+from flash_train.attention.kernels.hopper.backward.dq_accumulator import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
+from flash_train.attention.kernels.hopper.backward.fused import hopper_backward
 from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.hopper.pipeline import ONCE
 from flash_train.attention.kernels.launch_options import launch_options

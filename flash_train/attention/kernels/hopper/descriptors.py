@@ -81,7 +81,7 @@ def _row_fields(size: int, block: int) -> dict[str, Any]:
 
 
 def describe_dq_accumulator(x: Tensor, columns: int) -> TensorDescriptor:
-    """A descriptor of the pieces of the dQ accumulator x, fp32 (heads, rows, head_dim): see ``backward_rows``.
+    """A descriptor of the pieces of the dQ accumulator x, fp32 (heads, rows, head_dim): see ``backward.rows``.
 
     A piece has 64 x ``columns`` contiguous numbers, described as [columns / 2, 128].
     """

@@ -22,10 +22,11 @@ from flash_train.attention.kernels.arguments import (
 )
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper import grid
-from flash_train.attention.kernels.hopper.backward import dq_columns, hopper_backward
-from flash_train.attention.kernels.hopper.backward_dq import hopper_backward_dq
-from flash_train.attention.kernels.hopper.backward_rows import PAD, hopper_finish, hopper_prepare
-from flash_train.attention.kernels.hopper.backward_wide import hopper_backward_wide
+from flash_train.attention.kernels.hopper.backward.dq import hopper_backward_dq
+from flash_train.attention.kernels.hopper.backward.dq_accumulator import AHEAD
+from flash_train.attention.kernels.hopper.backward.fused import dq_columns, hopper_backward
+from flash_train.attention.kernels.hopper.backward.rows import PAD, hopper_finish, hopper_prepare
+from flash_train.attention.kernels.hopper.backward.wide import hopper_backward_wide
 from flash_train.attention.kernels.hopper.descriptors import (
     MOST_ROWS,
     describable,
@@ -33,7 +34,6 @@ from flash_train.attention.kernels.hopper.descriptors import (
     describe_dq_accumulator,
     describe_rows,
 )
-from flash_train.attention.kernels.hopper.dq_sum import AHEAD
 from flash_train.attention.kernels.hopper.forward import hopper_forward
 from flash_train.attention.kernels.hopper.tiles import (
     WIDEST_DQ_ACCUMULATOR,
@@ -243,12 +243,13 @@ def forward_launch(
 
 @dataclass(frozen=True)
 class BackwardBuffers:
-    """Buffers between the kernels of the backward, in padded rows (``backward_rows``)."""
+    """Buffers between the kernels of the backward, in padded rows (``backward.rows``)."""
 
     delta: Tensor  #: fp32 (heads, padded)
     lse2: Tensor  #: fp32 (heads, padded)
     dq: Tensor | None  #: fp32 (heads, padded, columns), in pieces; None if a separate kernel computes dQ
-    counters: Tensor | None  #: int32 (2, at least the key heads of all entries): see ``dq_sum``; None without ``dq``
+    #: int32 (2, at least the key heads of all entries): see ``backward.dq_accumulator``; None without ``dq``
+    counters: Tensor | None
 
     @property
     def padded(self) -> int:
@@ -378,7 +379,7 @@ def finish_launch(buffers: BackwardBuffers, dq: Tensor, k: Tensor, call: Call) -
     tile = backward_tile(columns, call)
     heads = grid.total_kv_heads(k, call)
     at_once, last = grid.head_groups(dq, k, call)
-    # the backward itself has converted the other blocks (``dq_sum``)
+    # the backward itself has converted the other blocks (``backward.dq_accumulator``)
     n_blocks = slots * dq.shape[-2] // heads * (heads - last * at_once)
     arguments = (
         buffers.dq, strided(dq), call.cu_seqlens_q, call.scale / call.keep_rate, entries, rows, buffers.padded,

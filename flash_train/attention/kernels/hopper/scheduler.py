@@ -227,7 +227,7 @@ def _head_and_block(visits, i, reverse, GROUP: gl.constexpr):
 
 @gluon.jit
 def first_padded_row(seq, scheduler):
-    """The entry's first row in the padded buffers of ``backward_rows``."""
+    """The entry's first row in the padded buffers of ``backward.rows``."""
     if scheduler.cu_q is None:
         row = seq.index * (gl.cdiv(scheduler.seqlen_q, 128) * 128)
     else:

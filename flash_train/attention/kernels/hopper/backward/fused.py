@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import THREAD_COLUMNS, query_visits, visible
 from flash_train.attention.kernels.device.philox import Dropout, first_element
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
-from flash_train.attention.kernels.hopper.dq_sum import (
+from flash_train.attention.kernels.hopper.backward.dq_accumulator import (
     WRITTEN_BUT_TWO,
     DQAccumulator,
     clear_later_rows,
@@ -30,6 +30,15 @@ from flash_train.attention.kernels.hopper.dq_sum import (
     count_written,
     load_earlier_rows,
     release_last_stage,
+    to_register_order,
+)
+from flash_train.attention.kernels.hopper.backward.loads import (
+    KV_LOADED,
+    KV_READ,
+    KV_STORED,
+    Descriptors,
+    Operands,
+    load_tiles,
 )
 from flash_train.attention.kernels.hopper.dropout import (
     apply_dropout,
@@ -40,7 +49,6 @@ from flash_train.attention.kernels.hopper.dropout import (
 from flash_train.attention.kernels.hopper.gluon_compat import (
     sync_and_arrive,
     tma_add,
-    tma_load,
     tma_store,
     tma_store_wait,
 )
@@ -77,33 +85,6 @@ from flash_train.attention.kernels.hopper.scheduler import (
 BLOCK_N = gl.constexpr(128)
 DS_STAGES = gl.constexpr(2)
 WIDE = gl.constexpr(128)  #: head dimension from which consumers take turns; with dropout they always do
-#: barriers of ``Operands.kv``: the tiles are loaded, they are read for the last time, the gradients are in their place
-KV_LOADED = gl.constexpr(0)
-KV_READ = gl.constexpr(1)
-KV_STORED = gl.constexpr(2)
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors of the inputs."""
-
-    q: Any  #: tiles [BLOCK_M, HEAD_DIM]
-    k: Any  #: tiles [BLOCK_N, HEAD_DIM]
-    v: Any
-    dout: Any  #: tiles [BLOCK_M, HEAD_DIM]
-    lse2: Any  #: tiles [BLOCK_M]
-    delta: Any
-
-
-class Operands(NamedTuple):
-    """Shared memory that the loader fills. The log-sum-exp arrives and leaves with its queries, and delta with dO."""
-
-    k_tile: Any  #: [BLOCK_N, HEAD_DIM]
-    v_tile: Any
-    q: Any  #: Pipeline of tiles [BLOCK_M, HEAD_DIM]
-    do: Any
-    lse_tiles: Any  #: [BLOCK_M], for each stage of q
-    delta_tiles: Any  #: [BLOCK_M], for each stage of do
-    kv: Any  #: barriers
 
 
 class Exchange(NamedTuple):
@@ -134,8 +115,8 @@ def hopper_backward(
 
     q, dout, k, v, dk and dv are TMA descriptors (``descriptors.describe``) of tiles [BLOCK_M, HEAD_DIM] and
     [BLOCK_N, HEAD_DIM], and dq of [64, HEAD_DIM]; lse2 and delta describe tiles [BLOCK_M] of (heads * padded_rows).
-    dq_accum describes the fp32 accumulator of dQ in pieces (``backward_rows``), and counters_ptr are the counters of
-    ``dq_sum``; these two and dq are None without dQ. Grid: a program for each work tile of keys
+    dq_accum describes the fp32 accumulator of dQ in pieces (``backward.rows``), and counters_ptr are the counters of
+    ``backward.dq_accumulator``; these two and dq are None without dQ. Grid: a program for each work tile of keys
     (``scheduler.find_work_tile``). With dQ, programs wait for some programs of lower numbers, which a GPU starts first.
 
     The loader loads K and V of the work tile, and then, for each block of queries of each head of the group, Q, lse2,
@@ -147,7 +128,7 @@ def hopper_backward(
     4. hands its half of dQ to the writer.
 
     The writer clears the accumulator for heads to come, adds the halves of dQ to it, and writes dK and dV. At the end,
-    loader and consumers convert the accumulator of heads that are complete to dQ (``dq_sum``).
+    loader and consumers convert the accumulator of heads that are complete to dQ (``backward.dq_accumulator``).
     """
     scheduler = TileScheduler(cu_q, cu_k, n_entries, seqlen_q, seqlen_k, n_kv_heads, heads_at_once, n_sms)
     accum = DQAccumulator(dq_accum, counters_ptr, padded_rows)
@@ -206,47 +187,6 @@ def _loader(
     if WITH_DQ:
         PIECES: gl.constexpr = HEAD_DIM // dq_columns(BLOCK_M, HEAD_DIM)
         load_earlier_rows(accum, operands.q, operands.do, steps, scheduler, GROUP, BLOCK_N, PIECES)
-
-
-@gluon.jit
-def load_tiles(
-    descs, operands, scheduler, mask, padded_rows,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Load K and V of the program's work tile; then, for each step, Q with its lse2, and dO with its delta.
-
-    Returns the number of steps.
-    """
-    PACKED: gl.constexpr = scheduler.cu_q is not None
-    seq, kv_head, start_n, is_valid = find_work_tile(gl.program_id(0), scheduler, BLOCK_N, False, False)
-    steps = gl.to_tensor(0)
-    if is_valid:
-        loaded = operands.kv.index(KV_LOADED)
-        coords = tma_coords(seq, kv_head, start_n, seq.k_row, seq.len_k, PACKED)
-        mbarrier.arrive(loaded, count=1)
-        mbarrier.expect(loaded, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
-        tma_load(descs.k, coords, loaded, operands.k_tile.index(0))
-        tma_load(descs.v, coords, loaded, operands.v_tile.index(0))
-        visits = query_visits(mask, seq, kv_head.to(gl.int64) * GROUP, start_n, lanes(), BLOCK_M, BLOCK_N)
-        reverse = is_reversed(gl.program_id(0), scheduler)
-        first = first_padded_row(seq, scheduler)
-        steps = GROUP * (visits.stop - visits.first)
-        for i in range(0, steps):
-            head, start_m = query_tile(visits, mask, kv_head, i, reverse, GROUP, BLOCK_M)
-            coords = tma_coords(seq, head, start_m, seq.q_row, seq.len_q, PACKED)
-            row = [head * padded_rows + first + start_m]
-            stage = stage_of(operands.q, i)
-            producer_acquire(operands.q, i)
-            q_full = operands.q.full.index(stage)
-            mbarrier.expect(q_full, descs.q.block_type.nbytes + 4 * BLOCK_M)
-            tma_load(descs.q, coords, q_full, operands.q.tiles.index(stage))
-            tma_load(descs.lse2, row, q_full, operands.lse_tiles.index(stage))
-            producer_acquire(operands.do, i)
-            do_full = operands.do.full.index(stage)
-            mbarrier.expect(do_full, descs.dout.block_type.nbytes + 4 * BLOCK_M)
-            tma_load(descs.dout, coords, do_full, operands.do.tiles.index(stage))
-            tma_load(descs.delta, row, do_full, operands.delta_tiles.index(stage))
-    return steps
 
 
 @gluon.jit
@@ -450,17 +390,6 @@ def _start_dq(ds_pipe, i, k_tile, zero, BLOCK_M: gl.constexpr, HEAD_DIM: gl.cons
     else:
         k_all = k_all.slice(HEAD_DIM // 2 * W, HEAD_DIM // 2, 1)
     return warpgroup_mma(ds_tile.permute((1, 0)), k_all, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def to_register_order(tile, COLUMNS: gl.constexpr):
-    """A tile [64, COLUMNS] in the order of the registers that hold it: [COLUMNS / 2, 128].
-
-    In this order each thread stores 16 adjacent bytes; in the order of rows, threads would use the same banks of
-    shared memory. ``backward_rows.from_register_order`` is the inverse.
-    """
-    parts = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, row + 8, row; columns by 8, by 2, by 1
-    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """dK and dV for Hopper at head dimension 256: of 64 keys, one consumer computes dV and the other dK.
 
 Both gradients of 128 keys would not fit the registers. With 64 keys, the accumulator of dQ in memory would be updated
-twice as often as in ``backward``, so dQ has a kernel of its own (``backward_dq``). One consumer computes S transposed,
+twice as often as in ``fused``, so dQ has a kernel of its own (``dq``). One consumer computes S transposed,
 its weights and dV; the other computes dP transposed, dS and dK. The weights pass from the first to the second through
 shared memory, with a negative sign where dropout removes them. Partitions: the consumer for dV, the consumer for dK, a
 loader.
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_train.attention.kernels.device.mask import query_visits, visible
 from flash_train.attention.kernels.device.philox import Dropout, first_element
 from flash_train.attention.kernels.device.score import capped_slope, load_slope, logits
-from flash_train.attention.kernels.hopper.backward import KV_LOADED, Descriptors, Operands, load_tiles
+from flash_train.attention.kernels.hopper.backward.loads import KV_LOADED, Descriptors, Operands, load_tiles
 from flash_train.attention.kernels.hopper.dropout import apply_dropout, draw_keep_flags, make_generator
 from flash_train.attention.kernels.hopper.gluon_compat import tma_store, tma_store_wait
 from flash_train.attention.kernels.hopper.pipeline import (

@@ -1,19 +1,19 @@
 """The fp32 accumulator of dQ: programs of the backward kernel clear it, and convert it to dQ.
 
 A program converts rows of heads that are complete while its own gradients are written, so that these rows are still in
-the second-level cache. ``backward_rows.hopper_finish`` converts the last heads.
+the second-level cache. ``rows.hopper_finish`` converts the last heads.
 
 1. At its beginning a program clears the rows of a later work tile (``clear_later_rows``).
 2. It counts that it has added its part of dQ to the accumulator (``count_written``).
 3. After its last step the loader loads the rows of an earlier work tile (``load_earlier_rows``), through the pipelines
-   of Q and dO: a piece (``backward_rows``) fits a stage, and each pipeline carries the 64 rows of one consumer.
+   of Q and dO: a piece (``backward.rows``) fits a stage, and each pipeline carries the 64 rows of one consumer.
 4. The consumers scale, round and store these rows (``convert_dq_accumulator``).
 
 The rows of a work tile of keys are the tiles of queries with the same slot, in every head of the group; if there are
 more tiles of queries than of keys, also those at multiples of the number of slots after it.
 
 Two counters for each head: work tiles that have added their dQ, and, behind the counters of all heads, work tiles whose
-rows are cleared. ``backward_rows.hopper_prepare`` clears the rows of the first and the last heads.
+rows are cleared. ``rows.hopper_prepare`` clears the rows of the first and the last heads.
 """
 
 from typing import Any, NamedTuple
@@ -40,12 +40,12 @@ from flash_train.attention.kernels.hopper.scheduler import (
     tma_coords,
 )
 
-PAD = gl.constexpr(128)  #: rows, as in ``backward_rows``
+PAD = gl.constexpr(128)  #: rows, as in ``backward.rows``
 #: Groups of heads between a work tile and the rows that it converts: all tiles of that group began two groups ago, and
 #: most of them are complete.
 AHEAD = gl.constexpr(2)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-#: layout of a piece, as ``backward.to_register_order`` stores it
+#: layout of a piece, as ``to_register_order`` stores it
 THREADS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 #: Makes TMA writes of this thread visible to the threads that acquire its next increment of a counter.
 WRITTEN = gl.constexpr("cp.async.bulk.wait_group 0; fence.proxy.async.global; fence.acq_rel.gpu; mov.b32 $0, $1;")
@@ -210,3 +210,14 @@ def _as_pieces(pipe, desc):
     return Pipeline(
         reinterpret(pipe.tiles, gl.float32, [STAGES] + desc.block_shape, desc.layout), pipe.full, pipe.empty
     )
+
+
+@gluon.jit
+def to_register_order(tile, COLUMNS: gl.constexpr):
+    """A tile [64, COLUMNS] in the order of the registers that hold it: [COLUMNS / 2, 128].
+
+    In this order each thread stores 16 adjacent bytes; in the order of rows, threads would use the same banks of
+    shared memory. ``rows.from_register_order`` is the inverse.
+    """
+    parts = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, row + 8, row; columns by 8, by 2, by 1
+    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])

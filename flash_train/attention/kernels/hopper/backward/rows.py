@@ -5,7 +5,7 @@ aligned for TMA. Entry e of a packed call begins at ``(cu[e] // PAD + e) * PAD``
 ``device.schedule.find_tile``.
 
 The accumulator consists of pieces of 64 rows and some columns, one after the other. Within a piece, numbers are in the
-order of the registers of the threads that computed it (``backward.to_register_order``).
+order of the registers of the threads that computed it (``dq_accumulator.to_register_order``).
 """
 
 import triton
@@ -33,7 +33,7 @@ def hopper_prepare(
        entry's rows the log-sum-exp is +inf, so that weights are 0 there.
     3. clears the accumulator dq_accum_ptr, fp32 (heads, padded_rows, BLOCK_D), and its ``n_counters`` counters, unless
        it is None. The backward clears the heads of all entries from ``first_cleared`` to ``last_cleared``
-       (``dq_sum``).
+       (``backward.dq_accumulator``).
     """
     slots, heads = tl.num_programs(0), tl.num_programs(1)
     program = tl.program_id(1) * slots + tl.program_id(0)
@@ -100,7 +100,7 @@ def _find_rows(program, slots, heads, cu_q, n_entries):
 
 @triton.jit
 def from_register_order(pieces, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows [BLOCK, BLOCK_D] from their pieces of 64 x COLUMNS, the inverse of ``backward.to_register_order``.
+    """Rows [BLOCK, BLOCK_D] from their pieces of 64 x COLUMNS, the inverse of ``dq_accumulator.to_register_order``.
 
     For every eight columns, a piece has four numbers of each of 128 threads: two in a row, and two eight rows below.
     """
