@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import lightning
-import torch
 from torch.utils.data import DataLoader
 
 from flash_train.checks import Allowed, at_least, check, check_name, within
@@ -21,7 +20,6 @@ from flash_train.data.order.sampler import (
     DealtBatchSampler,
     EndlessBatchSampler,
     ShardedBatchSampler,
-    epoch_order,
 )
 from flash_train.data.order.training_order import TrainingOrder
 from flash_train.data.packing import PackingStrategy, check_packing_strategy
@@ -30,7 +28,7 @@ from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.split import check_val_fraction
 from flash_train.data.stream import StreamedRows, StreamingCorpus
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
-from flash_train.data.validation import VAL_ORDER_SEED, Validated
+from flash_train.data.validation import Validated, ValidationRows
 from flash_train.distributed.dims import data_share
 
 ROW_COST = Allowed(
@@ -165,13 +163,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def validated(self, world_size: int = 1) -> Validated:
         """Count the tokens, rows and documents of one validation that `world_size` ranks with different rows share."""
-        self.setup()
-        rows = self._val_rows(self.batch_size * world_size)
-        if isinstance(self._val, RecallRows):
-            return Validated(len(rows) * self.seq_len, len(rows), None)
-        segments = [segment for row in rows for segment in self._val.index.row(row)]
-        documents = {document for document, _, _ in segments}
-        return Validated(sum(length for _, _, length in segments), len(rows), len(documents))
+        return self._validation.size(self.batch_size * world_size)
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -179,11 +171,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
         Bits per byte is loss / ln 2 / bytes_per_token, with the mean loss over labels in nats.
         """
-        self.setup()
-        if isinstance(self._val, RecallRows):
-            return None
-        part = self._val.part
-        return part.bytes / int(part.lengths.sum() - len(part))  # a document's first token is not predicted
+        return self._validation.bytes_per_token
 
     def prepare_data(self) -> None:
         """Tokenise the corpus into the cache if it is not there. Lightning calls this on one rank of each node.
@@ -232,8 +220,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> BatchStream | DataLoader:
         """Return all validation rows, or `val_batches` batches, distributed over the ranks without repetition."""
-        self.setup()
-        stream = BatchStream(self._val, self._val_sampler, self.num_workers)
+        stream = BatchStream(self._validation.rows, self._val_sampler, self.num_workers)
         return stream.as_dataloader() if self.trainer is None else stream
 
     def test_dataloader(self) -> BatchStream | DataLoader:
@@ -320,6 +307,12 @@ class PackedDataModule(lightning.LightningDataModule):
     __str__ = __repr__  # Lightning's `__str__` needs the length of every loader, and training has none
 
     @property
+    def _validation(self) -> ValidationRows:
+        self.setup()
+        assert self._val is not None
+        return ValidationRows(self._val, self.seq_len, self.val_tokens, self.val_batches)
+
+    @property
     def _is_streamed(self) -> bool:
         return getattr(self.corpus, "streaming", False)
 
@@ -327,12 +320,8 @@ class PackedDataModule(lightning.LightningDataModule):
     def _ranks(self) -> dict[str, int]:
         if self.rank is not None and self.world_size is not None:
             return {"rank": self.rank, "world_size": self.world_size}
-        if self.trainer is not None:
-            rank, world_size = data_share(self.trainer.strategy)
-            return {"rank": rank, "world_size": world_size}
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return {"rank": torch.distributed.get_rank(), "world_size": torch.distributed.get_world_size()}
-        return {"rank": 0, "world_size": 1}
+        rank, world_size = data_share(None if self.trainer is None else self.trainer.strategy)
+        return {"rank": rank, "world_size": world_size}
 
     @property
     def _rows_per_batch(self) -> int:
@@ -413,11 +402,5 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._step_begin() + self._unfinished * self._rows_per_batch
 
     def _val_sampler(self) -> ShardedBatchSampler:
-        return ShardedBatchSampler(self._val_rows(self._rows_per_batch), self.batch_size, **self._ranks)
-
-    def _val_rows(self, rows_per_batch: int) -> list[int]:
-        # Shuffled, so that the first few batches are a fair sample: packing sorts rows by length.
-        rows = epoch_order(len(self._val), VAL_ORDER_SEED, 0).tolist()
-        if self.val_tokens is not None and isinstance(self._val, RecallRows):
-            rows = rows[: max(1, self.val_tokens // self.seq_len)]
-        return rows if self.val_batches is None else rows[: self.val_batches * rows_per_batch]
+        indices = self._validation.indices(self._rows_per_batch)
+        return ShardedBatchSampler(indices, self.batch_size, **self._ranks)

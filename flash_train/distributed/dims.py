@@ -1,4 +1,4 @@
-"""How the ranks of a run divide the weights and the rows: the sizes. It imports nothing, so that it loads at once."""
+"""How the ranks of a run divide the weights and the rows: the sizes. It loads at once, without PyTorch."""
 
 from __future__ import annotations
 
@@ -78,11 +78,16 @@ class ParallelDims:
         return precision == "bf16-true" and self.replicate == 1 < self.shard and local_ranks % self.shard == 0
 
 
-def data_share(strategy: Any) -> tuple[int, int]:
+def data_share(strategy: Any | None) -> tuple[int, int]:
     """Return which share of the rows this process has, and how many shares a Lightning strategy makes.
 
     Ranks with the same share get the same rows. A strategy of several devices says so in Lightning's
-    ``distributed_sampler_kwargs``; one without it has one device.
+    ``distributed_sampler_kwargs``; one without it has one device. Without a strategy, every rank has its own rows.
     """
+    if strategy is None:
+        from torch import distributed
+
+        initialized = distributed.is_available() and distributed.is_initialized()
+        return (distributed.get_rank(), distributed.get_world_size()) if initialized else (0, 1)
     share = getattr(strategy, "distributed_sampler_kwargs", None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)

@@ -32,6 +32,7 @@ from flash_train.training.optimizer import (
     rescale_and_clip,
     warmup_cosine,
 )
+from flash_train.training.saved_model import check_same_model
 from flash_train.training.step_graph import StepGraph
 from flash_train.training.step_log import is_logged, log_at_step
 from flash_train.training.token_mean import TokenMean
@@ -41,9 +42,6 @@ PRETRAINED = "pretrained"  # the pretrained model that training began from, as `
 PLANNED_STEPS = "planned_steps"  # optimizer steps of the whole learning-rate schedule
 
 SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-
-# These may differ between a checkpoint and the model that loads it: they change how it trains, not what it computes.
-TRAINING_FIELDS = frozenset({"name", "attention_dropout", "residual_dropout"})
 
 
 @dataclass(frozen=True)
@@ -386,18 +384,7 @@ class CausalLMModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model in one message; PyTorch would list every tensor."""
-        hyper_parameters = checkpoint.get("hyper_parameters", {})
-        if not {"model", "optimizer"} & hyper_parameters.keys():
-            raise ValueError("this checkpoint does not describe its model: it was not written by CausalLMModule")
-        saved, own = hyper_parameters.get("model") or {}, self._model_values() or {}
-        if not isinstance(saved, Mapping):  # `load_from_checkpoint(model=...)` replaces the entry by the model
-            saved = own
-        elif saved and own:  # settings that are newer than the checkpoint get their defaults
-            saved = ModelConfig.from_dict(dict(saved)).to_dict()
-        differing = [name for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
-        if differing := [name for name in differing if name not in TRAINING_FIELDS]:
-            fields = ", ".join(f"{name} ({saved.get(name)} saved, {own.get(name)} here)" for name in differing)
-            raise ValueError(f"the checkpoint is of another model: {fields}")
+        check_same_model(checkpoint.get("hyper_parameters", {}), self._model_values())
         self.loaded_step = checkpoint["global_step"]
         self.pretrained = checkpoint.get(PRETRAINED, self.pretrained)
 
