@@ -8,9 +8,9 @@ import torch
 from flash_train.attention import Causal, functional
 from flash_train.attention.dense.sdpa import sdpa_unavailable
 from tests.support.attention import contract
-from tests.support.attention.cases import BY_NAME, CASES, KEPT, in_dtypes
+from tests.support.attention.cases.named import BY_NAME, CASES, KEPT, in_dtypes
+from tests.support.attention.cases.problem import Case, build
 from tests.support.attention.contract import run
-from tests.support.attention.problem import Case, build
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # every logit is where tanh is flat

@@ -20,7 +20,7 @@ from flash_train.attention import (
     keep_mask,
 )
 from tests.support.attention import fuzz
-from tests.support.attention.cases import BY_NAME, KEPT, in_dtypes, on_card
+from tests.support.attention.cases.named import BY_NAME, KEPT, in_dtypes, on_card
 from tests.support.attention.contract import run
 
 pytestmark = pytest.mark.gpu

@@ -15,12 +15,12 @@ from flash_train.attention.kernels.launch_cache import TensorSignature
 from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.tile_lists import list_tiles
 from flash_train.attention.masks import Document, Full, Tree, Window
-from tests.support.attention.cases import BY_NAME, CASES
+from tests.support.attention.cases.hopper import LISTED, MANY_HEADS, WIDE, same_lengths
+from tests.support.attention.cases.named import BY_NAME, CASES
+from tests.support.attention.cases.problem import Case, build
+from tests.support.attention.cases.recipes import Blocks, Documents
 from tests.support.attention.contract import run
 from tests.support.attention.emulated import ASSEMBLY, hopper_on_cpu
-from tests.support.attention.hopper_cases import LISTED, MANY_HEADS, WIDE, same_lengths
-from tests.support.attention.problem import Case, build
-from tests.support.attention.recipes import Blocks, Documents
 from tests.support.tiers import slow_after
 
 #: cases of the contract that these kernels do not take, and why

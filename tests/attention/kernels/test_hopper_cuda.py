@@ -14,12 +14,12 @@ from flash_train.attention import AttentionSpec, Causal, RngState, attention
 from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.launch_options import launch_options
 from tests.support.attention import fuzz
-from tests.support.attention.cases import CASES, on_card
+from tests.support.attention.cases.drawn import for_hopper
+from tests.support.attention.cases.hopper import MANY_HEADS, WIDE
+from tests.support.attention.cases.named import CASES, on_card
+from tests.support.attention.cases.problem import Case
+from tests.support.attention.cases.recipes import Blocks
 from tests.support.attention.contract import run
-from tests.support.attention.hopper_cases import MANY_HEADS, WIDE
-from tests.support.attention.problem import Case
-from tests.support.attention.properties import for_hopper
-from tests.support.attention.recipes import Blocks
 
 pytestmark = pytest.mark.gpu
 

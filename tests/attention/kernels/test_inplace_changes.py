@@ -15,8 +15,8 @@ from flash_train.attention import (
     Tree,
     attention,
 )
+from tests.support.attention.cases.rules import budget, budget_twin
 from tests.support.attention.devices import INTERPRETING, on_devices
-from tests.support.attention.rules import budget, budget_twin
 
 N = 40
 

@@ -17,8 +17,8 @@ from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.portable import launch
 from flash_train.attention.kernels.portable.tiles import Tile, Tiles
 from flash_train.attention.masks import BlockSparse, Document, MaskFunction, Tree
+from tests.support.attention.cases.rules import budget, budget_twin, parity, parity_twin
 from tests.support.attention.on_cuda import OnCuda
-from tests.support.attention.rules import budget, budget_twin, parity, parity_twin
 
 TILES = Tiles(*3 * [Tile(64, 64, 4, 2)])
 APART = Tiles(*4 * [Tile(64, 32, 4, 2)])

@@ -13,10 +13,10 @@ from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.portable import launch
-from tests.support.attention.cases import BY_NAME, on_card
+from tests.support.attention.cases.named import BY_NAME, on_card
+from tests.support.attention.cases.problem import STRIDED, Case, restride, spread_rows
 from tests.support.attention.contract import run
 from tests.support.attention.devices import on_devices
-from tests.support.attention.problem import STRIDED, Case, restride, spread_rows
 
 
 def at_size(case, device):

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 
 from tests.support.attention import fuzz
+from tests.support.attention.cases.drawn import CARD, SMALL, cases, problem, variant
+from tests.support.attention.cases.problem import FAR_STEP, STRIDED, Case, arrange
 from tests.support.attention.contract import run
-from tests.support.attention.problem import FAR_STEP, STRIDED, Case, arrange
-from tests.support.attention.properties import CARD, SMALL, cases, problem, variant
 from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ def test_kernels_in_the_interpreter():
     """Hypothesis draws the cases, so that it can shrink a failure."""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.attention.properties", "20"],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.attention.cases.drawn", "20"],
         cwd=ROOT, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,7 +138,7 @@ def test_far_rows_have_the_same_numbers():
 
 def test_a_printed_case_evaluates_to_the_case():
     from flash_train.attention.masks import Causal, Full, Window
-    from tests.support.attention.recipes import Blocks, Documents, Nodes, Rule
+    from tests.support.attention.cases.recipes import Blocks, Documents, Nodes, Rule
 
     names = {x.__name__: x for x in (Case, Causal, Full, Window, Blocks, Documents, Nodes, Rule)} | {"torch": torch}
     for seed in range(50):

@@ -25,7 +25,7 @@ from flash_train.attention.packing import Entry
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from tests.support.attention.rules import budget, budget_twin, parity, parity_twin
+from tests.support.attention.cases.rules import budget, budget_twin, parity, parity_twin
 
 N = 9
 FUNCTION = MaskFunction(budget, budget_twin, (torch.arange(N), torch.tensor([3, N])))

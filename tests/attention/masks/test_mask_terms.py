@@ -89,7 +89,7 @@ def test_mask_functions_with_the_same_kernel_share_a_name():
 NAMES = """
 import triton
 from flash_train.attention import MaskFunction
-from tests.support.attention.rules import budget, budget_twin, parity, parity_twin
+from tests.support.attention.cases.rules import budget, budget_twin, parity, parity_twin
 kinds = {"parity": (parity, parity_twin), "budget": (budget, budget_twin)}
 print({name: MaskFunction(*kinds[name]).name for name in %r.split()})
 """
@@ -101,7 +101,7 @@ def test_kernels_have_the_same_name_in_every_process():
     orders = ("parity budget", "budget parity")
     outputs = [subprocess.check_output([sys.executable, "-c", NAMES % order], text=True) for order in orders]
     one, two = (ast.literal_eval(output) for output in outputs)
-    assert one == two == {name: f"tests.support.attention.rules.{name}" for name in ("parity", "budget")}
+    assert one == two == {name: f"tests.support.attention.cases.rules.{name}" for name in ("parity", "budget")}
     with pytest.raises(ValueError, match=r"mask term 'rules\.other': must be known in this process before"):
         device_term("rules.other", iter(()))
 

@@ -5,7 +5,7 @@ import pytest
 from flash_train.attention.parallel.key_transfers import plan_transfers
 from flash_train.attention.parallel.method_choice import Sizes, choose_method, costs
 from flash_train.attention.parallel.row_plan import plan_row
-from tests.support.attention.row_draws import DRAWS, draw
+from tests.support.attention.parallel.row_draws import DRAWS, draw
 
 LLAMA = Sizes(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, element_bytes=2)
 MANY_KEYS = Sizes(heads=32, kv_heads=32, head_dim=128, v_head_dim=128, element_bytes=2)

@@ -9,7 +9,7 @@ from flash_train.attention import Window, attended_pairs
 from flash_train.attention.parallel.key_transfers import plan_transfers
 from flash_train.attention.parallel.row_division import CUT, Piece, count_pairs, zigzag
 from flash_train.attention.parallel.row_plan import plan_row
-from tests.support.attention.row_draws import DRAWS, UNUSUAL, draw, heavy_tailed
+from tests.support.attention.parallel.row_draws import DRAWS, UNUSUAL, draw, heavy_tailed
 from tests.support.tiers import slow_after
 
 

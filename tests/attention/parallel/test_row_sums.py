@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from flash_train.attention.parallel.row_sums import Part, sum_rows
-from tests.support.attention.row_sums import check, expected
+from tests.support.attention.parallel.row_sums import check, expected
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_kernel_agrees_in_the_interpreter():
-    command = [sys.executable, "-m", "tests.support.attention.row_sums", "25"]
+    command = [sys.executable, "-m", "tests.support.attention.parallel.row_sums", "25"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "25 draws agree\n", done.stderr[-2000:]
 

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("ranks", slow_after(1, [2, 4]))
 def test_ranks_that_share_a_row_agree_with_one_process(ranks):
-    done = run_python("tests.support.attention.shared_rows", ranks, 40)
+    done = run_python("tests.support.attention.parallel.shared_rows", ranks, 40)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(f"{ranks} ranks: 20 ulysses, 20 gather; largest difference"), done.stdout
 
@@ -122,7 +122,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused(alone):
 
 def test_selective_checkpointing_repeats_no_exchange_and_gradients_repeat():
     """With four groups of heads: gather fetches keys twice and returns gradients, ulysses exchanges there and back."""
-    done = run_python("tests.support.attention.shared_row_recompute")
+    done = run_python("tests.support.attention.parallel.recompute")
     assert done.returncode == 0, done.stderr[-3000:]
     gather, ulysses = map(json.loads, done.stdout.splitlines())
     assert gather == {"method": "gather", "exchanges": {"none": 12, "selective": 12, "checkpoint": 16}, "same": True}

@@ -3,8 +3,8 @@
 The rule is FlashAttention's. The largest error against fp64 may be twice PyTorch's error in the same precision (three
 times for gradients), plus the error of rounding the result and, in the backward, two numbers of each row. PyTorch's
 error is the largest over up to ``PROBLEMS`` problems of the same kind. Inputs are random. Uninitialised memory and rows
-that belong to no entry are NaN, so that missing writes and wrong reads show. ``tests.support.attention.cases`` has
-named cases, and ``tests.support.attention.properties`` draws random ones.
+that belong to no entry are NaN, so that missing writes and wrong reads show. The folder ``cases`` has named cases and
+draws random ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from flash_train.attention import attention
 from flash_train.attention.dense.reference import reference_attention
 from flash_train.attention.packing import entries
-from tests.support.attention.problem import Case, Problem, arrange, build
+from tests.support.attention.cases.problem import Case, Problem, arrange, build
 from tests.support.attention.same_dtype import same_dtype_attention
 
 KERNELS = ("flash", "triton", "hopper")  #: backends that sum dP in fp32

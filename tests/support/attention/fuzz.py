@@ -4,7 +4,7 @@ On a CPU the kernels run in the Triton interpreter, or with ``--backend hopper``
 seed ``s`` is the same call in every run, for any number of workers; ``--one I`` runs it alone. Consecutive draws share
 a variant, and so compiled kernels. With ``--state FILE`` an interrupted run continues where it stopped; ``--start``
 begins at another draw. If a worker dies or hangs, its current draw has failed. Failures are printed as cases for
-``KEPT`` in ``tests/support/attention/cases.py``.
+``KEPT`` in ``tests/support/attention/cases/named.py``.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Subject:
 
 def draw(subject: Subject, number: int) -> Any:
     """The case of this number, a ``tests.support.attention.contract.Case``."""
-    from tests.support.attention import properties
+    from tests.support.attention.cases import drawn
 
     group, own = number // PER_VARIANT[subject.device], subject.backend == "hopper"
     if subject.device == "cuda":
-        limits = properties.HOPPER if own else properties.CARD
+        limits = drawn.HOPPER if own else drawn.CARD
     else:
-        limits = properties.HOPPER_SMALL if own else properties.SMALL
-    chosen = properties.variant(random.Random(f"{subject.seed} variant {group}").choice, limits)
-    case = properties.problem(chosen, random.Random(f"{subject.seed} draw {number}").choice)
-    return properties.for_hopper(case) if own else case
+        limits = drawn.HOPPER_SMALL if own else drawn.SMALL
+    chosen = drawn.variant(random.Random(f"{subject.seed} variant {group}").choice, limits)
+    case = drawn.problem(chosen, random.Random(f"{subject.seed} draw {number}").choice)
+    return drawn.for_hopper(case) if own else case
 
 
 def judge(subject: Subject, number: int) -> str:

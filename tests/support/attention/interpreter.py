@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import torch
 
-from tests.support.attention.cases import CASES, KEPT, in_dtypes
+from tests.support.attention.cases.named import CASES, KEPT, in_dtypes
 from tests.support.attention.contract import run
 
 HALF = ("gqa", "packed-cross", "everything", "softcap", "alibi-packed", "dropout-unaligned-shard", "narrower-values")

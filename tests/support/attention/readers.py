@@ -42,9 +42,9 @@ from flash_train.attention.kernels.portable.tiles import Tile
 from flash_train.attention.kernels.tile_lists import lists_launch
 from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Causal, Full, Mask, Window
 from flash_train.attention.packing import Entry, Packing, entries
-from tests.support.attention.problem import Case, build
-from tests.support.attention.properties import SMALL, terms
-from tests.support.attention.recipes import Blocks, Documents
+from tests.support.attention.cases.drawn import SMALL, terms
+from tests.support.attention.cases.problem import Case, build
+from tests.support.attention.cases.recipes import Blocks, Documents
 
 #: lengths above 128, the block size of maps that masks choose themselves
 LENGTHS, SIDES = range(161), range(100)

@@ -21,11 +21,11 @@ from flash_train.attention import AttentionSpec, Causal
 from flash_train.attention.functional import operands_of
 from flash_train.attention.masks import Full
 from tests.support.attention import decoding
-from tests.support.attention.cases import BY_NAME, on_card
+from tests.support.attention.cases.drawn import for_hopper
+from tests.support.attention.cases.named import BY_NAME, on_card
+from tests.support.attention.cases.problem import Case, arrange, build, spread_rows
+from tests.support.attention.cases.recipes import Blocks
 from tests.support.attention.contract import attend, collect_results, run
-from tests.support.attention.problem import Case, arrange, build, spread_rows
-from tests.support.attention.properties import for_hopper
-from tests.support.attention.recipes import Blocks
 
 #: fewer queries or keys than a tile, no queries or keys, and whole tiles
 SHORT = ((0, 140), (5, 5), (70, 0), (1, 300), (128, 256), (0, 9))

@@ -1,6 +1,6 @@
 """Random sums of listed rows by the kernel, compared with a loop in fp64; on a GPU, or in Triton's interpreter.
 
-python -m tests.support.attention.row_sums DRAWS
+python -m tests.support.attention.parallel.row_sums DRAWS
 """
 
 from __future__ import annotations

@@ -110,12 +110,12 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A ``MaskFunction``, by its name in ``tests.support.attention.rules``."""
+    """A ``MaskFunction``, by its name in ``tests.support.attention.cases.rules``."""
 
     name: str = "parity"
 
     def build(self, layout: Layout, generator: Generator, device: torch.device | str) -> Mask:
-        from tests.support.attention import rules  # Triton exists for Linux only
+        from tests.support.attention.cases import rules  # Triton exists for Linux only
 
         return rules.build(self.name, layout, generator, device)
 

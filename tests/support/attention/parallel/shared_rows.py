@@ -1,4 +1,6 @@
-"""Random rows that several ranks share, against one process: ``python -m tests.support.attention.shared_rows 4 100``.
+"""Random rows that several ranks share, against one process.
+
+``python -m tests.support.attention.parallel.shared_rows 4 100`` draws 100 rows for 4 ranks.
 
 The ranks are processes on the CPU that talk through gloo. Each draw compares ``shared_attention`` with ``attention`` on
 the whole row: the output and the gradients of q, k, v and the sinks. Most draws are in fp64 and must agree to rounding.

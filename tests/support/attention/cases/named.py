@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from flash_train.attention.masks import Full, Window
-from tests.support.attention.problem import Case
-from tests.support.attention.recipes import Blocks, Documents, Nodes, Rule
+from tests.support.attention.cases.problem import Case
+from tests.support.attention.cases.recipes import Blocks, Documents, Nodes, Rule
 
 
 def _same(*lengths: int) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from flash_train.attention.masks import MaskFunction
 from flash_train.attention.packing import Entry
-from tests.support.attention.recipes import Layout
+from tests.support.attention.cases.recipes import Layout
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import torch
 
 from flash_train.attention.masks import Full, Window
-from tests.support.attention.problem import Case
-from tests.support.attention.recipes import Blocks, Documents
+from tests.support.attention.cases.problem import Case
+from tests.support.attention.cases.recipes import Blocks, Documents
 
 
 def same_lengths(*lengths):

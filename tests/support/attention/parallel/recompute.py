@@ -1,6 +1,6 @@
 """Two ranks share a row: how often memory modes communicate, and whether gradients repeat bit for bit.
 
-    python -m tests.support.attention.shared_row_recompute
+    python -m tests.support.attention.parallel.recompute
 
 Prints a JSON object per method: exchanges of a forward and backward by memory mode, and whether all gradients agree.
 """

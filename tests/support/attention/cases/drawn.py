@@ -3,7 +3,7 @@
 ``variant`` draws what a kernel is compiled for, and ``problem`` everything else. Both make each decision by a function
 ``pick(options)``: ``draw(sampled_from(options))`` in a hypothesis strategy, ``Random(seed).choice`` in ``fuzz``.
 
-``python -m tests.support.attention.properties 100`` runs 100 cases that hypothesis draws, always the same ones, in the
+``python -m tests.support.attention.cases.drawn 100`` runs 100 cases that hypothesis draws, always the same ones, in the
 Triton interpreter, and shrinks the first that fails.
 """
 
@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_train.attention.masks import Causal, Full, Window
+from tests.support.attention.cases.problem import STRIDED, Case
+from tests.support.attention.cases.recipes import Blocks, Documents, Nodes, Recipe, Rule
 from tests.support.attention.contract import run
-from tests.support.attention.problem import STRIDED, Case
-from tests.support.attention.recipes import Blocks, Documents, Nodes, Recipe, Rule
 
 Pick = Callable[[Sequence[Any]], Any]
 

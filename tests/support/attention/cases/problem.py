@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_train.attention import AttentionSpec, Causal, Packing, RngState
 from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.masks import Band
-from tests.support.attention.recipes import Layout, Recipe, compose
+from tests.support.attention.cases.recipes import Layout, Recipe, compose
 
 #: part of a tensor with more heads and columns; every other row; heads before rows; columns before rows
 STRIDED = ("wide", "rows", "heads", "columns")
