@@ -51,3 +51,8 @@ def anchors_of(page: Path) -> set[str]:
     """The names by which a link reaches a heading, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", _without_code(page.read_text(encoding="utf-8")), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def marked(name: str, text: str = "") -> str:
+    """Return a page with the marks of a table. `text` is the table between them."""
+    return f"before\n<!-- results:{name} -->\n{text}<!-- /results:{name} -->\nafter\n"
