@@ -92,9 +92,9 @@ def predicted_result(planned: PlannedTrial) -> Result | None:
     if planned.unavailable:
         return Result("unavailable", planned.unavailable)
     from flash_train.cli.memory.check import (  # imports Lightning
-        capacity_of_rank,
         documents_decide,
         step_before_run,
+        total_memory_of_rank,
     )
     from flash_train.profiling.memory.prediction import predict
     from flash_train.profiling.memory.results import RELATIVE
@@ -109,7 +109,7 @@ def predicted_result(planned: PlannedTrial) -> Result | None:
         return None
     if documents_decide(config, step):
         return None
-    limit = capacity_of_rank(device, given.dims.ranks, config.trainer.devices)
+    limit = total_memory_of_rank(device, given.dims.ranks, config.trainer.devices)
     predicted = predict(step).peak_bytes
     if predicted <= (1 + RELATIVE) * limit:
         return None

@@ -43,7 +43,7 @@ from flash_train.cli.config.environment import grow_segments, quieten_lightning
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, is_out_of_memory, one_line_errors
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.validate import validate
-from flash_train.cli.memory.check import available, step_before_run
+from flash_train.cli.memory.check import free_memory_of, step_before_run
 from flash_train.cli.run.build import build
 from flash_train.cli.run.memory_files import only_measure, settings
 from flash_train.model.recompute import MEMORY_MODES
@@ -93,7 +93,7 @@ def measure_step(case: StepCase, given: Sequence[str]) -> dict[str, Any]:
         step, device = step_before_run(config)
     except UnavailableError as error:
         return record | {"status": "unavailable", "reason": str(error)}
-    predicted, limit = predict(step).peak_bytes, available(device)
+    predicted, limit = predict(step).peak_bytes, free_memory_of(device)
     record |= {"predicted_bytes": predicted, "available_bytes": limit}
     if limit is not None and predicted > limit:
         reason = f"{bytes_in_words(predicted)} predicted, {bytes_in_words(limit)} available"

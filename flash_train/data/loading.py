@@ -1,6 +1,7 @@
 """Batches from rows. Every iteration makes a new DataLoader, which begins at the run's next batch."""
 
 from collections.abc import Callable, Iterator, Sized
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -64,7 +65,7 @@ class BatchStream(IterableDataset):
             worker_init_fn=leave_signals_to_main,
             generator=torch.Generator(),  # otherwise starting an iteration would change the global random state
         )
-        with started_without_signals():
+        with started_without_signals() if self.num_workers else nullcontext():
             batches = iter(loader)
         for batch in batches:
             if self.on_batch is not None:

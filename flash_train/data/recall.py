@@ -27,7 +27,7 @@ from flash_train.data.dataset import IGNORE, PADDING_ROW, Row, as_row
 STREAMS = {"train": 0, "val": 1}
 ENDLESS = 2**62  # rows of the training stream: more than any run reads
 SHORTEST = 16  # tokens of the shortest episode
-TOKENS_PER_PAIR = 8  # in a short episode; at least half of its tokens are queries
+TOKENS_PER_PAIR = 8  # in a short episode, at least: a pair has two tokens, so three quarters or more are queries
 
 
 @dataclass(frozen=True)

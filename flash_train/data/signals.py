@@ -19,11 +19,21 @@ def started_without_signals() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
+    if start_method() == "forkserver":
+        # Started in the block, it would keep the mask, and every later child process would inherit it.
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_method() -> str:
+    """Return how Python starts processes, without choosing the default if nothing has been chosen yet."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def leave_signals_to_main(worker: int) -> None:

@@ -120,8 +120,8 @@ class StreamedRows(Dataset):
         self.first_part = train
         self.val = PackedRows(val, val_index, tokenizer.pad, self.capacity)
 
-    def __getitem__(self, place: tuple[int, int]) -> Row:
-        chunk, row = place
+    def __getitem__(self, index: tuple[int, int]) -> Row:
+        chunk, row = index
         return self.chunk(chunk)[row]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,12 +138,12 @@ class StreamedRows(Dataset):
             self._packed[chunk] = PackedRows(part, index, self.tokenizer.pad, self.capacity)
         return self._packed[chunk]
 
-    def squared_lengths(self, places: list[tuple[int, int]]) -> np.ndarray:
-        """Return the sum of the squares of each row's entry lengths: int64 (places,)."""
-        return np.array([self.chunk(chunk).index.squared_lengths[row] for chunk, row in places])
+    def squared_lengths(self, indices: list[tuple[int, int]]) -> np.ndarray:
+        """Return the sum of the squares of each row's entry lengths: int64 (indices,)."""
+        return np.array([self.chunk(chunk).index.squared_lengths[row] for chunk, row in indices])
 
     def keep_chunks(self, rows: int) -> None:
-        """Keep as many packed chunks in memory as `rows` consecutive rows are in, if they are read in another order."""
+        """Keep enough packed chunks in memory that `rows` consecutive rows can be read in any order."""
         self._kept_chunks = max(self._kept_chunks, KEPT_CHUNKS + rows * self.seq_len // self.chunk_tokens)
 
     def start_before(self, sample: int) -> ChunkStart:

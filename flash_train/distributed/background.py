@@ -39,7 +39,7 @@ class BackgroundWriter:
         They cannot share the groups of the training, whose collectives run at the same time.
         """
         if self._group is None:
-            # Every rank is a member, so it is a group; other callers may get a number that says they are not.
+            # `new_group` returns an int to ranks outside of the group; here every rank is a member.
             self._group = cast(ProcessGroup, dist.new_group(backend="gloo"))
         return self._group
 

@@ -17,11 +17,11 @@ _REDUCE: dict[Any, Any] = {ReduceOp.SUM: torch.sum, ReduceOp.AVG: torch.mean}  #
 
 
 class GradientSums:
-    """FSDP2's reduce-scatter of a group of weights as an exchange: each rank gets all gradients of its own part.
+    """Replaces FSDP2's reduce-scatter by an all-to-all: each rank gets every rank's gradient of its own shard.
 
-    It sums them in fp32 and rounds once, as a reduction in fp32 does. Half as many bytes travel, and there is no fp32
-    copy. NCCL's own reduction of bf16 rounds at every rank instead. Between machines it would be faster, because it
-    sends each sum only once.
+    The rank adds them in fp32 and rounds once, as a reduce-scatter in fp32 does, but sends half as many bytes and needs
+    no fp32 copy. NCCL's bf16 reduce-scatter would round at every rank. Between machines NCCL's would still be faster,
+    because it sends each sum only once.
 
     It also decides where a gradient's memory comes from. PyTorch's allocator has a pool for each CUDA stream. In the
     pool of the reduction's stream, this memory would lie idle while activations fill the device. So a gradient that
@@ -46,8 +46,8 @@ class GradientSums:
         if stream is None:
             self._computes = torch.cuda.current_stream(device)
         elif not self.adds():
-            # The reduction's stream waits for all that the other stream has been given before this, so that the
-            # memory's earlier contents are no longer used.
+            # The reduction's stream waits for all work that the computing stream has queued so far. After it,
+            # nothing uses the earlier contents of this memory.
             with torch.cuda.stream(stream):
                 return torch.empty(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)

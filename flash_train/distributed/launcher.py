@@ -19,7 +19,7 @@ PARENT = "FLASH_TRAIN_PARENT"  # an environment variable of a started rank: the 
 
 
 def end_with_parent(is_watched: Callable[[], bool]) -> None:
-    """If `WatchedLauncher` started this process, end it when its parent ends; until the ranks watch each other."""
+    """End this process if its parent, a `WatchedLauncher`, ends before the ranks watch each other."""
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return
@@ -34,7 +34,7 @@ def end_with_parent(is_watched: Callable[[], bool]) -> None:
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher without its observer, which kills this process, without a message, when a child fails.
+    """Lightning's launcher with another observer: Lightning's kills this process without a message if a child fails.
 
     Args:
         is_watched: whether the ranks watch each other; from then on this launcher does not.

@@ -25,7 +25,7 @@ def wait_for_threads(name: str, seconds: float) -> None:
     """Wait, at most ``seconds``, until no thread of this process with that name has work to do."""
     deadline = time.monotonic() + seconds
     while True:
-        time.sleep(0.01)  # a thread that waits for the interpreter gets it
+        time.sleep(0.01)  # releases the GIL, so that a waiting thread gets it
         if not _busy(name) or time.monotonic() > deadline:
             return
 

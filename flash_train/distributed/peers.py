@@ -70,7 +70,7 @@ class Peer:
 
 
 def _probes() -> list[tuple[int, int, int]]:
-    """Return the socket options with which a machine that has lost its power or its network counts as dead."""
+    """Return keepalive options: a connection to a machine without power or network ends after `SILENCE` seconds."""
     found = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     values = {
         "TCP_KEEPIDLE": 10,
@@ -143,10 +143,10 @@ def connect(rank: int) -> dict[int, Peer]:
 
 
 def own_address(address: str) -> str:
-    """Return an address of this machine that others reach, given the address of one that they reach.
+    """Return an address of this machine that all ranks can reach.
 
-    It is the address with which this machine would send a packet there. If the packet would not leave this machine, the
-    given address is its own.
+    This is the source address of a packet from here to `address`, the address of a machine that all ranks reach. If it
+    is a loopback address, then `address` is this machine's own and is returned.
     """
     family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -37,8 +37,8 @@ from flash_train.distributed.mesh import CONTEXT, rows_mesh, weights_mesh
 from flash_train.distributed.sharding import is_sharded, load_state, materialize, shard_module, state_like, state_zeros
 from flash_train.distributed.watch import RankWatch
 
-# The watch ends a run whose ranks wait for one of them, and names it. The collective's own timeout comes later.
-LATER = timedelta(minutes=1)
+# `RankWatch` ends a run that hangs and names the rank that is missing. Collectives time out this much later.
+TIMEOUT_MARGIN = timedelta(minutes=1)
 
 
 class _Ranks(ParallelStrategy):
@@ -70,7 +70,7 @@ class _Ranks(ParallelStrategy):
     def _join_ranks(self) -> None:
         """Watch the other ranks, and form the context groups.
 
-        At the end of the process the ranks leave all groups; Lightning leaves NCCL's only.
+        On CPUs, a process destroys its groups when it ends; Lightning does so for NCCL only.
         """
         if self.root_device.type == "cpu":
             atexit.register(leave_groups)
@@ -86,7 +86,7 @@ class _Ranks(ParallelStrategy):
             self.world_size,
             self.cluster_environment.main_address,
             self.timeout.total_seconds() if self.timeout else None,
-            speaks=self.global_rank == 1 or self.local_rank == 0,
+            reports_first_rank=self.global_rank == 1 or self.local_rank == 0,
             exit_status=self.exit_status,
         )
         if isinstance(self.launcher, WatchedLauncher):
@@ -103,7 +103,7 @@ class _Ranks(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.watch is not None:
-            self.watch.failed(exception, on_all_ranks=_is_on_all_ranks(exception))
+            self.watch.report_failure(exception, on_all_ranks=_is_on_all_ranks(exception))
             exception.add_note(f"This was rank {self.global_rank} of {self.world_size}.")
         elif isinstance(self.launcher, WatchedLauncher):
             self.launcher.kill_children()
@@ -115,7 +115,7 @@ class _Ranks(ParallelStrategy):
 
 
 def _is_on_all_ranks(error: BaseException) -> bool:
-    """Whether every rank raises this error: it says so, or a signal that all ranks get raised it."""
+    """Whether every rank raises this error: its `on_all_ranks` says so, or a signal to all ranks caused it."""
     return getattr(error, "on_all_ranks", isinstance(error, KeyboardInterrupt | SIGTERMException))
 
 
@@ -141,7 +141,7 @@ class ReplicatedStrategy(_Ranks, DDPStrategy):
         process_group_backend: str | None = None,
     ) -> None:
         super().__init__(
-            timeout=timeout + LATER if timeout else None,
+            timeout=timeout + TIMEOUT_MARGIN if timeout else None,
             process_group_backend=process_group_backend,
             gradient_as_bucket_view=True,
         )
@@ -193,7 +193,9 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__(timeout=timeout + LATER if timeout else None, process_group_backend=process_group_backend)
+        super().__init__(
+            timeout=timeout + TIMEOUT_MARGIN if timeout else None, process_group_backend=process_group_backend
+        )
         self.timeout = timeout
         self._sizes = {"shard": shard, "replicate": replicate, "context": context}
         self.context_method = method
@@ -280,7 +282,7 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
     def _destinations(self) -> Callable[[Place, torch.Size, torch.dtype], Tensor | None]:
-        """Return what says where to read a tensor of a checkpoint into: the weights, or new optimizer state."""
+        """Return a function from a checkpoint's tensor to the one that it is read into: a weight, or new state."""
         assert self.lightning_module is not None
         weights = self.lightning_module.state_dict()
         parameters = [_parameters(optimizer) for optimizer in self.optimizers]

@@ -1,8 +1,8 @@
 """Ends all ranks of a run when one of them fails, dies or hangs.
 
-Collectives do not: NCCL waits for a dead rank until its timeout, and does not name it. So every rank holds a TCP
-connection to the first rank. The system closes it when a process ends, whatever ended it, and a thread of each rank
-waits for that.
+NCCL cannot do this: its collectives wait for a dead rank until their timeout, and do not name it. So every rank holds a
+TCP connection to the first rank. The system closes the connection when a process ends, whatever ended it. A thread of
+each rank waits for this.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from flash_train.distributed.peers import CONNECT, Message, accept, connect, nam
 from flash_train.output import LOGGER
 
 POLL = 1.0  # seconds between two looks at the number of collectives
-SETTLE = 1.0  # seconds after an exception in which the failure that caused it becomes known
-LAST_WORDS = 10.0  # seconds that a rank has for its message and its record
-# Seconds in which torchrun notices the end of the failed rank; its table names the one whose end it notices first
-NOTICED = 0.3 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+CAUSE_DELAY = 1.0  # seconds to wait after an exception: if another rank's failure caused it, that becomes known
+REPORT_TIMEOUT = 10.0  # seconds that a rank has to print its message and write its record
+# The other ranks end this many seconds later, so that torchrun sees the failed rank end first and names it
+EXIT_DELAY = 0.3 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
 
 def ranks_behind(counts: Sequence[int]) -> list[int]:
@@ -50,17 +50,19 @@ class RankWatch:
 
     When a rank fails, the others end with `os._exit`, as their main threads may be in a collective that never ends.
 
-    - A rank with an exception calls `failed`; then it reports the exception itself, and the others wait for its end.
-    - If a rank ends without that, the first rank prints a line; if it was the first rank, the ranks that `speaks` do.
-    - If no rank begins a collective for `timeout` seconds, and some have begun fewer than others, these did not arrive
-      at a collective. They print where they are.
+    - A rank with an exception calls `report_failure`. It then reports the exception itself, and the others wait for its
+      end.
+    - If a rank dies without calling `report_failure`, the first rank prints a line. If the first one dies, the ranks
+      with `reports_first_rank` print it.
+    - If no rank begins a collective for `timeout` seconds, the ranks that have begun fewer than others are missing at a
+      collective. They print their stacks.
 
     Args:
         rank: of this process.
         ranks: how many there are.
         address: a host name or an IP address of a machine that all ranks reach, such as MASTER_ADDR.
         timeout: seconds; None waits without limit.
-        speaks: whether this rank reports the death of the first one.
+        reports_first_rank: whether this rank reports the death of the first one.
         exit_status: the status with which all ranks exit after an exception.
 
     Attributes:
@@ -77,10 +79,11 @@ class RankWatch:
         address: str,
         timeout: float | None,
         *,
-        speaks: bool,
+        reports_first_rank: bool,
         exit_status: Callable[[BaseException], int],
     ) -> None:
-        self.rank, self.timeout, self.speaks, self.exit_status = rank, timeout, speaks, exit_status
+        self.rank, self.timeout, self.exit_status = rank, timeout, exit_status
+        self.reports_first_rank = reports_first_rank
         self.before_exit: list[Callable[[str], object]] = []
         self._decision = threading.Lock()  # held by the thread that ends the watch
         self._is_over = False
@@ -96,8 +99,10 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
 
-    def failed(self, error: BaseException, *, on_all_ranks: bool = False) -> None:
-        """Say that this rank has an exception; returns if this rank reports it, else the process ends here.
+    def report_failure(self, error: BaseException, *, on_all_ranks: bool = False) -> None:
+        """Tell the first rank about this rank's exception.
+
+        Returns if this rank is to report it, or if the first rank does not answer. Otherwise the process ends here.
 
         Args:
             on_all_ranks: every rank has this exception, and the first one reports it.
@@ -105,18 +110,18 @@ class RankWatch:
         if self._is_over:
             return
         if not on_all_ranks:
-            time.sleep(SETTLE)  # an error of a collective follows the failure of another rank
+            time.sleep(CAUSE_DELAY)  # an error of a collective follows the failure of another rank
         text, status = f"{type(error).__name__}: {error}", self.exit_status(error)
         self._own_status = status
         if self.rank > 0:
             if not on_all_ranks:
                 self._send([0], failed=text, status=status)
-            self._may_report.wait(2 * LAST_WORDS)
+            self._may_report.wait(2 * REPORT_TIMEOUT)
         elif self._decision.acquire(blocking=False):
             self._is_over = True
             self._send(self._peers, failed_rank=0, status=status)
         else:
-            time.sleep(2 * LAST_WORDS)  # the other thread ends this process
+            time.sleep(2 * REPORT_TIMEOUT)  # the other thread ends this process
             raise error
 
     def leave(self) -> None:
@@ -129,7 +134,7 @@ class RankWatch:
         else:
             self._all_left.wait(CONNECT)
             if not self._decision.acquire(blocking=False):
-                time.sleep(2 * LAST_WORDS)  # the other thread ends this process
+                time.sleep(2 * REPORT_TIMEOUT)  # the other thread ends this process
             self._is_over = True
             self._send(self._peers, left=True)
         atexit.unregister(self._at_exit)
@@ -167,7 +172,7 @@ class RankWatch:
                         selector.unregister(key.fileobj)
                         if rank not in self._left and not self._is_over:
                             self._end_after_death(rank)
-                self._count()
+                self._check_progress()
 
     def _handle(self, rank: int, message: Message) -> None:
         match message:
@@ -182,18 +187,18 @@ class RankWatch:
             case {"failed": str(text), "status": int(status)}:  # to the first rank
                 if self._decision.acquire(blocking=False):
                     self._send([rank], failed_rank=rank, status=status)
-                    _silence()
-                    self._wait_for_end([rank], LAST_WORDS)
+                    _discard_output()
+                    self._wait_for_end([rank], REPORT_TIMEOUT)
                     self._end_all(f"rank {rank}: {text}", status, failed_rank=rank)
             case {"failed_rank": int(failed), "status": int(status)}:  # from the first rank
                 if failed == self.rank:
                     self._may_report.set()
                     self._is_over = True
                     return
-                _silence()
+                _discard_output()
                 if failed == 0:
-                    self._wait_for_end([0], LAST_WORDS)
-                time.sleep(NOTICED)
+                    self._wait_for_end([0], REPORT_TIMEOUT)
+                time.sleep(EXIT_DELAY)
                 exit_now(status)
             case {"behind": list(ranks)}:
                 self._exit_behind(ranks)
@@ -203,12 +208,12 @@ class RankWatch:
             f"rank {rank} has died: its process ended without an error of its own, as after kill -9 or without memory"
         )
         if self._decision.acquire(blocking=False):
-            if self.rank == 0 or self.speaks:
+            if self.rank == 0 or self.reports_first_rank:
                 LOGGER.error("%s; all ranks end", text)
-            _silence()
+            _discard_output()
             self._end_all(text, 1, failed_rank=rank)
 
-    def _count(self) -> None:
+    def _check_progress(self) -> None:
         begun = collectives_begun() if dist.is_initialized() else 0
         if begun != self._counts[self.rank]:
             self._handle(self.rank, {"begun": begun})
@@ -220,17 +225,17 @@ class RankWatch:
             text = f"{name_ranks(behind)} did not arrive at a collective within the timeout of {self.timeout:g} s"
             LOGGER.error("%s; all ranks end", text)
             self._send(self._peers, behind=behind)
-            self._wait_for_end(behind, LAST_WORDS)
+            self._wait_for_end(behind, REPORT_TIMEOUT)
             try:
-                self._say(text)
+                self._before_exit(text)
             finally:
                 self._exit_behind(behind)
 
     def _end_all(self, text: str, status: int, **message: Any) -> NoReturn:
         self._send(self._peers, **message, status=status)
         try:
-            self._say(text)
-            time.sleep(NOTICED)
+            self._before_exit(text)
+            time.sleep(EXIT_DELAY)
         finally:
             exit_now(status)
 
@@ -240,11 +245,11 @@ class RankWatch:
             stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
             LOGGER.error("rank %s is here:\n%s", self.rank, stack.rstrip())
         else:
-            _silence()
-            time.sleep(NOTICED)
+            _discard_output()
+            time.sleep(EXIT_DELAY)
         exit_now(1)
 
-    def _say(self, text: str) -> None:
+    def _before_exit(self, text: str) -> None:
         for call in self.before_exit:
             call(text)
 
@@ -271,7 +276,7 @@ def exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _silence() -> None:
+def _discard_output() -> None:
     """Drop what this process still prints: its main thread may report an error that follows from the failure."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

@@ -144,11 +144,18 @@ class CausalLMModule(pl.LightningModule):
         return config.name if isinstance(config, ModelConfig) else type(self.model).__name__
 
     def setup(self, stage: str) -> None:
-        """Refuse token ids that have no embedding. On a GPU they would end in a failed assertion of a kernel."""
-        if self._context is not None and not isinstance(self.model, Transformer):
+        """Refuse what would fail later.
+
+        - Rows that ranks share need a `Transformer`.
+        - A time between validations needs one device: with Lightning each rank goes by its own clock.
+        - A token id needs an embedding. On a GPU another id would fail an assertion inside a kernel.
+        """
+        if self._context_group is not None and not isinstance(self.model, Transformer):
             raise ValueError(
                 f"context: ranks can share the rows of a Transformer, not of a {type(self.model).__name__}"
             )
+        if self.trainer.world_size > 1 and getattr(self.trainer, "_val_check_time_interval", None) is not None:
+            raise ValueError("val_check_interval: must be a number of batches on several devices, whose clocks differ")
         config = getattr(self.model, "config", None)
         needed = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
         if isinstance(config, ModelConfig) and needed is not None and needed > config.vocab_size:
@@ -191,12 +198,12 @@ class CausalLMModule(pl.LightningModule):
     def loss_with_sums(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute what a `StepGraph` captures: the loss that `backward` gets, and the sums that it is made of."""
         with self._adding_gradients():
-            loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.context(batch))
+            loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.model_arguments(batch))
         loss = loss_sum / batch["labels"].numel() / self.trainer.accumulate_grad_batches
         return loss, (loss_sum, n_tokens)
 
     def _adding_gradients(self) -> AbstractContextManager[None]:
-        """Add up the gradients of a step's micro-batches within the products, where nothing else looks at them."""
+        """Accumulate a step's gradients inside the matrix products, on a single device (see `Transformer`)."""
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy) and self.trainer.accumulate_grad_batches > 1
         return self.model.adding_gradients() if alone and isinstance(self.model, Transformer) else nullcontext()
 
@@ -321,9 +328,9 @@ class CausalLMModule(pl.LightningModule):
 
         `Trainer.predict` keeps all of them, vocab_size numbers per token, unless `return_predictions=False`.
         """
-        if self._context is not None:
+        if self._context_group is not None:
             raise ValueError("predict: the logits of a row need a strategy with context=1")
-        return self(batch["tokens"], **self.context(batch))
+        return self(batch["tokens"], **self.model_arguments(batch))
 
     def _evaluate(self, batch: Batch) -> None:
         batch, context = self.own_part(batch)
@@ -343,7 +350,7 @@ class CausalLMModule(pl.LightningModule):
     # -- batches
 
     @property
-    def _context(self) -> tuple[ProcessGroup, Method] | None:
+    def _context_group(self) -> tuple[ProcessGroup, Method] | None:
         """The ranks that share this rank's rows and how they divide attention; None if no others share them."""
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
         group = getattr(strategy, "context_group", None)
@@ -354,13 +361,13 @@ class CausalLMModule(pl.LightningModule):
 
         They are the whole batch's unless several ranks share it, which the strategy's `context_group` says.
         """
-        if self._context is None:
-            return batch, self.context(batch)
+        if self._context_group is None:
+            return batch, self.model_arguments(batch)
         self.seq_len = batch["tokens"].shape[1]
-        own, row = own_part(batch, document_lengths(batch), *self._context)
+        own, row = own_part(batch, document_lengths(batch), *self._context_group)
         return own, {"positions": own["positions"], "packing": row}
 
-    def context(self, batch: Batch) -> dict[str, Any]:
+    def model_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the model's arguments `positions` and `packing` for a batch; packing is None for plain rows."""
         self.seq_len = batch["tokens"].shape[1]
         head_dim = getattr(getattr(self.model, "config", None), "head_dim", 1)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from flash_train.attention.kernels.families import is_own
 from flash_train.distributed.dims import data_share
 from flash_train.model import ModelConfig, Transformer
+from flash_train.model.ops import IGNORE_INDEX
 from flash_train.precision import PRECISIONS
 from flash_train.training.batch import Batch
 from flash_train.training.callbacks.step_seed import seed_of_rows
@@ -21,7 +22,7 @@ from flash_train.training.module import CausalLMModule
 from flash_train.training.optimizer import OptimizerConfig
 
 LIMIT = 3.0  # times one device's own error
-#: errors that rounding explains, relative to the largest gradient: one device's own error may be 0 by chance
+#: least error that counts as one device's own (it may be 0 by chance), relative to the loss or the largest gradient
 FLOOR = {"fp32": 2e-6, "bf16-mixed": 4e-3, "bf16-true": 4e-3, "fp8": 4e-3}
 
 
@@ -115,8 +116,8 @@ def take_step(step: CheckedStep, module: _KeepsGradients, trainer: Trainer) -> S
 def take_step_alone(step: CheckedStep, device: torch.device, *, exact: bool) -> StepValues:
     """Take the step in this process, row by row, without a Trainer.
 
-    The standard and chunked attention draw dropout from PyTorch's generator, unless ranks share a row. The reference
-    takes their place: it always has the mask that ranks have.
+    If ranks share a row, standard and chunked attention draw the same dropout mask as this project's kernels; on one
+    device they use PyTorch's generator. So the reference replaces them here: it draws the ranks' mask.
 
     Args:
         exact: compute in fp32, from the weights that the precision rounds.
@@ -135,11 +136,12 @@ def take_step_alone(step: CheckedStep, device: torch.device, *, exact: bool) -> 
         model.float()
     mixed = not exact and precision.compute != precision.weights
     total, count = 0.0, 0
-    for batch in step.batches:
+    labelled = [batch for batch in step.batches if (batch["labels"] != IGNORE_INDEX).any()]
+    for batch in labelled or step.batches[:1]:  # the others add nothing to the loss or the gradients
         batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
         torch.manual_seed(seed_of_rows(step.seed, batch["places"]))
         with torch.autocast(device.type, precision.compute_dtype, enabled=mixed):
-            loss, n_tokens = model.loss(batch["tokens"], batch["labels"], **module.context(batch))
+            loss, n_tokens = model.loss(batch["tokens"], batch["labels"], **module.model_arguments(batch))
         loss.backward()
         total, count = total + loss.item(), count + int(n_tokens)
     count = max(1, count)
@@ -168,8 +170,8 @@ class Agreement:
 def compare(ranks: StepValues, alone: StepValues, exact: StepValues, precision: str) -> Agreement:
     """Compare a step on several ranks with the same step on one device.
 
-    An error is the largest absolute difference from `exact`, which has no dtype smaller than fp32. One device's own
-    error is the same of `alone`, or what rounding explains, if that is more.
+    An error is the largest absolute difference from `exact`, a step in fp32. One device's own error is the error of
+    `alone`, but at least `FLOOR` times the loss or the largest gradient.
     """
     floor = FLOOR[precision]
     scale = max(float(gradient.abs().max()) for gradient in exact.gradients.values())

@@ -55,8 +55,11 @@ class TokenMean:
         """
         assert self._sums is not None
         self.rank_loss = self._sums[0].clone()  # the reduction changes the sums
-        if trainer.world_size > 1 and dist.is_initialized():
-            dist.all_reduce(self._sums)  # the strategy's `reduce` would have the host wait for all ranks first
+        if trainer.world_size > 1:
+            if dist.is_initialized():
+                dist.all_reduce(self._sums)  # the strategy's `reduce` would have the host wait for all ranks first
+            else:
+                self._sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
         loss_sum, n_tokens = self._sums.unbind()
         n_tokens = n_tokens.clamp(min=1)  # a step without any label has loss 0 and gradient 0
         # Lightning divided the loss by the number of micro-batches, and averaged the gradients over the ranks.

@@ -104,7 +104,7 @@ def build_trainer(
         check(name, value, at_least(1))
     on_cuda = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
     if precision == "fp16-mixed" and not on_cuda:
-        raise ValueError("precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU")
+        raise ValueError("precision=fp16-mixed: must be fp32, bf16-mixed or bf16-true without an NVIDIA GPU")
 
     standard: list[Callback] = [StepSeed(seed), NonFiniteLoss(), *([StepTimes()] if step_times else []), Throughput()]
     standard += [

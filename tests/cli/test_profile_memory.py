@@ -214,7 +214,7 @@ def test_keys_of_other_devices_refuse_no_step_that_fits_without_them(monkeypatch
 
 def test_all_memory_of_a_cpu_is_available():
     device = torch.device("cpu")
-    assert command.available(device) == command.capacity(device)
+    assert command.free_memory_of(device) == command.total_memory_of(device)
 
 
 def test_sdpa_is_proposed_if_flash_cannot_run():
@@ -227,11 +227,11 @@ def test_sdpa_is_proposed_if_flash_cannot_run():
 
 def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "CONTAINER", tmp_path / "memory.max")
-    machine = command.capacity(torch.device("cpu"))
+    machine = command.total_memory_of(torch.device("cpu"))
     assert machine > 2**28
     for text, expected in (("max\n", machine), (f"{2**27}\n", 2**27), (f"{2**60}\n", machine)):
         command.CONTAINER.write_text(text)
-        assert command.capacity(torch.device("cpu")) == expected
+        assert command.total_memory_of(torch.device("cpu")) == expected
 
 
 @pytest.mark.parametrize("attention", ["standard", "chunked", "sdpa"])

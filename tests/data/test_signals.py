@@ -149,6 +149,33 @@ def test_a_worker_that_is_still_starting_ends_with_the_main_process():
     assert process.returncode == -signal.SIGKILL
 
 
+LATER_PROCESS = """
+import multiprocessing, signal, sys
+from flash_train.data import PackedDataModule, RecallCorpus
+
+def blocked():
+    sys.exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    data = PackedDataModule(RecallCorpus(n_pairs=4, n_keys=8, n_values=8), seq_len=64, batch_size=2, num_workers=1)
+    next(iter(data.train_dataloader()))
+    later = multiprocessing.Process(target=blocked)
+    later.start()
+    later.join()
+    sys.exit(later.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_later_processes_of_a_fork_server_get_all_signals(tmp_path):
+    """They inherit what the server blocks, which the first loader starts."""
+    program = tmp_path / "program.py"
+    program.write_text(LATER_PROCESS)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    assert subprocess.run([sys.executable, program], env=environment, timeout=120).returncode == 0
+
+
 class Pids(Dataset):
     def __getitem__(self, index: int) -> int:
         return os.getpid()

@@ -215,5 +215,5 @@ def test_a_folder_without_its_last_file_is_no_checkpoint(alone, tmp_path):
     assert sharded.is_sharded_checkpoint(path)
     (path / sharded.VALUES).unlink()
     assert not sharded.is_sharded_checkpoint(path)
-    with pytest.raises(ValueError, match="is not a checkpoint of this program, or is damaged"):
+    with pytest.raises(ValueError, match="none of its checkpoints can be read"):
         newest_checkpoint(tmp_path)

@@ -114,20 +114,34 @@ def test_a_rank_that_hangs_is_named(corpus, tmp_path):
 def test_a_signal_to_one_rank_saves_on_all(corpus, tmp_path, rank):
     run_dir = tmp_path / "run"
     code, _, err = finish(start(overrides(corpus, run_dir, *TWO), fault=f"{rank} 5 term"))
-    assert code == 128 + signal.SIGTERM and err.strip().count("\n") == 0 and "stopping after this step" in err
-    assert checkpoints(run_dir)[-1] == "step-000005.ckpt"
-    parts = {path.name for path in (run_dir / "checkpoints" / "step-000005.ckpt").iterdir()}
+    assert code == 128 + signal.SIGTERM and err.strip().count("\n") == 0
+    assert ("SIGTERM: stopping once all ranks agree", "another rank received a signal: stopping")[rank] in err
+    assert checkpoints(run_dir)[-1] == "step-000006.ckpt"  # the ranks vote after step 5, and know after step 6
+    parts = {path.name for path in (run_dir / "checkpoints" / "step-000006.ckpt").iterdir()}
     assert parts == {".metadata", "__0_0.distcp", "__1_0.distcp", "values.pt"}
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_just_before_the_end_gives_all_ranks_one_status(corpus, tmp_path):
     run_dir = tmp_path / "run"
+    code, _, err = finish(start(overrides(corpus, run_dir, *TWO), fault="1 8 term"))
+    assert code == 128 + signal.SIGTERM, err
+    assert checkpoints(run_dir)[-1] == "step-000008.ckpt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_ends_a_validation_with_sharded_weights_on_all(corpus, tmp_path, rank):
+    """No rank may skip a batch that the others compute, because each of them has a part of the weights."""
+    run_dir, evaluated = tmp_path / "run", tmp_path / "evaluated"
+    options = (*TWO, "val_every=4", "data.val_batches=20", "data.val_fraction=0.5")
+    environment = {"EVALUATED": str(evaluated)}
     code, _, err = finish(
-        start(overrides(corpus, run_dir, *TWO), fault="1 5 term", environment={"AGREE_SECONDS": "60"})
+        start(overrides(corpus, run_dir, *options), fault=f"{rank} 4 validation", environment=environment)
     )
     assert code == 128 + signal.SIGTERM, err
-    assert checkpoints(run_dir)[-1] == "step-000008.ckpt"  # all steps, as no agreement came before
+    assert checkpoints(run_dir)[-1] == "step-000004.ckpt"
+    assert evaluated.read_text().split().count("4") == 2 * 3  # the vote begins before the third batch
 
 
 @pytest.mark.slow

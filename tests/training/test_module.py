@@ -57,7 +57,7 @@ def stacked(first, second):
 
 def token_mean(module, batches):
     """Loss and gradient norm over all labels of several batches, computed directly."""
-    sums = [module.model.loss(b["tokens"], b["labels"], **module.context(b)) for b in batches]
+    sums = [module.model.loss(b["tokens"], b["labels"], **module.model_arguments(b)) for b in batches]
     loss = sum(total for total, _ in sums) / sum(count for _, count in sums)
     gradients = torch.autograd.grad(loss, list(module.model.parameters()))
     return loss.item(), torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
@@ -223,6 +223,17 @@ def test_other_ways_to_shard_are_refused():
         module.configure_optimizers()
 
 
+def test_a_time_between_validations_is_refused_on_several_devices():
+    """Ranks would enter the validation at different steps, and wait for each other forever."""
+    module = tiny_module()
+    trainer = pl.Trainer(accelerator="cpu", val_check_interval="00:00:00:30", logger=False, enable_checkpointing=False)
+    module.trainer = trainer
+    module.setup("fit")
+    module.trainer = SimpleNamespace(**vars(trainer), world_size=2, strategy=trainer.strategy)
+    with pytest.raises(ValueError, match="val_check_interval: must be a number of batches on several devices"):
+        module.setup("fit")
+
+
 def test_overflowing_fp16_step_is_skipped():
     """Gradients that overflow under the scale do not change the weights, and the scale is lowered."""
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**60))
@@ -274,7 +285,7 @@ def test_validation(tmp_path):
     assert module.validation["val/bits_per_byte"] == pytest.approx(loss / 0.6931471805599453 / 2, rel=1e-6)
     right = total = 0
     for row in rows:
-        choices = module.model(row["tokens"], **module.context(row)).argmax(-1)
+        choices = module.model(row["tokens"], **module.model_arguments(row)).argmax(-1)
         right += ((choices == row["labels"]) & (row["labels"] != -100)).sum().item()
         total += (row["labels"] != -100).sum().item()
     assert module.validation["val/answer_accuracy"] == right / total
@@ -309,14 +320,14 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
 def test_packing_for_flash_has_no_host_lengths():
     row = packed_row(0)
     module = tiny_module()
-    assert isinstance(module.context(row)["packing"], Packing)
-    assert module.context(row)["packing"].lengths == row["lengths"]
+    assert isinstance(module.model_arguments(row)["packing"], Packing)
+    assert module.model_arguments(row)["packing"].lengths == row["lengths"]
     module.attention = "flash"
-    assert module.context(row)["packing"].lengths is None
+    assert module.model_arguments(row)["packing"].lengths is None
     module.attention = "auto"
-    assert module.context(row)["packing"].lengths == row["lengths"]
+    assert module.model_arguments(row)["packing"].lengths == row["lengths"]
     with mock.patch("flash_train.training.batch.flash_unavailable", return_value=None):
-        assert module.context(row)["packing"].lengths is None
+        assert module.model_arguments(row)["packing"].lengths is None
 
 
 def test_compile_takes_each_block():

@@ -1,9 +1,10 @@
 """Attention of a rank's queries to all keys that they see: the rank fetches those that others hold.
 
-Documents that a rank holds whole need no fetched keys. Half of them are computed before the exchange begins, and half
-while keys travel. Of the shared documents, the heads form groups, and the keys of the next group travel while a group
-is computed. The backward keeps no fetched key. It fetches them again, and sends their gradients back to the ranks that
-hold them.
+Shared documents are computed in groups of heads: the next group's keys are fetched while one group is computed.
+Documents that a rank holds whole need no fetched keys, so their attention can hide other transfers. In the forward, one
+half of them is queued before the first fetch starts and the other half after it. In the backward, the halves run during
+the first fetch and while the last gradients return. No fetched key is saved: the backward fetches the keys again, and
+sends their gradients back to the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.packing import Packing
 from flash_train.attention.parallel.exchange import Route, Transfer, one_ahead
 from flash_train.attention.parallel.group_attention import Entries, Gradients, GroupAttention
-from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, part
+from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, sinks_of
 from flash_train.attention.parallel.key_transfers import plan_transfers
 from flash_train.attention.parallel.row_sums import Part, sum_rows
 from flash_train.attention.parallel.shared_row import SharedRow
@@ -63,16 +64,16 @@ class SharedKeys:
         found = plan_transfers(row.plan, row.rank)
         send = tuple(map(len, found.send))
         shared = Entries(
-            Packing(row.numbers(found.cu_seqlens_q), row.numbers(found.cu_seqlens_k)),
-            EntryOrigins(row.numbers(found.origins), aligned=not (found.origins[:, 1:] % 16).any()),
+            Packing(row.int32_tensor(found.cu_seqlens_q), row.int32_tensor(found.cu_seqlens_k)),
+            EntryOrigins(row.int32_tensor(found.origins), aligned=not (found.origins[:, 1:] % 16).any()),
         )
         return cls(
             shared=Documents(slice(0, found.tokens), shared),
             whole=_whole_documents(row, found.tokens),
-            fetch=Route(row.numbers(np.concatenate(found.send)[None]), send, found.receive, row.group),
-            bring_back=Route(row.numbers(found.key_lists), found.receive, send, row.group),
-            keys=row.numbers(found.keys[None]),
-            gradients=row.numbers(found.gradient_lists),
+            fetch=Route(row.int32_tensor(np.concatenate(found.send)[None]), send, found.receive, row.group),
+            bring_back=Route(row.int32_tensor(found.key_lists), found.receive, send, row.group),
+            keys=row.int32_tensor(found.keys[None]),
+            gradients=row.int32_tensor(found.gradient_lists),
             largest=found.largest,
         )
 
@@ -95,7 +96,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attend: GroupAttention, row: SharedRow
 ) -> tuple[Tensor, Tensor]:
     """Compute out (tokens, heads, head_dim) and the log-sum-exp of ``GroupAttention.forward``, without gradients."""
-    held = row.once(SharedKeys.of).from_entry(attend.entry)
+    held = row.cached(SharedKeys.of).from_entry(attend.entry)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse_of_whole, lse_of_shared = [], []
 
@@ -114,7 +115,7 @@ def forward(
         attend_whole(documents)
     for (heads, _), keys, values in fetched:
         found = attend.forward(
-            held.shared.entries, q[rows, heads], keys, values, part(sinks, heads), heads.start, out[rows, heads]
+            held.shared.entries, q[rows, heads], keys, values, sinks_of(sinks, heads), heads.start, out[rows, heads]
         )
         lse_of_shared.append(found[1])
     return out, _joined([_joined(lse_of_shared, 0), *lse_of_whole], 1)
@@ -132,7 +133,7 @@ def backward(
     row: SharedRow,
 ) -> Gradients:
     """Compute the gradients. The gradients of k and v are sums in fp32 in a fixed order, rounded once."""
-    held = row.once(SharedKeys.of).from_entry(attend.entry)
+    held = row.cached(SharedKeys.of).from_entry(attend.entry)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
 
@@ -156,7 +157,7 @@ def backward(
             heads = group.heads
             _, dkeys, dvalues, for_sinks = attend.backward(
                 held.shared.entries, dout[rows, heads], q[rows, heads], keys, values, out[rows, heads],
-                lse[heads, rows], part(sinks, heads), heads.start, (dq[rows, heads], None, None),
+                lse[heads, rows], sinks_of(sinks, heads), heads.start, (dq[rows, heads], None, None),
             )  # fmt: skip
             if dsinks is not None:
                 dsinks[heads] += for_sinks
@@ -207,7 +208,9 @@ def _whole_documents(row: SharedRow, first: int) -> tuple[Documents, ...]:
         cu = np.cumsum([0, *(map(len, pieces) if pieces else [0])])
         stop = first + int(cu[-1]) if number < len(calls) else row.plan.seq_len // row.plan.ranks
         origins = np.array([(piece.document, 0, 0) for piece in pieces] or [(0, 0, 0)])
-        entries = Entries(Packing(row.numbers(cu), row.numbers(cu)), EntryOrigins(row.numbers(origins), aligned=True))
+        entries = Entries(
+            Packing(row.int32_tensor(cu), row.int32_tensor(cu)), EntryOrigins(row.int32_tensor(origins), aligned=True)
+        )
         found.append(Documents(slice(first, stop), entries))
         first = stop
     return tuple(found)

@@ -45,6 +45,6 @@ def head_groups(
     return [HeadGroup(slice(a * queries, b * queries), slice(a, b)) for a, b in pairwise(bounds)]
 
 
-def part(sinks: Tensor | None, heads: slice) -> Tensor | None:
+def sinks_of(sinks: Tensor | None, heads: slice) -> Tensor | None:
     """Return the sinks of a group's heads, if there are sinks."""
     return None if sinks is None else sinks[heads]

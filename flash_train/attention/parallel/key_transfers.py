@@ -1,4 +1,4 @@
-"""Which keys a rank sends, receives and reads if it fetches those that its queries see: a pure function of the plan."""
+"""Plans the transfers of method `gather`: which keys a rank sends, receives and reads. Pure in the row's plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class KeyTransfers:
     Rows are numbered as the rank stores them; the first ``tokens`` are the ones of shared documents.
 
     Attributes:
-        send: for each rank, the rows of this rank that it needs, in the order of the row; none for this rank itself.
-        receive: for each rank, the number of rows that it sends to this one.
+        send: for each rank, this rank's rows that the other one reads, by position in the row; empty for itself.
+        receive: for each rank, the number of rows that this rank gets from it.
         keys: the rows that the attention call reads as its keys. Numbers below ``tokens`` are the rank's own rows; the
             received rows follow in the order of the ranks.
         cu_seqlens_q, cu_seqlens_k: boundaries of the call's entries. Each piece of a shared document is an entry; a

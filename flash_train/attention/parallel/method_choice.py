@@ -56,9 +56,9 @@ def choose_method(plan: RowPlan, sizes: Sizes) -> Method:
 def costs(plan: RowPlan, sizes: Sizes) -> dict[Method, Cost]:
     """Predict the cost of each method that the sizes allow.
 
-    The exchange of one group of heads runs while another group is computed. The first group's, and the last group's
-    results, take time unless the rank has whole documents to compute. The others slow the attention, and take time if
-    they take longer than it.
+    The exchange of one group of heads overlaps the attention of another group. Only the rank's whole documents can hide
+    the first group's exchange and the return of the last group's results. All other exchanges slow the attention down,
+    because NCCL occupies processors; if they take longer than the attention, the rest of their time is not hidden.
     """
     least_whole = min(sum(count_pairs(p, plan.window) for p in plan.whole(rank)) for rank in range(plan.ranks))
     found: dict[Method, Cost] = {"gather": _cost(_gathered(plan, sizes), plan.imbalance, plan, sizes, least_whole)}

@@ -162,14 +162,14 @@ class RowDivision:
     def _align(self, shares: Shares, fewest: bool) -> Shares | None:
         """Move tails until each rank can have its number of tokens with cuts at multiples of 16.
 
-        A tail is the last ``length % 16`` tokens of a document; what precedes it can be cut into units of 16 tokens. So
-        the tails and the padding of a rank must have the remainder of ``tokens`` modulo 16. One rank after the other
-        exchanges tails with the ranks that follow. The last rank is then right, too, because the sum is.
+        A tail is the last ``length % 16`` tokens of a document. Everything before it can be cut in units of 16 tokens,
+        so a rank's tails and padding together must equal ``tokens`` modulo 16. From the highest rank down to rank 1,
+        each exchanges tails with lower ranks. Rank 0 is then right, too, because the total is.
 
         Args:
             shares: the pieces of each rank; unchanged.
-            fewest: each rank keeps as few tails as possible, which leaves more for the others; if not, the moves have
-                the fewest keys. A tail that moves alone needs all keys of its document.
+            fewest: True: each rank keeps as few tails as possible, so that the next ranks can choose among more. False:
+                prefer to move tails of short documents, because a tail alone needs all keys of its document.
 
         Returns:
             the shares, with ``owed``; None if a rank finds no tails.

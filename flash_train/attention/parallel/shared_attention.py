@@ -38,9 +38,9 @@ def shared_attention(
         k, v: (seq_len / ranks, kv_heads, head_dim); v may have another head_dim.
         spec: a causal mask or a window to the left; the plan must have the same window.
         method: ``ulysses``: every rank computes some heads of the whole row; q, k, v and the output are exchanged
-            (Jacobs et al., 2023, arXiv:2309.14509). The ranks must divide the heads, and the key heads or be a
-            multiple of them. ``gather``: every rank computes all heads of its queries, and fetches the keys and values
-            that these see. ``auto``: the one that takes less time by ``choose_method``. None takes the row's.
+            (Jacobs et al., 2023, arXiv:2309.14509). ``heads`` must be a multiple of the ranks, and one of ``kv_heads``
+            and the ranks must divide the other. ``gather``: every rank computes all heads of its queries, and fetches
+            the keys and values that they read. ``auto``: the faster one by ``choose_method``. None: ``row.method``.
         rng: dropout state, the same on all ranks; needed with dropout. Its ``entry`` belongs to the row's first
             document.
         sinks: (heads,), the same on all ranks. Each rank's gradient is its part of the whole.
@@ -54,10 +54,10 @@ def shared_attention(
     """
     method = method or row.method
     if method == "auto":
-        method = row.choose(Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size()))
+        method = row.choose_method(Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size()))
     _check(q, k, v, spec, row, method, rng, sinks)
     if method == "gather" and row.plan.is_local:
-        entries = row.once(SharedKeys.of).whole[0].entries
+        entries = row.cached(SharedKeys.of).whole[0].entries
         if rng is not None:
             rng = replace(rng, entry=0, entries=entries.from_entry(rng.entry).origins)
         return attention(q, k, v, spec, packing=entries.packing, rng=rng, sinks=sinks, backend=backend)
@@ -87,17 +87,17 @@ def _check(
     if not isinstance(spec.mask, Band) or spec.mask.right != 0:
         raise ValueError(f"mask={spec.mask!r}: must be Causal() or Window(left, 0) if several ranks share a row")
     if spec.mask.left != row.plan.window:
-        raise ValueError(f"mask={spec.mask!r} and the plan's window is {row.plan.window}: must be equal")
+        raise ValueError(f"mask={spec.mask!r}: its window must be {row.plan.window}, the plan's window")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[0] != tokens:
-            raise ValueError(f"{name} has {x.shape[0]} rows and the plan gives each rank {tokens}: must be equal")
+            raise ValueError(f"{name}.shape[0]={x.shape[0]}: must be {tokens}, the tokens of each rank in the plan")
     if spec.dropout > 0 and rng is None:
         raise ValueError(f"dropout={spec.dropout} without rng: all ranks need the same RngState")
     if rng is not None and (rng.query or rng.key or rng.entries is not None):
         raise ValueError(f"rng={rng!r}: query and key must be 0 and entries None, because the plan gives them")
     heads, kv_heads = q.shape[1], k.shape[1]
     if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}: must be ({heads},)")
+        raise ValueError(f"sinks.shape={tuple(sinks.shape)}: must be ({heads},), the heads of q")
     if method == "ulysses" and not can_divide_heads(heads, kv_heads, ranks):
         raise ValueError(
             f"method='ulysses' with {heads} heads, {kv_heads} key heads and {ranks} ranks: the ranks must divide the "

@@ -58,7 +58,7 @@ class SharedRow:
         self.plan, self.group, self.device, self.method = plan, group, device, method
         self.rank, self.group_bytes = group.rank(), group_bytes
         self.handle = next(_handles)
-        self._made: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
         _rows[self.handle] = self
 
     def tensor(self, values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -66,7 +66,7 @@ class SharedRow:
         found = torch.from_numpy(values).to(dtype)
         return (found.pin_memory() if self.device.type == "cuda" else found).to(self.device, non_blocking=True)
 
-    def numbers(self, values: np.ndarray) -> Tensor:
+    def int32_tensor(self, values: np.ndarray) -> Tensor:
         return self.tensor(values, torch.int32)
 
     @cached_property
@@ -81,26 +81,26 @@ class SharedRow:
     @cached_property
     def row_packing(self) -> Packing:
         """The boundaries of the whole row's documents."""
-        cu = self.numbers(np.array(self.plan.begins))
+        cu = self.int32_tensor(np.array(self.plan.begins))
         return Packing(cu, cu, lengths=self.plan.lengths)
 
     @cached_property
     def own_packing(self) -> Packing:
         """The boundaries of this rank's tokens as one entry, for the checks of q, k and v."""
-        cu = self.numbers(np.array([0, self.plan.seq_len // self.plan.ranks]))
+        cu = self.int32_tensor(np.array([0, self.plan.seq_len // self.plan.ranks]))
         return Packing(cu, cu)
 
-    def choose(self, sizes: Sizes) -> Method:
+    def choose_method(self, sizes: Sizes) -> Method:
         """Return the method that takes less time, computed once for each kind of layer."""
-        if sizes not in self._made:
-            self._made[sizes] = choose_method(self.plan, sizes)
-        return self._made[sizes]
+        if sizes not in self._cache:
+            self._cache[sizes] = choose_method(self.plan, sizes)
+        return self._cache[sizes]
 
-    def once(self, make: Callable[[SharedRow], T]) -> T:
+    def cached(self, make: Callable[[SharedRow], T]) -> T:
         """Return ``make(self)``, computed at the first call."""
-        if make not in self._made:
-            self._made[make] = make(self)
-        return self._made[make]
+        if make not in self._cache:
+            self._cache[make] = make(self)
+        return self._cache[make]
 
 
 def row_of(handle: int) -> SharedRow:

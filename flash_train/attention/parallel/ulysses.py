@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_train.attention.parallel.exchange import Route, Transfer, one_ahead
 from flash_train.attention.parallel.group_attention import Entries, Gradients, GroupAttention
-from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, part
+from flash_train.attention.parallel.head_groups import HeadGroup, head_groups, sinks_of
 from flash_train.attention.parallel.row_sums import Part, sum_rows
 from flash_train.attention.parallel.shared_row import SharedRow
 
@@ -24,14 +24,15 @@ from flash_train.attention.parallel.shared_row import SharedRow
 class SharedHeads:
     """How tokens and heads are exchanged.
 
-    A rank's tensor (tokens, heads, head_dim) is seen as (tokens * ranks, heads / ranks, head_dim): each token has a row
-    for each rank. A tensor of the rank's heads is (seq_len, heads / ranks, head_dim) in the order of the row.
+    A tensor has two layouts. By tokens: a rank has its tokens of all heads, (tokens, heads, head_dim), viewed as
+    (tokens * ranks, heads / ranks, head_dim). By heads: it has its heads of all tokens, in the order of the row,
+    (seq_len, heads / ranks, head_dim).
 
     Attributes:
-        to_heads: the route of the first form to the ranks that compute the heads.
-        to_tokens: the route of the second form to the ranks that hold the tokens.
-        row_order, token_order: lists of ``sum_rows`` that put received rows into the order of the second form, and of
-            the first.
+        to_heads: the route from the layout by tokens to the ranks that compute the heads.
+        to_tokens: the route from the layout by heads to the ranks that hold the tokens.
+        row_order: list of ``sum_rows`` that sorts rows received over ``to_heads`` into the layout by heads.
+        token_order: the same for ``to_tokens`` and the layout by tokens.
     """
 
     to_heads: Route
@@ -47,10 +48,10 @@ class SharedHeads:
         by_token = np.arange(row.plan.seq_len).reshape(tokens, ranks)
         sizes = (tokens,) * ranks
         return cls(
-            to_heads=Route(row.numbers(by_token.T.reshape(1, -1)), sizes, sizes, row.group),
-            to_tokens=Route(row.numbers(positions[None]), sizes, sizes, row.group),
-            row_order=row.numbers(np.argsort(positions)[None]),
-            token_order=row.numbers(by_token.reshape(ranks, tokens).T.reshape(1, -1)),
+            to_heads=Route(row.int32_tensor(by_token.T.reshape(1, -1)), sizes, sizes, row.group),
+            to_tokens=Route(row.int32_tensor(positions[None]), sizes, sizes, row.group),
+            row_order=row.int32_tensor(np.argsort(positions)[None]),
+            token_order=row.int32_tensor(by_token.reshape(ranks, tokens).T.reshape(1, -1)),
         )
 
 
@@ -58,13 +59,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attend: GroupAttention, row: SharedRow
 ) -> tuple[Tensor, Tensor]:
     """Compute out (tokens, heads, head_dim), and the log-sum-exp of the rank's heads, without gradients."""
-    shared, ranks, entries = row.once(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
+    shared, ranks, entries = row.cached(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lses = []
 
     def computed() -> Iterator[tuple[HeadGroup, Transfer]]:
         for group, (q_own, k_own, v_own) in _exchanged((q,), (k, v), row):
-            mine = part(_own(sinks, row), group.heads)
+            mine = sinks_of(_own(sinks, row), group.heads)
             found, lse = attend.forward(entries, q_own, k_own, v_own, mine, group.heads.start)
             lses.append(lse)
             yield group, shared.to_tokens.start(found)
@@ -86,13 +87,13 @@ def backward(
     row: SharedRow,
 ) -> Gradients:
     """Compute the gradients; the sinks of other ranks' heads get 0."""
-    shared, ranks, entries = row.once(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
+    shared, ranks, entries = row.cached(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks)
 
     def computed() -> Iterator[tuple[HeadGroup, Transfer]]:
         for group, (q_own, out_own, dout_own, k_own, v_own) in _exchanged((q, out, dout), (k, v), row):
-            heads, mine = group.heads, part(_own(sinks, row), group.heads)
+            heads, mine = group.heads, sinks_of(_own(sinks, row), group.heads)
             dq_own, dk_own, dv_own, found = attend.backward(
                 entries, dout_own, q_own, k_own, v_own, out_own, lse[heads], mine, heads.start
             )
@@ -116,7 +117,7 @@ def _exchanged(
     queries: Sequence[Tensor], keys: Sequence[Tensor], row: SharedRow
 ) -> Iterator[tuple[HeadGroup, list[Tensor]]]:
     """Yield each group with its heads of all tensors, queries first, each (seq_len, heads, head_dim)."""
-    shared, ranks = row.once(SharedHeads.of), row.plan.ranks
+    shared, ranks = row.cached(SharedHeads.of), row.plan.ranks
     queries, keys = ([_by_rank(x, ranks) for x in tensors] for tensors in (queries, keys))
     columns = sum(x.shape[1] * x.shape[2] for x in (queries[0], *keys))
     transfer_bytes = len(queries[0]) * columns * queries[0].element_size() * (ranks - 1) // ranks

@@ -26,7 +26,7 @@ from flash_train.attention import attended_pairs
 from flash_train.attention.kernels.families import fastest_on
 from flash_train.cli.bench.parallel_cases import LIKE_PEER, ParallelCase
 from flash_train.cli.bench.records import LOSS_TOLERANCE
-from flash_train.cli.memory.check import capacity_of_rank, host_share, workspace_of
+from flash_train.cli.memory.check import host_memory_of_rank, total_memory_of_rank, workspace_of
 from flash_train.cli.memory.choice import fewest_on_host, most_kept, most_on_host
 from flash_train.distributed.sharding import shard_like
 from flash_train.distributed.strategy import ReplicatedStrategy, ShardedStrategy
@@ -147,9 +147,9 @@ def step_of(case: ParallelCase, ranks: int, device: torch.device) -> Step:
         fused=on_cuda, family=fastest_on(device).name, workspace=workspace_of(device), dims=case.dims(ranks),
         master=case.optimizer.master, lengths=case.lengths,
     )  # fmt: skip
-    limit = capacity_of_rank(device, ranks, ranks)
+    limit = total_memory_of_rank(device, ranks, ranks)
     if case.memory == "auto":
-        return _within(step, min(limit, SMALLEST_CARD), host_share(ranks))
+        return _within(step, min(limit, SMALLEST_CARD), host_memory_of_rank(ranks))
     step = replace(step, memory=case.memory)
     if case.memory == "none":
         return step
@@ -173,12 +173,12 @@ def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: b
     ranks, rank = dist.get_world_size(), dist.get_rank()
     strategy = SingleDeviceStrategy(device) if alone else strategy_of(case, ranks)
     shards = isinstance(strategy, ShardedStrategy)
-    timer = StepTimer(case, device)
+    timer, signals = StepTimer(case, device), SaveOnSignal()
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             default_root_dir=folder, accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=1 if alone else ranks, strategy=strategy, max_steps=case.steps, precision="bf16-true",
-            callbacks=[SaveOnSignal(), TimedSteps(timer)], use_distributed_sampler=False, logger=False,
+            callbacks=[signals, TimedSteps(timer)], use_distributed_sampler=False, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         with trainer.init_module(empty_init=shards or None):
@@ -190,6 +190,8 @@ def train_ours(case: ParallelCase, step: Step, device: torch.device, *, alone: b
             module.first_weights(module.model)
         rows: Any = case.batches(case.dims(ranks).data_rank(rank))
         trainer.fit(module, DataLoader(rows, batch_size=None, pin_memory=device.type == "cuda"))
+    if signals.received:  # `fit` has ended early, without an error
+        raise KeyboardInterrupt
     return timer.measured()
 
 

@@ -104,7 +104,7 @@ def check_memory(config: DictConfig, step: Step, device: torch.device, others: I
     if config.compile:
         return
     prediction = predict(step)
-    limit = limit_of(config, device)
+    limit = memory_of_rank(config, device)
     print_prediction(prediction, limit, documents_decide(config, step), step.dims.ranks)
     check_host_memory(config, prediction)
     if limit is None or config.force or least_bytes(config, step) <= limit:
@@ -126,7 +126,7 @@ def check_host_memory(config: DictConfig, prediction: Prediction) -> None:
     Raises:
         OutOfMemoryError: names the predicted memory of a process, and its share of the memory.
     """
-    share = host_share(config.trainer.devices)
+    share = host_memory_of_rank(config.trainer.devices)
     if prediction.host_bytes > share and not config.force:
         raise OutOfMemoryError(
             f"optimizer.offload={str(config.optimizer.offload).lower()} memory.offload={config.memory.offload}: each "
@@ -135,9 +135,9 @@ def check_host_memory(config: DictConfig, prediction: Prediction) -> None:
         )
 
 
-def host_share(processes: int) -> int:
+def host_memory_of_rank(processes: int) -> int:
     """Bytes of the host's memory that each of its processes may pin: a tenth stays free."""
-    return int((1 - FREE_ON_HOST) * capacity(torch.device("cpu"))) // processes
+    return int((1 - FREE_ON_HOST) * total_memory_of(torch.device("cpu"))) // processes
 
 
 def least_bytes(config: DictConfig, step: Step) -> int:
@@ -157,28 +157,28 @@ def documents_decide(config: DictConfig, step: Step) -> bool:
     return config.data.packing != "concat" and by_document
 
 
-def available(device: torch.device) -> int | None:
+def free_memory_of(device: torch.device) -> int | None:
     """Bytes available to a run: the free memory of a CUDA device, the whole memory of a CPU's machine, else None."""
     if device.type == "cpu":
-        return capacity(device)
+        return total_memory_of(device)
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 
 
-def limit_of(config: DictConfig, device: torch.device) -> int | None:
+def memory_of_rank(config: DictConfig, device: torch.device) -> int | None:
     """Bytes available to a rank of a run, None if unknown; on several devices the same for all ranks."""
     local_ranks = config.trainer.devices
     ranks = local_ranks * config.trainer.num_nodes
-    return available(device) if ranks == 1 else capacity_of_rank(device, ranks, local_ranks)
+    return free_memory_of(device) if ranks == 1 else total_memory_of_rank(device, ranks, local_ranks)
 
 
-def capacity_of_rank(device: torch.device, ranks: int, local_ranks: int) -> int:
+def total_memory_of_rank(device: torch.device, ranks: int, local_ranks: int) -> int:
     """Bytes that each of so many ranks has, if nothing else runs; `local_ranks` are on one machine."""
     if ranks == 1:
-        return capacity(device)
-    return capacity(device) - OUTSIDE if device.type == "cuda" else capacity(device) // local_ranks
+        return total_memory_of(device)
+    return total_memory_of(device) - OUTSIDE if device.type == "cuda" else total_memory_of(device) // local_ranks
 
 
 @rank_zero_only
@@ -196,7 +196,7 @@ def print_prediction(prediction: Prediction, limit: int | None, at_most: bool, r
     )
 
 
-def capacity(device: torch.device) -> int:
+def total_memory_of(device: torch.device) -> int:
     """Bytes of the device, or for a CPU of the machine or container. Creates no CUDA context, as that takes memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -239,8 +239,11 @@ def joined(first: str, second: str) -> str:
 
 
 def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
-    """Settings that take less memory, the cheapest first. If the attention is a slow one, they replace it too: by this
-    project's with `flash`, else by PyTorch's."""
+    """Settings that take less memory, the cheapest first.
+
+    If the attention backend is not one of our kernels, each setting also replaces it: by `flash` if `flash` is true,
+    else by `sdpa`.
+    """
     best = "flash" if flash else "sdpa"
     if step.attention != best and not is_own(step.attention):
         better = replace(step, attention=best)
@@ -285,4 +288,4 @@ def alternatives(step: Step, flash: bool) -> Iterator[tuple[str, Step]]:
 
 def _fits_host(step: Step) -> bool:
     """Whether the step uses the host's memory, and no more than there is."""
-    return 0 < predict(step).host_bytes <= host_share(step.local_ranks or step.dims.ranks)
+    return 0 < predict(step).host_bytes <= host_memory_of_rank(step.local_ranks or step.dims.ranks)

@@ -8,28 +8,28 @@ from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.in_backward import obstacle_to_step_in_backward
-from flash_train.cli.memory.check import AUTO, host_share, least_bytes, limit_of
+from flash_train.cli.memory.check import AUTO, host_memory_of_rank, least_bytes, memory_of_rank
 from flash_train.precision import PRECISIONS
-from flash_train.profiling.memory.prediction import in_addition_to_graph, predict
+from flash_train.profiling.memory.prediction import extra_validation_bytes, predict
 from flash_train.profiling.memory.results import RELATIVE
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words
 
 
-def with_choices(config: DictConfig, step: Step, device: torch.device) -> Step:
-    """The step with what the configuration leaves open, in the order of the costs."""
-    step = with_step_in_backward(config, step, device)
-    step = with_inputs_on_host(config, step, device)
-    step = with_optimizer_formats(config, step, device)
-    return with_kept_blocks(config, step, device)
+def choose_open_settings(config: DictConfig, step: Step, device: torch.device) -> Step:
+    """Return the step with every setting that the configuration leaves open, the cheapest first."""
+    step = choose_step_in_backward(config, step, device)
+    step = choose_inputs_on_host(config, step, device)
+    step = choose_optimizer_formats(config, step, device)
+    return choose_kept_blocks(config, step, device)
 
 
-def with_step_in_backward(config: DictConfig, step: Step, device: torch.device) -> Step:
+def choose_step_in_backward(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with weights that are updated within the backward, if it does not fit otherwise and nothing prevents it.
 
     Only for `optimizer.in_backward=null`. Prints what it chose in one line, and sets it in the configuration.
     """
-    given, limit = config.optimizer, limit_of(config, device)
+    given, limit = config.optimizer, memory_of_rank(config, device)
     if given.in_backward is not None or limit is None or config.compile or obstacle_to_step_in_backward(config):
         return step
     otherwise = least_bytes(config, step)
@@ -44,14 +44,14 @@ def with_step_in_backward(config: DictConfig, step: Step, device: torch.device) 
     return other
 
 
-def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
+def choose_optimizer_formats(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with the most exact optimizer that fits, where `optimizer.master` and `optimizer.moments` are null.
 
     With bf16 weights that is an exact master, then also 8-bit moments, then stochastic rounding with 8-bit moments. If
     none fits, it stays as it is. Prints what it chose in one line, and sets it in the configuration, so that a run
     that resumes has the same.
     """
-    limit = limit_of(config, device)
+    limit = memory_of_rank(config, device)
     given = config.optimizer
     if limit is None or config.compile or not PRECISIONS[step.precision].has_bf16_weights or given.moments is not None:
         return step
@@ -68,7 +68,7 @@ def with_optimizer_formats(config: DictConfig, step: Step, device: torch.device)
     return step
 
 
-def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> Step:
+def choose_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with the share of blocks that `memory.keep` says; `auto` takes the largest share whose step fits.
 
     Prints what it chose in one line.
@@ -86,10 +86,10 @@ def with_kept_blocks(config: DictConfig, step: Step, device: torch.device) -> St
 
 def shortage_for_graph(config: DictConfig, step: Step, device: torch.device) -> str | None:
     """Why a captured micro-batch does not fit the memory together with a validation, with 5 % left; None if it does."""
-    limit = limit_of(config, device)
+    limit = memory_of_rank(config, device)
     if limit is None:
         return None
-    needed = predict(step).peak_bytes + in_addition_to_graph(step)
+    needed = predict(step).peak_bytes + extra_validation_bytes(step)
     if needed <= (1 - RELATIVE) * limit:
         return None
     return f"it would take up to {bytes_in_words(needed)} of {bytes_in_words(limit)} together with a validation"
@@ -109,7 +109,7 @@ def most_kept(step: Step, limit: int) -> int:
     return fits
 
 
-def with_inputs_on_host(config: DictConfig, step: Step, device: torch.device) -> Step:
+def choose_inputs_on_host(config: DictConfig, step: Step, device: torch.device) -> Step:
     """The step with the share of inputs in the host's memory that `memory.offload` says; `auto` takes the least.
 
     Prints what it chose in one line.
@@ -126,7 +126,7 @@ def with_inputs_on_host(config: DictConfig, step: Step, device: torch.device) ->
     if config.memory.offload != AUTO:
         return step
     limit = known_limit(config, device, "memory.offload")
-    most = most_on_host(step, host_share(config.trainer.devices))
+    most = most_on_host(step, host_memory_of_rank(config.trainer.devices))
     blocks = fewest_on_host(step, limit, most)
     print_inputs(blocks, step, limited=blocks == most < step.model.n_layers - 1)
     return replace(step, offload=blocks / step.model.n_layers)
@@ -157,7 +157,7 @@ def known_limit(config: DictConfig, device: torch.device, name: str) -> int:
     Raises:
         UsageError: nothing can be chosen by the predicted memory; names the key that is `auto`.
     """
-    limit = limit_of(config, device)
+    limit = memory_of_rank(config, device)
     if config.compile or limit is None:
         why = "compile=true has no predicted memory" if config.compile else f"the memory of {device.type} is unknown"
         raise UsageError(f"{name}=auto: {why}; allowed: a share in [0, 1]")

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from flash_train.attention.parallel import can_divide_heads
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
-from flash_train.cli.memory.check import check_memory, limit_of, step_before_run
-from flash_train.cli.memory.choice import with_choices
+from flash_train.cli.memory.check import check_memory, memory_of_rank, step_before_run
+from flash_train.cli.memory.choice import choose_open_settings
 from flash_train.distributed.dims import ParallelDims
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
@@ -29,7 +29,7 @@ def plan_run(config: DictConfig) -> tuple[Step, ParallelPlan, torch.device]:
     """
     step, device = step_before_run(config)
     plan = choose_plan(config, step, device)
-    step = with_choices(config, of_plan(step, plan), device)
+    step = choose_open_settings(config, of_plan(step, plan), device)
     check_memory(config, step, device, other_plans(config, step, plan))
     return step, plan, device
 
@@ -53,7 +53,7 @@ def choose_plan(config: DictConfig, step: Step, device: torch.device) -> Paralle
     if (obstacle := obstacle_to_sharing(step, plan.dims.context)) is not None:
         raise UsageError(f"parallel.context={plan.dims.context}: {obstacle}")
     reason = ""
-    limit = limit_of(config, device)
+    limit = memory_of_rank(config, device)
     if plan.is_open and limit is not None:
         too_large = []
         for plan in possible_plans(config, step):
@@ -69,10 +69,10 @@ def choose_plan(config: DictConfig, step: Step, device: torch.device) -> Paralle
 
 
 def possible_plans(config: DictConfig, step: Step) -> Iterator[ParallelPlan]:
-    """The plans for a run's devices, the simplest first: whole weights, sharded weights, and shared rows with them.
+    """The plans for a run's devices, the simplest first: whole weights, sharded weights, then shared rows too.
 
-    2, 4, … devices share a row, up to all, where the lengths of rows and the heads allow it; if `parallel.context` is
-    given, only as many as it says. An optimizer step has the same rows with each plan.
+    A row is shared by 2, 4, … up to all devices, where row lengths and heads allow it, or by `parallel.context` devices
+    if that is given. With fp16-mixed, weights are always whole. Every plan has the same rows in an optimizer step.
     """
     given = parallel_plan(config)
     ranks, shards = given.dims.ranks, config.precision != "fp16-mixed"  # scaling of the loss needs whole weights

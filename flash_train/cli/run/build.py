@@ -58,7 +58,7 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
 
     Args:
         plan: how several devices divide the work; None takes the configuration's.
-        step: a step of the run; which blocks keep everything, and whose inputs are in the host's memory. None: none.
+        step: a training step with the chosen `keep` and `offload`, for the model to use; None: the model's defaults.
 
     Raises:
         UsageError: one line that names the key at fault.

@@ -52,7 +52,7 @@ class Files:
             values = config_to_llama(model, dtype, seq_len) | self._ids()
         else:
             values = self.source.export_config(model, dtype=dtype, seq_len=seq_len)
-            if self._has_own_tokenizer:
+            if self._uses_source_tokenizer:
                 # The ids in its config.json stay as they are; if it has none, the tokenizer's are written.
                 if all(values.get(f"{name}_token_id") is None for name in NAMES):
                     values |= self._ids()
@@ -70,7 +70,7 @@ class Files:
             missing += self._write_source(folder, self.source)
         if (folder / TOKENIZER).is_file() and self.data.get("token_ids"):
             wanted = {name: self.data["token_ids"][name] for name in ("bos", "eos")}
-            state_tokens(folder, wanted, complete=not self._has_own_tokenizer)
+            write_special_tokens(folder, wanted, complete=not self._uses_source_tokenizer)
         self.left_out = " and ".join(missing)
 
     @property
@@ -83,14 +83,14 @@ class Files:
         return Path(self.data["tokenizer_file"]) if self.data.get("tokenizer_file") else None
 
     @property
-    def _has_own_tokenizer(self) -> bool:
+    def _uses_source_tokenizer(self) -> bool:
         """Whether the run used the source model's tokenizer, or none, as a run without text."""
         if self._reads_bytes:
             return self.source is not None and self.source.config.get(MARK) == "bytes"
-        return self._file is None or (self.source is not None and self._is_own(self._file, self.source))
+        return self._file is None or (self.source is not None and self._is_of_source(self._file, self.source))
 
     @staticmethod
-    def _is_own(file: Path, source: PretrainedSource) -> bool:
+    def _is_of_source(file: Path, source: PretrainedSource) -> bool:
         return (Path(source.folder) / TOKENIZER).resolve() == file.resolve()
 
     def _ids(self) -> dict[str, int | None]:
@@ -120,7 +120,7 @@ class Files:
 
     def _write_tokenizer_files(self, folder: Path, file: Path) -> list[str]:
         """Write the files that belong to a tokenizer.json: unchanged ones of the source model, or any other one's."""
-        if self.source is not None and self._is_own(file, self.source):
+        if self.source is not None and self._is_of_source(file, self.source):
             return _copy_unchanged(
                 self.source, folder, lambda name: _is_tokenizer_file(name) and not (folder / name).exists()
             )
@@ -134,12 +134,12 @@ class Files:
     def _write_source(self, folder: Path, source: PretrainedSource) -> list[str]:
         """Write the source model's other files, if they have not changed since training began."""
         missing = _copy_unchanged(source, folder, lambda name: not _is_tokenizer_file(name))
-        if not self._has_own_tokenizer and (folder / GENERATION).is_file():
+        if not self._uses_source_tokenizer and (folder / GENERATION).is_file():
             _update(folder / GENERATION, self._ids())
         return missing
 
 
-def state_tokens(folder: Path, wanted: dict[str, int | None], *, complete: bool) -> None:
+def write_special_tokens(folder: Path, wanted: dict[str, int | None], *, complete: bool) -> None:
     """Write the tokens that begin and end documents into the files of an export that name others or none.
 
     Otherwise a program that loads the export would use other tokens than the run.

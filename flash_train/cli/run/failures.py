@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError, is_out_of_memory
-from flash_train.cli.memory.check import alternatives, capacity, flash_runs
+from flash_train.cli.memory.check import alternatives, flash_runs, total_memory_of
 from flash_train.cli.run.build import Run
 from flash_train.cli.run.report import finish
 from flash_train.files import write_bytes, write_text
@@ -95,7 +95,7 @@ def _smaller_setting(step: Step, device: torch.device | None) -> str:
     own = predict(step).peak_bytes
     most = 0.9 * own
     if device is not None and device.type == "cuda":
-        most = min(most, capacity(device))
+        most = min(most, total_memory_of(device))
     for setting, other in alternatives(step, flash_runs(step, device)):
         if (size := predict(other).peak_bytes) <= most:
             return f"{setting} takes {bytes_in_words(size)} instead of {bytes_in_words(own)}"

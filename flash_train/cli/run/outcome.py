@@ -23,7 +23,7 @@ def require_success(statuses: Sequence[str], kind: str, where: str) -> None:
 
     Args:
         kind: a word for what ended, such as "run" or "trial".
-        where: the file that gives the reasons.
+        where: what gives the reasons, such as a file's path; the error ends in "{where} says why".
 
     Raises:
         UsageError: no run ended ok, and some failed.

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from flash_train.cli.components.trainer import strategy_of
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan
-from flash_train.cli.memory.check import limit_of
+from flash_train.cli.memory.check import memory_of_rank
 from flash_train.cli.run.build import Run
 from flash_train.data.dataset import IGNORE, Batch, as_row, collate
 from flash_train.distributed.dims import ParallelDims
@@ -24,9 +24,9 @@ from flash_train.records.memory_use import free_memory
 from flash_train.training import StepSeed
 from flash_train.training.step_check import Agreement, CheckedStep, compare, take_step, take_step_alone
 
-ROWS = 4  # data ranks beyond get rows without labels, so that one device need not compute hundreds of rows
+ROWS = 4  # data ranks from the fifth on get rows without labels, which one device need not compute
 SHORTEST = 4096  # tokens; layers are left out before the row gets shorter than this
-SPARE = 0.9  # share of a device's memory that the check may use
+USABLE = 0.9  # share of a device's memory that the check may use
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def check_parallel(config: DictConfig, step: Step, run: Run) -> None:
         UsageError: the steps disagree.
     """
     plan = run.plan
-    size = largest_size(step, plan, limit_of(config, run.device))
+    size = largest_size(step, plan, memory_of_rank(config, run.device))
     checked = CheckedStep(
         model=replace(step.model, n_layers=size.layers),
         batches=rows_of(run, plan, size),
@@ -112,7 +112,7 @@ def largest_size(step: Step, plan: ParallelPlan, limit: int | None) -> CheckSize
         )
         # the prediction has AdamW's two moments, and the check has none
         moments = 2 * PRECISIONS["fp32"].weight_bytes * whole.model.num_parameters
-        if limit is None or predict(whole).peak_bytes - moments <= SPARE * limit:
+        if limit is None or predict(whole).peak_bytes - moments <= USABLE * limit:
             return size
     return size
 

@@ -101,9 +101,9 @@ def check_step_and_optimizer(
 ) -> None:
     """Raise if training cannot continue from a checkpoint up to `max_steps` with the optimizer of this run.
 
-    A checkpoint at `max_steps` is allowed if its run was stopped between the last step and the end, when it validates
-    and writes its record. An older checkpoint of the same directory is not, unless `resume=last` takes it: the rows and
-    checkpoints of later steps would be lost, or mixed with new ones.
+    A checkpoint at `max_steps` is allowed if its run stopped before its last validation and its record were complete;
+    the resumed run only completes these. A checkpoint that is older than others in its directory is refused, unless
+    `resume=last` takes it: rows and checkpoints of later steps would be lost, or mixed with new ones.
     """
     step = checkpoint["global_step"]
     if step > max_steps or (step == max_steps and not only_validation_left(path, step, max_steps, run_dir)):

@@ -12,7 +12,7 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.config.parallel import parallel_plan
-from flash_train.cli.memory.check import AUTO, BY_DOCUMENT, capacity_of_rank, host_share, step_before_run
+from flash_train.cli.memory.check import AUTO, BY_DOCUMENT, host_memory_of_rank, step_before_run, total_memory_of_rank
 from flash_train.cli.memory.choice import most_on_host
 from flash_train.cli.memory.parallel_choice import of_plan, possible_plans
 from flash_train.cli.run.outcome import require_success
@@ -146,8 +146,8 @@ def predicted_length(config: DictConfig, limit: int) -> int:
     step, device = step_before_run(config)
     plan = parallel_plan(config)
     plans = possible_plans(config, step) if plan.is_open else [plan]
-    most = capacity_of_rank(device, plan.dims.ranks, config.trainer.devices)
-    share = host_share(config.trainer.devices) if config.memory.offload == AUTO else None
+    most = total_memory_of_rank(device, plan.dims.ranks, config.trainer.devices)
+    share = host_memory_of_rank(config.trainer.devices) if config.memory.offload == AUTO else None
     return max(predicted_longest(of_plan(step, plan), most, limit, share) for plan in plans)
 
 

@@ -64,11 +64,11 @@ def predict(step: Step) -> Prediction:
     return Prediction(ledger.peak(), phases, walk.per_layer, ledger.moments, host)
 
 
-def in_addition_to_graph(step: Step) -> int:
+def extra_validation_bytes(step: Step) -> int:
     """Return an upper limit of the bytes that a validation takes in addition to a captured micro-batch.
 
-    That memory is only for replays, so a validation has its own: it takes less than a forward that keeps the inputs of
-    all blocks.
+    A CUDA graph's memory is only for its replays, so a validation allocates its own. It needs less than a forward that
+    keeps the inputs of all blocks.
     """
     forward = predict(replace(step, memory="checkpoint", keep=0.0, offload=0.0)).phases
     fullest = max((forward[name] for name in ("forward", "loss")), key=lambda moment: moment.total)

@@ -10,15 +10,15 @@ from flash_train.attention.parallel import RowPlan, plan_row
 
 @dataclass(frozen=True)
 class RowShare:
-    """Counts of rows, a row being one token's keys or values.
+    """Counts of tokens, as far as attention on one device is concerned.
 
     Args:
-        shared: of documents that the device shares with others.
-        pieces: of these documents that it holds, each an entry of their call.
-        keys: that the call for these documents reads; a token that two of its pieces see counts twice.
-        sent, received: that the device sends to others and receives from them.
-        calls: of each call for documents that it holds whole, with the number of these documents.
-        largest: the most that any device receives.
+        shared: tokens on the device that belong to shared documents.
+        pieces: pieces of shared documents on the device, at least 1; each is an entry of their attention call.
+        keys: keys that this call reads; a key that two pieces read counts twice.
+        sent, received: tokens whose keys and values the device sends to others, and receives from them.
+        calls: (tokens, entries) of each attention call for whole documents; the last call includes the padding.
+        largest: the most tokens that any device receives.
     """
 
     shared: int

@@ -27,7 +27,7 @@ class Step:
         model: the model's shape, including attention and residual dropout.
         seq_len, batch_size: shape of a micro-batch; the devices of a context group share it.
         accumulate: micro-batches per optimizer step.
-        precision: fp32, bf16-mixed, fp16-mixed or bf16-true.
+        precision: a name of `flash_train.precision.PRECISIONS`.
         memory: none, selective or checkpoint.
         keep, offload: the share of blocks that keep everything whatever `memory` says, and the share whose inputs are
             in the host's memory (see `Transformer`).

@@ -44,7 +44,7 @@ def state_bytes(step: Step, shape: Shape) -> float:
 
 
 def copies_of_one(step: Step, elements: int) -> float:
-    """Return the bytes of the copies on the device while a matrix whose state is in the host's memory is updated."""
+    """Return the bytes that a weight's offloaded optimizer state takes on the device while the weight is updated."""
     if not step.offload_optimizer or elements < SMALLEST_ON_HOST:
         return 0
     return min(elements, 2 * STAGED) * state_bytes(step, (1, step.model.width))

@@ -1,4 +1,4 @@
-"""Callbacks for any `Trainer`. Each works by itself, except that those that log metrics also need `Throughput`."""
+"""Callbacks for any `Trainer`. Some need another callback before them, and raise ValueError in `setup` without it."""
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
 from flash_train.training.callbacks.cuda_graph import CudaGraph

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 C = TypeVar("C", bound=Callback)
 
@@ -26,6 +28,27 @@ class StepCallback(Callback):
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Called after an optimizer step; `trainer.global_step` already counts it."""
+
+
+class HostCopy:
+    """A copy of a few numbers in the host's memory, for which the host need not wait.
+
+    On a GPU the copy is queued in the current stream. Elsewhere the tensor itself is kept, and must not change.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._values = values
+
+    def read(self) -> list[Any]:
+        """Return the numbers; on a GPU, wait until it has copied them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
 
 
 def find_callback(trainer: Trainer, kind: type[C], *, before: Callback | None = None) -> C | None:

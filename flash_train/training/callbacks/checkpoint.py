@@ -20,7 +20,7 @@ from flash_train.output import say
 from flash_train.training.callbacks.base import StepCallback
 
 NAME = re.compile(r"step-\d{6,}\.ckpt")
-# An entry of a checkpoint: how often, before this checkpoint, a run in its folder had resumed from an earlier one
+# An entry of a checkpoint: the number of its branch (see `newest_checkpoint`)
 BRANCH = "branch"
 
 
@@ -50,7 +50,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"no checkpoint in {folder}: expected files named like step-000100.ckpt")
     branches = {path: order[0] for path in found if (order := branch_and_step(path)) is not None}
     if not branches:
-        raise ValueError(f"{found[-1]} is not a checkpoint of this program, or is damaged, as are all in its folder")
+        raise ValueError(f"{folder}: none of its checkpoints can be read; the last one is {found[-1].name}")
     return max(branches, key=lambda path: (branches[path], step_of(path)))
 
 

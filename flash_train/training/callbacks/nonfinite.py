@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from flash_train.distributed.peers import name_ranks
-from flash_train.training.callbacks.base import StepCallback, require
+from flash_train.training.callbacks.base import HostCopy, StepCallback, require
 
 
 class NonFiniteLossError(RuntimeError):
     """A training step's loss or gradient norm is nan or inf, on all ranks; the message names the step.
 
-    If some ranks' part of the loss is finite, it also names the others.
+    If only some ranks' part of the loss is nan or inf, the message names these ranks.
     """
 
     on_all_ranks = True
@@ -30,7 +29,7 @@ class NonFiniteLoss(StepCallback):
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[int, HostCopy] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
@@ -43,13 +42,8 @@ class NonFiniteLoss(StepCallback):
         norm = torch.zeros_like(result.loss) if scaled else result.gradient_norm.to(result.loss.dtype)
         rank_loss = getattr(result, "rank_loss", None)
         values = torch.stack([result.loss, norm, result.loss if rank_loss is None else rank_loss])
-        event = None
-        if values.device.type == "cuda":
-            values = torch.empty(3, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending = (result.step, values, event)
-        if event is None:
+        self._pending = (result.step, HostCopy(values))
+        if values.device.type != "cuda":
             self._read(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
@@ -61,11 +55,8 @@ class NonFiniteLoss(StepCallback):
     def _read(self, trainer: Trainer) -> None:
         if self._pending is None:
             return
-        step, values, event = self._pending
-        self._pending = None
-        if event is not None:
-            event.synchronize()
-        loss, norm, rank_loss = values.tolist()
+        (step, values), self._pending = self._pending, None
+        loss, norm, rank_loss = values.read()
         if not math.isfinite(loss):
             where = f"at step {step}{_ranks(trainer, rank_loss)}"
             raise NonFiniteLossError(f"the training loss is {loss} {where}: lower optimizer.lr or inspect the data")

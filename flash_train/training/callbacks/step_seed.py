@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of the step, so a resumed run draws the same ones as an uninterrupted run."""
+"""Seeds random numbers at every training batch, so a resumed run draws the same ones as an uninterrupted run."""
 
 import hashlib
 from collections.abc import Sequence

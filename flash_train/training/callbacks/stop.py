@@ -13,13 +13,11 @@ from lightning.pytorch import Trainer
 from flash_train.checks import at_least, check
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.output import say, say_in_handler
-from flash_train.training.callbacks.base import StepCallback
+from flash_train.training.callbacks.base import HostCopy, StepCallback
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # SIGHUP, for a terminal that closes, is missing on Windows
 # A terminal sends Ctrl-C to the whole process group, and a wrapper may forward it: within this time both count as one.
 SAME_SIGNAL_SECONDS = 0.5
-# Ranks ask each other for a signal about this often. Each time the host waits for the GPU, and so queues no work ahead.
-AGREE_SECONDS = 5.0
 
 
 class StopAfter(StepCallback):
@@ -55,25 +53,24 @@ class SaveOnSignal(StepCallback):
     SIGHUP that the process ignores (`nohup`) stays ignored. Afterwards `received` is the signal's name, until the next
     `fit`. Lightning's own handler, which ends the process without a checkpoint, is replaced while training runs.
 
-    Of several ranks, each may get the signal, and all stop after the same step, at most `AGREE_SECONDS` later. Ranks
-    that share weights or rows finish a validation in progress, because each batch needs all of them. Lightning no
-    longer asks all ranks at every micro-batch whether its own handler got a SIGTERM.
+    Any of several ranks may get the signal. The ranks ask each other at the end of every step, and read the answer at
+    the end of the next one, so that no host waits: all ranks stop after the step that follows the signal's. Ranks that
+    share weights or rows ask at every batch of a validation, too, because a batch needs all of them. Lightning's own
+    check of all ranks, for which the host waits at every micro-batch, is switched off.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
         self._received_at = 0.0
         self._previous: dict[int, Any] = {}
-        self._next_step = 0  # at which the ranks ask each other again
+        self._vote: _Vote | None = None  # the newest one, if its result has not been read
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._module = pl_module
         strategy = trainer.strategy
         self._skips_alone = not isinstance(strategy, ShardedStrategy) and not getattr(strategy, "context_group", None)
-        self.received, pl_module.skip_validation = None, False  # forget the signal of an earlier fit
-        self._asked = (trainer.global_step, time.monotonic())  # the step, and the time, at which the ranks asked
-        self._step_seconds = AGREE_SECONDS  # of a step, until one is measured
+        self.received, self._vote, pl_module.skip_validation = None, None, False  # forget an earlier fit
         if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             for number in filter(None, (getattr(signal, name, None) for name in STOPPING)):
                 if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
@@ -82,7 +79,7 @@ class SaveOnSignal(StepCallback):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if trainer.received_sigterm:  # Lightning caught it while the run was being prepared
             self.received = "SIGTERM"
-        self._stop_if_received(trainer, pl_module)
+        self._ask_and_wait(trainer, pl_module)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received and time.monotonic() - self._received_at < SAME_SIGNAL_SECONDS:
@@ -94,48 +91,50 @@ class SaveOnSignal(StepCallback):
             self._module.skip_validation = True
         if self._module.trainer.is_global_zero:
             again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
-            say_in_handler(f"{self.received}: stopping after this step{again}")
+            alone = self._module.trainer.world_size == 1
+            say_in_handler(f"{self.received}: stopping {'after this step' if alone else 'once all ranks agree'}{again}")
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.global_step >= self._next_step:
-            self._stop_if_received(trainer, pl_module)
+        self._ask(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._stop_if_received(trainer, pl_module)  # all ranks have the same exit status
+        self._ask_and_wait(trainer, pl_module)  # all ranks have the same exit status
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._stop_in_validation(trainer, pl_module)
+        if _is_within_fit(trainer):
+            self._ask_and_wait(trainer, pl_module)
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if _is_within_fit(trainer) and not self._skips_alone:
+            self._ask(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._stop_in_validation(trainer, pl_module)
+        if _is_within_fit(trainer):
+            self._ask_and_wait(trainer, pl_module)
 
-    def _stop_in_validation(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._stop_if_received(trainer, pl_module)
-
-    def _stop_if_received(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._is_received(trainer):
-            if self.received is None:
-                self.received = "another rank's signal"
-                if trainer.is_global_zero:
-                    say("another rank received a signal: stopping after this step")
-            pl_module.skip_validation = True
-            trainer.should_stop = True
-
-    def _is_received(self, trainer: Trainer) -> bool:
-        """Whether any rank has received a signal; all ranks call it at the same step."""
+    def _ask(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stop if the last vote says so, and begin another one. All ranks call it at the same points of a run."""
         if trainer.world_size == 1:
-            return self.received is not None
-        step, now = trainer.global_step, time.monotonic()
-        last_step, last_time = self._asked
-        if step > last_step:  # else a validation began or ended
-            self._asked, self._step_seconds = (step, now), (now - last_time) / (step - last_step)
-        own = [self.received is not None, self._step_seconds]
-        found = torch.tensor(own, dtype=torch.float64, device=trainer.strategy.root_device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        is_received, seconds = found.tolist()
-        self._next_step = step + max(1, int(AGREE_SECONDS / max(seconds, 1e-6)))
-        return bool(is_received)
+            is_received = self.received is not None
+        else:
+            is_received = self._vote is not None and self._vote.result()
+            self._vote = _Vote(self.received is not None, trainer.strategy.root_device)
+        if is_received:
+            self._stop(trainer, pl_module)
+
+    def _ask_and_wait(self, trainer: Trainer, pl_module: Any) -> None:
+        self._ask(trainer, pl_module)
+        vote, self._vote = self._vote, None
+        if vote is not None and vote.result():
+            self._stop(trainer, pl_module)
+
+    def _stop(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.received is None:
+            self.received = "another rank's signal"
+            if trainer.is_global_zero:
+                say("another rank received a signal: stopping")
+        pl_module.skip_validation = True
+        trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         # Not in `on_train_end`: other callbacks write the run's record there, and a Ctrl-C must not interrupt them.
@@ -152,3 +151,24 @@ class SaveOnSignal(StepCallback):
             number, handler = self._previous.popitem()
             if signal.getsignal(number) == self._handle:  # else Lightning has already restored a handler
                 signal.signal(number, handler)
+
+
+class _Vote:
+    """Whether any rank has received a signal. The ranks begin it together, and none of them waits."""
+
+    def __init__(self, is_received: bool, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        flag = torch.tensor([is_received], dtype=torch.int32, pin_memory=on_gpu).to(device, non_blocking=True)
+        self._work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+        if on_gpu:
+            self._work.wait()  # not the host: work that is queued later waits
+        self._flag = HostCopy(flag)
+
+    def result(self) -> bool:
+        """Wait for the result; on a GPU, for the work that was queued before the vote."""
+        self._work.wait()
+        return bool(self._flag.read()[0])
+
+
+def _is_within_fit(trainer: Trainer) -> bool:
+    return trainer.state.fn == "fit" and not trainer.sanity_checking

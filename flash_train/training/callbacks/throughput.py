@@ -7,12 +7,11 @@ import torch
 from lightning.fabric.utilities.throughput import Throughput as RollingThroughput
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from torch import Tensor
 
 from flash_train.distributed.dims import data_share
 from flash_train.precision import lightning_compute_dtype
 from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
-from flash_train.training.callbacks.base import StepCallback, find_callback, require
+from flash_train.training.callbacks.base import HostCopy, StepCallback, find_callback, require
 from flash_train.training.callbacks.clock import ActionTimer, Mark, TrainingClock
 from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.step_log import is_logged, log_at_step
@@ -30,7 +29,7 @@ class _Measurement(NamedTuple):
     """What a row is made of, noted when its step was queued; the values may still be on their way to the host."""
 
     step: int
-    values: Tensor  # loss and gradient norm
+    values: HostCopy  # loss and gradient norm
     mark: Mark
     learning_rate: float
     steps: int
@@ -54,11 +53,11 @@ class Throughput(StepCallback):
     `last_step`, a `StepResult` after the first optimizer step. Batches are dictionaries with `tokens` (batch, seq_len).
     Ranks that share a row each compute an equal part of its FLOPs.
 
-    Validation and saving checkpoints do not count as training time. On a GPU the times are the device's own, and a row
-    is made when the next step has been queued, so that the device never idles, and at the latest before a validation,
-    a checkpoint or the end. With `StepTimes` the device is synchronised at logged steps.
+    Validation and saving checkpoints do not count as training time. On a GPU, CUDA events measure the times. A row is
+    read once the next step has been queued, so the device never idles, or earlier, before a validation, a checkpoint or
+    the end. With `StepTimes` the device is synchronised at logged steps.
 
-    With this callback, the module does not log its loss itself (`logs_steps`), so that it is in the same row. Rates are
+    This callback logs the loss in the same row (`logs_steps`), and the module then does not log it. Rates are
     computed by Lightning's `Throughput` class. Lightning's `ThroughputMonitor` does not fit: it assumes the same FLOPs
     for every batch, synchronises at every batch and does not know the H200.
     """
@@ -116,11 +115,9 @@ class Throughput(StepCallback):
             return
         values = torch.stack([result.loss, result.gradient_norm.to(result.loss.dtype)])
         later = values.device.type == "cuda" and self._step_times is None and not self._clock.is_paused
-        if later:
-            values = torch.empty(2, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         self._pending = _Measurement(
-            step, values, self._clock.mark(), result.learning_rate, self._steps, self._micro_batches, self._tokens,
-            self._flops, self._timer.seconds, self._imbalance(trainer), pl_module.device,
+            step, HostCopy(values), self._clock.mark(), result.learning_rate, self._steps, self._micro_batches,
+            self._tokens, self._flops, self._timer.seconds, self._imbalance(trainer), pl_module.device,
         )  # fmt: skip
         self._flops = 0
         if not later:
@@ -131,8 +128,8 @@ class Throughput(StepCallback):
         if self._pending is None:
             return
         measured, self._pending = self._pending, None
-        now = self._clock.read(measured.mark)  # waits for the device, and for the copy of the values
-        loss, norm = measured.values.tolist()
+        now = self._clock.read(measured.mark)
+        loss, norm = measured.values.read()
         steps, then, waited = self._previous_row
         self._previous_row = (measured.steps, now, measured.waited)
         self._rolling.update(

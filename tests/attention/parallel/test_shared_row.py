@@ -70,10 +70,10 @@ REFUSED = {
     "full": (AttentionSpec(Full()), {}, "must be Causal() or Window(left, 0) if several ranks share a row"),
     "right": (AttentionSpec(Window(8, 8)), {"window": 8}, "must be Causal() or Window(left, 0) if several"),
     "unbounded": (AttentionSpec(Window(8, None)), {"window": 8}, "must be Causal() or Window(left, 0) if several"),
-    "no-window-in-plan": (AttentionSpec(Window(8, 0)), {}, "the plan's window is None: must be equal"),
-    "window-in-plan": (AttentionSpec(Causal()), {"window": 8}, "the plan's window is 8: must be equal"),
-    "window": (AttentionSpec(Window(8, 0)), {"window": 9}, "the plan's window is 9: must be equal"),
-    "rows": (AttentionSpec(Causal()), {"rows": 48}, "q has 48 rows and the plan gives each rank 64: must be equal"),
+    "no-window-in-plan": (AttentionSpec(Window(8, 0)), {}, "its window must be None, the plan's window"),
+    "window-in-plan": (AttentionSpec(Causal()), {"window": 8}, "its window must be 8, the plan's window"),
+    "window": (AttentionSpec(Window(8, 0)), {"window": 9}, "its window must be 9, the plan's window"),
+    "rows": (AttentionSpec(Causal()), {"rows": 48}, "q.shape[0]=48: must be 64, the tokens of each rank in the plan"),
     "rng": (AttentionSpec(Causal(), dropout=0.1), {}, "dropout=0.1 without rng: all ranks need the same RngState"),
 }
 
@@ -91,9 +91,9 @@ def test_tensors_that_do_not_fit_are_refused(alone, method):
     row, spec = SharedRow(plan_row([40, 24], 64, 1), alone, CPU), AttentionSpec(Causal(), dropout=0.1)
     q, k, v = inputs(64)
     for change, message in (
-        ({"k": k[:32]}, "k has 32 rows and the plan gives each rank 64: must be equal"),
-        ({"v": torch.cat([v, v])}, "v has 128 rows and the plan gives each rank 64: must be equal"),
-        ({"sinks": torch.zeros(5)}, "sinks has shape (5,): must be (4,)"),
+        ({"k": k[:32]}, "k.shape[0]=32: must be 64, the tokens of each rank in the plan"),
+        ({"v": torch.cat([v, v])}, "v.shape[0]=128: must be 64, the tokens of each rank in the plan"),
+        ({"sinks": torch.zeros(5)}, "sinks.shape=(5,): must be (4,), the heads of q"),
         ({"rng": RngState(1, query=16)}, "query and key must be 0 and entries None, because the plan gives them"),
     ):
         call = {"q": q, "k": k, "v": v, "rng": RngState(1), "method": method} | change

@@ -87,13 +87,13 @@ def test_a_long_row_after_a_short_one(tmp_path):
 
 
 def test_a_long_row_takes_from_the_host_what_the_card_has_not(monkeypatch):
-    monkeypatch.setattr(parallel_training, "capacity_of_rank", lambda *_: 78 * 2**30)
-    monkeypatch.setattr(parallel_training, "host_share", lambda ranks: 560 * 2**30 // ranks)
+    monkeypatch.setattr(parallel_training, "total_memory_of_rank", lambda *_: 78 * 2**30)
+    monkeypatch.setattr(parallel_training, "host_memory_of_rank", lambda ranks: 560 * 2**30 // ranks)
     (case,) = long_cases(8)
     step = parallel_training.step_of(case, 8, torch.device("cpu"))
     assert case.seq_len == 2**20 and step.memory == "selective" and 0 < step.offload < 1
     assert predict(step).peak_bytes <= 70e9
-    monkeypatch.setattr(parallel_training, "host_share", lambda ranks: 0)
+    monkeypatch.setattr(parallel_training, "host_memory_of_rank", lambda ranks: 0)
     step = parallel_training.step_of(case, 8, torch.device("cpu"))
     assert (step.memory, step.offload) == ("checkpoint", 0)
 

@@ -16,8 +16,8 @@ def test_the_optimizer_gives_up_what_does_not_fit(monkeypatch, capsys):
     def chosen(limit: int, *given: str) -> tuple[str, str | None]:
         config = config_of("precision=bf16-true", *given)
         step = step_for(config, master=config.optimizer.master or "exact", moments=config.optimizer.moments)
-        monkeypatch.setattr(choice, "limit_of", lambda *_: limit)
-        found = choice.with_optimizer_formats(config, step, CPU)
+        monkeypatch.setattr(choice, "memory_of_rank", lambda *_: limit)
+        found = choice.choose_optimizer_formats(config, step, CPU)
         if capsys.readouterr().out:  # then the run's configuration has it, too
             assert (config.optimizer.master, config.optimizer.moments) == (found.master, found.moments)
         return found.master, found.moments
@@ -39,8 +39,8 @@ def test_weights_are_updated_within_the_backward_if_only_that_fits(monkeypatch, 
     def chosen(limit: int, *given: str) -> bool:
         config = config_of("precision=bf16-true", *given)
         step = step_for(config, in_backward=bool(config.optimizer.in_backward))
-        monkeypatch.setattr(choice, "limit_of", lambda *_: limit)
-        found = choice.with_step_in_backward(config, step, CPU)
+        monkeypatch.setattr(choice, "memory_of_rank", lambda *_: limit)
+        found = choice.choose_step_in_backward(config, step, CPU)
         assert ("within the backward" in capsys.readouterr().out) == (found is not step)
         assert found.in_backward == bool(config.optimizer.in_backward)
         return found.in_backward
@@ -62,18 +62,18 @@ def test_auto_keeps_as_many_blocks_as_fit(ranks, monkeypatch, capsys):
     step = step_for(config)
     peaks = [predict(replace(step, keep=kept / 6)).peak_bytes for kept in range(7)]
     for kept in range(1, 7):
-        monkeypatch.setattr(choice, "limit_of", lambda *_, limit=peaks[kept]: round(limit / 0.95) + 1)
-        assert choice.with_kept_blocks(config, step, CPU).keep == kept / 6
+        monkeypatch.setattr(choice, "memory_of_rank", lambda *_, limit=peaks[kept]: round(limit / 0.95) + 1)
+        assert choice.choose_kept_blocks(config, step, CPU).keep == kept / 6
         assert f"{kept} of 6 blocks keep everything" in capsys.readouterr().out
-    monkeypatch.setattr(choice, "limit_of", lambda *_: 1)
-    assert choice.with_kept_blocks(config, step, CPU).keep == 0
+    monkeypatch.setattr(choice, "memory_of_rank", lambda *_: 1)
+    assert choice.choose_kept_blocks(config, step, CPU).keep == 0
 
 
-@pytest.mark.parametrize(("key", "choose"), [("keep", "with_kept_blocks"), ("offload", "with_inputs_on_host")])
+@pytest.mark.parametrize(("key", "choose"), [("keep", "choose_kept_blocks"), ("offload", "choose_inputs_on_host")])
 def test_auto_needs_a_prediction(key, choose, monkeypatch):
     for overrides, limit, why in (("compile=true", 1, "compile=true"), ("", None, "memory of cpu")):
         config = config_of(f"memory.{key}=auto", *overrides.split())
-        monkeypatch.setattr(choice, "limit_of", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(choice, "memory_of_rank", lambda *_, limit=limit: limit)
         with pytest.raises(UsageError, match=rf"^memory.{key}=auto: .*{why}.*; allowed: a share in \[0, 1\]$"):
             getattr(choice, choose)(config, step_for(config), CPU)
 
@@ -86,9 +86,9 @@ def test_auto_offloads_as_few_inputs_as_fit(monkeypatch, capsys):
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3  # then the loss needs more
 
     def chosen(limit: float, host: int) -> int:
-        monkeypatch.setattr(choice, "limit_of", lambda *_: round(limit / 0.95) + 1)
-        monkeypatch.setattr(choice, "host_share", lambda _: host)
-        found = choice.with_inputs_on_host(config, step, CPU)
+        monkeypatch.setattr(choice, "memory_of_rank", lambda *_: round(limit / 0.95) + 1)
+        monkeypatch.setattr(choice, "host_memory_of_rank", lambda _: host)
+        found = choice.choose_inputs_on_host(config, step, CPU)
         assert predict(found).host_bytes == found.inputs_on_host * each <= host
         return found.inputs_on_host
 
@@ -104,4 +104,4 @@ def test_auto_offloads_as_few_inputs_as_fit(monkeypatch, capsys):
 def test_blocks_that_keep_everything_have_no_inputs_to_offload(offload):
     config = config_of("memory=none", f"memory.offload={offload}")
     with pytest.raises(UsageError, match=f"^memory.offload={offload}: with memory=none .*allowed: memory=selective"):
-        choice.with_inputs_on_host(config, step_for(config), CPU)
+        choice.choose_inputs_on_host(config, step_for(config), CPU)

@@ -69,17 +69,17 @@ def test_auto_takes_the_first_plan_that_fits(overrides, monkeypatch, capsys):
     peaks = [predict(parallel_choice.of_plan(step, plan)).peak_bytes for plan in plans]
     assert peaks == sorted(peaks, reverse=True)
     for number, peak in enumerate(peaks):
-        monkeypatch.setattr(parallel_choice, "limit_of", lambda *_, limit=peak: limit)
+        monkeypatch.setattr(parallel_choice, "memory_of_rank", lambda *_, limit=peak: limit)
         assert parallel_choice.choose_plan(config, step, CPU) == plans[number]
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("parallel: 4 devices, ") and " on each device" in line
         assert line.count("whole weights") == 1 and ("too much" in line) == (number > 0)
-    monkeypatch.setattr(parallel_choice, "limit_of", lambda *_: peaks[-1] - 1)
+    monkeypatch.setattr(parallel_choice, "memory_of_rank", lambda *_: peaks[-1] - 1)
     assert parallel_choice.choose_plan(config, step, CPU) == plans[-1]
 
 
 def test_a_plan_that_the_user_gives_stays(monkeypatch, capsys):
-    monkeypatch.setattr(parallel_choice, "limit_of", lambda *_: 1)
+    monkeypatch.setattr(parallel_choice, "memory_of_rank", lambda *_: 1)
     for given in ("parallel=ddp", "parallel=fsdp", "parallel=context", "parallel.shard=2"):
         config = config_of("trainer.devices=4", given)
         plan = parallel_plan(config)

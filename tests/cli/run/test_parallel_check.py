@@ -8,7 +8,7 @@ import torch
 from flash_train.attention.parallel import plan_row
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.parallel import parallel_plan
-from flash_train.cli.run.parallel_check import SPARE, CheckSize, largest_size, shorten, sizes
+from flash_train.cli.run.parallel_check import USABLE, CheckSize, largest_size, shorten, sizes
 from flash_train.data.dataset import as_row, collate
 from flash_train.model import ModelConfig
 from flash_train.profiling.memory.prediction import predict
@@ -32,7 +32,7 @@ def test_the_largest_step_that_fits_is_taken(tiny):
     plan = parallel_plan(compose_config([*tiny, "trainer.devices=2", "parallel=context"]))
     assert largest_size(step, plan, None) == CheckSize(16_384, 8)
     needed = predict(replace(step, seq_len=8192, accumulate=2, precision="fp32")).peak_bytes
-    assert largest_size(step, plan, int(needed / SPARE) + 1) == CheckSize(8192, 8)
+    assert largest_size(step, plan, int(needed / USABLE) + 1) == CheckSize(8192, 8)
     assert largest_size(step, plan, 1) == CheckSize(4096, 1)
 
 

@@ -146,7 +146,7 @@ def test_no_readable_checkpoint_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         last_checkpoint(tmp_path)
     write_checkpoint(tmp_path / "checkpoints" / "step-000040.ckpt", 40).write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"step-000040\.ckpt is not a checkpoint of this program, or is damaged"):
+    with pytest.raises(ValueError, match=r"none of its checkpoints can be read; the last one is step-000040\.ckpt"):
         last_checkpoint(tmp_path)
 
 

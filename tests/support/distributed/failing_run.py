@@ -2,7 +2,8 @@
 
 FAULT="1 3 kill" python -m tests.support.distributed.failing_run trainer.devices=2 ...
 
-Ranks ask each other for signals after every step, or about every AGREE_SECONDS.
+With the kind "validation" the rank gets SIGTERM in the second batch of the validation after that step, and every rank
+adds a line to the file EVALUATED for each validation batch that it computes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from flash_train.distributed import checkpoint
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import Transformer
 from flash_train.training import CausalLMModule
-from flash_train.training.callbacks import stop
 
 
 def fail(kind: str) -> None:
@@ -43,10 +43,22 @@ def main() -> None:
     rank, step, kind = os.environ["FAULT"].split(maxsplit=2)
     if os.environ.get("LOCAL_RANK", "0") == rank:
         inject(int(step), kind)
-    stop.AGREE_SECONDS = float(os.environ.get("AGREE_SECONDS", "0"))
+    if file := os.environ.get("EVALUATED"):
+        count_evaluated(Path(file))
     if file := os.environ.get("PREPARED"):
         count_preparations(Path(file))
     train.main()
+
+
+def count_evaluated(file: Path) -> None:
+    plain = CausalLMModule._evaluate
+
+    def evaluate(self: CausalLMModule, batch: Any) -> None:
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(f"{self.trainer.global_step}\n")
+        plain(self, batch)
+
+    CausalLMModule._evaluate = evaluate  # type: ignore[method-assign]
 
 
 def count_preparations(file: Path) -> None:
@@ -65,10 +77,15 @@ def inject(step: int, kind: str) -> None:
     """Make this rank fail in an optimizer step, or while it saves that step's checkpoint."""
     plain_step, plain_loss = CausalLMModule.training_step, Transformer.loss
     plain_setup = ShardedStrategy.setup_environment
-    plain_write = checkpoint.FileSystemWriter.write_data
+    plain_write, plain_validation = checkpoint.FileSystemWriter.write_data, CausalLMModule.validation_step
+
+    def validation_step(self: CausalLMModule, batch: Any, batch_idx: int) -> None:
+        if kind == "validation" and self.trainer.global_step == step and batch_idx == 1:
+            fail("term")
+        plain_validation(self, batch, batch_idx)
 
     def training_step(self: CausalLMModule, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step + 1 == step:
+        if kind != "validation" and self.trainer.global_step + 1 == step:
             fail(kind)
         self.model.is_broken = kind == "nan" and self.trainer.global_step + 1 == step
         return plain_step(self, batch, batch_idx)
@@ -90,6 +107,7 @@ def inject(step: int, kind: str) -> None:
 
     ShardedStrategy.setup_environment = setup_environment  # type: ignore[method-assign]
     CausalLMModule.training_step = training_step  # type: ignore[method-assign]
+    CausalLMModule.validation_step = validation_step  # type: ignore[method-assign]
     Transformer.loss = loss  # type: ignore[method-assign]
     checkpoint.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
 

@@ -29,7 +29,7 @@ def act(action: str, rank: int, watch: RankWatch, killed: Path) -> None:
         case "stop" if chosen:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "error" | "shared" if chosen:
-            watch.failed(ValueError("a mistake"), on_all_ranks=kind == "shared")
+            watch.report_failure(ValueError("a mistake"), on_all_ranks=kind == "shared")
             print(f"reported by {rank}", flush=True)
             time.sleep(0.5)
             print("last words", flush=True)
@@ -57,7 +57,7 @@ def main() -> None:
     rank, ranks = map(int, sys.argv[2:4])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     watch = RankWatch(
-        rank, ranks, "localhost", TIMEOUT, speaks=rank == 1,
+        rank, ranks, "localhost", TIMEOUT, reports_first_rank=rank == 1,
         exit_status=lambda error: 5 if isinstance(error, ValueError) else 1,
     )  # fmt: skip
     watch.before_exit.append(Path(f"{store}.reason{rank}").write_text)

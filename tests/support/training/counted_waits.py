@@ -22,7 +22,7 @@ COUNTED = ("barrier", "broadcast", "broadcast_object_list", "all_reduce", "all_g
 
 
 class CountCalls(pl.Callback):
-    """Counts the calls of `torch.distributed` from each micro-batch's start to the next one's."""
+    """Counts synchronous calls of `torch.distributed`, from each micro-batch's start to the next one's."""
 
     def __init__(self) -> None:
         self.found: list[Counter[str]] = []
@@ -32,7 +32,7 @@ class CountCalls(pl.Callback):
 
     def counting(self, name: str, function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            if self.found:
+            if self.found and not options.get("async_op"):
                 self.found[-1][name] += 1
             return function(*arguments, **options)
 

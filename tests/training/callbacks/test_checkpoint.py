@@ -87,7 +87,7 @@ def test_damaged_checkpoints_are_skipped(tmp_path):
 
 def test_no_readable_checkpoint_is_an_error(tmp_path):
     (tmp_path / "step-000100.ckpt").write_bytes(b"half of a file")
-    with pytest.raises(ValueError, match="step-000100.ckpt is not a checkpoint of this program, or is damaged"):
+    with pytest.raises(ValueError, match="none of its checkpoints can be read; the last one is step-000100.ckpt"):
         newest_checkpoint(tmp_path)
 
 

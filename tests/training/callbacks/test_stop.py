@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -173,37 +172,6 @@ def poison(parameter_value):
     return apply
 
 
-def test_ranks_ask_each_other_every_five_seconds(monkeypatch):
-    """After the first step, then after the steps of five seconds; a validation in between changes nothing."""
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
-    epoch_loop = SimpleNamespace()
-    trainer = SimpleNamespace(
-        world_size=2, global_step=20, received_sigterm=False, sanity_checking=False, is_global_zero=True,
-        state=SimpleNamespace(fn="fit"), strategy=SimpleNamespace(root_device="cpu"), should_stop=False,
-        fit_loop=SimpleNamespace(epoch_loop=epoch_loop),
-    )  # fmt: skip
-    module = SimpleNamespace(trainer=trainer, skip_validation=False)
-    signals = SaveOnSignal()
-    asked = []
-    plain = signals._is_received
-    monkeypatch.setattr(signals, "_is_received", lambda given: asked.append(given.global_step) or plain(given))
-    signals.on_train_start(trainer, module)
-    try:
-        assert epoch_loop._broadcast_sigterm_tensor() is None  # Lightning no longer asks
-        for step in range(21, 60):
-            trainer.global_step, now = step, now + 0.4
-            signals.on_step_end(trainer, module)
-            if step == 33:
-                signals.on_validation_start(trainer, module)
-                now += 0.01
-                signals.on_validation_end(trainer, module)
-    finally:
-        signals.teardown(trainer, module, "fit")
-    assert asked == [20, 21, 33, 33, 33, 45, 57] and not vars(epoch_loop)
-
-
 def test_a_late_signal_does_not_undo_what_ranks_have_agreed_on(tmp_path):
     """With sharded weights all ranks skip a validation, or none: a rank alone would leave the others waiting."""
     seen = []
@@ -212,7 +180,7 @@ def test_a_late_signal_does_not_undo_what_ranks_have_agreed_on(tmp_path):
         callback._skips_alone = False  # as with sharded weights
         callback._handle(signal.SIGTERM, None)
         seen.append(module.skip_validation)
-        callback._stop_if_received(trainer, module)  # they agree
+        callback._ask(trainer, module)  # they agree
         callback.received = "another rank's signal"
         callback._received_at -= 2 * SAME_SIGNAL_SECONDS
         callback._handle(signal.SIGTERM, None)
