@@ -28,21 +28,35 @@ class CausalLM(nn.Module):
     """A model of `transformers`, with the methods that `CausalLMModule` calls.
 
     Args:
-        model: a model for causal language modelling, such as `AutoModelForCausalLM` returns. Its attention is replaced.
+        model: a model for causal language modelling, such as `AutoModelForCausalLM` returns, also with adapters of
+            PEFT. Its attention is replaced.
         backend: of the attention, see `register`.
 
     Attributes:
-        blocks: its decoder layers.
+        blocks: its decoder layers, for models that name them `layers`.
+
+    Raises:
+        TypeError: `model` is no such model.
+        ValueError: its attention cannot be replaced, or PEFT puts tokens of its own before each row.
     """
 
     def __init__(self, model: Any, *, backend: str = "auto") -> None:
         super().__init__()
-        model.set_attn_implementation(register(backend=backend))
+        base = _without_adapters(model)
+        if not hasattr(base, "get_output_embeddings") or base.get_output_embeddings() is None:
+            kind = f"{model!r}" if isinstance(model, str) else f"a {type(base).__name__}"
+            raise TypeError(f"model must be a causal language model, as AutoModelForCausalLM returns, not {kind}")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(f"{type(model.active_peft_config).__name__}: CausalLM trains adapters, but no prompts")
+        name = register(backend=backend)
+        base.set_attn_implementation(name)
+        if base.config.get_text_config()._attn_implementation != name:
+            raise ValueError(f"{type(base).__name__} has attention of its own, which CausalLM cannot replace")
         self.model = model
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.model.base_model.layers
+        return _without_adapters(self.model).base_model.layers
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Return the logits of the next token, (batch, seq_len, vocab_size); arguments as `Transformer` takes them."""
@@ -53,22 +67,22 @@ class CausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the cross entropies in nats (fp32 scalar), and the number of labels (int64 scalar).
 
-        Logits are computed a part at a time, unless the model changes them after the head's product.
+        Logits are computed a part at a time, unless the head has a bias or the model changes its products.
 
         Args:
             labels: int64 (batch, seq_len), the next tokens; -100 is ignored.
         """
         labels = labels.reshape(-1)
         count = (labels != ops.IGNORE_INDEX).sum()
-        config = self.model.config.get_text_config()
-        if any(getattr(config, name, None) is not None for name in CHANGED_LOGITS):
+        model = _without_adapters(self.model)
+        head, config = model.get_output_embeddings(), model.config.get_text_config()
+        if head.bias is not None or any(getattr(config, name, None) is not None for name in CHANGED_LOGITS):
             logits = self(tokens, positions=positions, packing=packing).flatten(0, 1)
             return F.cross_entropy(logits.float(), labels, ignore_index=ops.IGNORE_INDEX, reduction="sum"), count
-        hidden = self.model.base_model(
+        hidden = model.base_model(
             input_ids=tokens, position_ids=positions, packing=packing, use_cache=False
         ).last_hidden_state
-        head = self.model.get_output_embeddings().weight
-        return ops.linear_cross_entropy(hidden.flatten(0, 1), head, labels), count
+        return ops.linear_cross_entropy(hidden.flatten(0, 1), head.weight, labels), count
 
     def model_flops(self, n_tokens: int, pairs: int) -> int:
         """Return the FLOPs of a forward and backward over `n_tokens`, with `pairs` query-key pairs in each layer.
@@ -108,3 +122,8 @@ class CausalLM(nn.Module):
                     count += weight.numel() * config.num_experts_per_tok // experts
                 seen.add(id(weight))
         return count
+
+
+def _without_adapters(model: Any) -> Any:
+    """Return the model of `transformers` within a model of PEFT, whose layers then have the adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

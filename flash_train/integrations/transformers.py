@@ -10,8 +10,11 @@ and `cu_seq_lens_k`. Where the documents are is found once for all layers.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +34,23 @@ if TYPE_CHECKING:
 # transformers takes any name with "flash" for a kernel of its hub
 NAME = "fused_triton"
 
+# Functions of `transformers.masking_utils` whose masks this attention computes, or finds by itself
+KNOWN_PARTS = {
+    "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay", "sliding_window_bidirectional_mask_function",
+    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
+OTHER_MASK = "this model's mask has {}, which only attn_implementation='sdpa' or 'eager' can do"
+# Arguments of attention functions that change which keys count, or how much
+OTHER_SCORES = ("position_bias", "indices", "block_indices", "sinks")
+
 
 def register(name: str = NAME, *, backend: str = "auto") -> str:
     """Add this project's attention to `transformers`, and return the name for `attn_implementation`.
 
-    It supports causal and bidirectional attention, sliding windows, softcap, sinks, grouped queries, dropout, values
-    with another head dimension, padding on either side, packed rows, and caches of keys and values. It returns no
-    attention weights (`output_attentions`), and takes no masks with four dimensions.
+    It supports causal, bidirectional and cross-attention, sliding windows, softcap, sinks, grouped queries, dropout,
+    values with another head dimension, padding on either side, packed rows, and caches of keys and values. It returns
+    no attention weights (`output_attentions`), and takes no masks with four dimensions.
 
     Args:
         name: must not contain "flash", which `transformers` takes for a kernel of its hub.
@@ -64,7 +77,9 @@ def padding_mask(
     kv_length: int = 0,
     q_offset: Any = 0,
     kv_offset: int = 0,
+    mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
+    config: Any = None,
     use_vmap: bool = False,
     cache_position: Tensor | None = None,
     **_: Any,
@@ -75,12 +90,17 @@ def padding_mask(
     of transformers 5 give the queries' positions as `cache_position`, later ones as `q_offset` and `q_length`.
 
     Raises:
-        NotImplementedError: the model adds a mask of its own to the causal one.
+        NotImplementedError: the model has attention of its own, or a mask that this attention does not know.
+        ValueError: the mask has too few rows or columns.
     """
     if use_vmap:
-        raise NotImplementedError(
-            "this model combines its causal mask with another one, which only attn_implementation=sdpa or eager can do"
-        )
+        raise NotImplementedError(OTHER_MASK.format("a mask of its own"))
+    is_causal = check_mask(mask_function, kv_offset + kv_length) if mask_function is not None else True
+    check_uses_interface(config)
+    if attention_mask is not None and len(attention_mask) != batch_size:
+        raise ValueError(f"attention_mask.shape[0]={len(attention_mask)}: must be {batch_size}, as in the batch")
+    if not is_causal:  # the keys may be another model's
+        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
     if q_length is None:
         assert cache_position is not None
         q_length, q_offset = len(cache_position), cache_position[0]
@@ -91,7 +111,46 @@ def padding_mask(
         device = q_offset.device if isinstance(q_offset, Tensor) else None
         return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
     mask = attention_mask[:, -kv_length:].bool()
+    if mask.shape[1] < min(seen, kv_length):
+        raise ValueError(f"attention_mask.shape[1]={mask.shape[1]}: must be {min(seen, kv_length)}, one for each token")
     return None if mask.shape[1] == kv_length and bool(mask.all()) else mask
+
+
+@torch.compiler.disable  # it looks into functions
+def check_mask(mask_function: Callable, keys: int) -> bool:
+    """Return whether a mask of `transformers` is causal. Windows come with each layer, documents with `position_ids`.
+
+    Raises:
+        NotImplementedError: the mask has another part, such as chunks or blocks of images.
+    """
+    parts = dict(_parts(mask_function))
+    if (chunks := parts.pop("chunked_overlay", None)) is not None and chunks["chunk_size"] < keys:
+        raise NotImplementedError(OTHER_MASK.format(f"chunks of {chunks['chunk_size']} tokens"))
+    if unknown := sorted(parts.keys() - KNOWN_PARTS):
+        raise NotImplementedError(OTHER_MASK.format(", ".join(unknown)))
+    return "causal_mask_function" in parts
+
+
+def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the names of the functions that a mask combines, each with the variables that it holds."""
+    cells = function.__closure__ or ()
+    held = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    yield function.__qualname__.split(".")[0], held
+    for value in held.values():
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, FunctionType):
+                yield from _parts(part)
+
+
+@torch.compiler.disable
+def check_uses_interface(config: Any) -> None:
+    """Refuse models whose attention does not come from the registered functions: they would run without a mask."""
+    module = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    if not any(getattr(kind, "_supports_attention_backend", False) for kind in vars(module).values()):
+        name = type(config).__name__.removesuffix("Config")
+        raise NotImplementedError(f"{name} has attention of its own: it needs attn_implementation='eager'")
 
 
 def attention_forward(
@@ -128,9 +187,14 @@ def attention_forward(
 
     Raises:
         ValueError: options that this attention does not support.
+        NotImplementedError: the model changes the scores in a way that this attention does not support.
     """
     if options.get("output_attentions"):
         raise ValueError("output_attentions=True: must be False, or the model needs attn_implementation='eager'")
+    if other := [name for name in OTHER_SCORES if options.get(name) is not None]:
+        raise NotImplementedError(
+            f"this model's attention has {', '.join(other)}, which only attn_implementation='sdpa' or 'eager' can do"
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: must be (batch, seqlen); masks with four "
@@ -141,8 +205,16 @@ def attention_forward(
     spec = AttentionSpec(_mask(causal, sliding_window), scaling, softcap or 0.0, dropout)
     batch, length = q.shape[:2]
     if attention_mask is not None:
-        k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
-        found = _once(attention_mask, length, lambda: Unpadded.of(attention_mask, length))
+        if packing is not None or cu_seq_lens_q is not None:
+            given = "cu_seq_lens_q" if packing is None else "packing"
+            raise ValueError(f"attention_mask and {given}: only one can say where the tokens are")
+        keys = attention_mask.shape[1]
+        if keys > k.shape[1] or (keys < k.shape[1] and not causal):
+            raise ValueError(f"attention_mask.shape[1]={keys}: must be {k.shape[1]}, one for each key")
+        k, v = k[:, :keys], v[:, :keys]
+        positions = position_ids if causal and length == keys else None
+        asked = (length, causal, None if positions is None else (id(positions), _version_of(positions)))
+        found = _once(attention_mask, asked, lambda: Unpadded.of(attention_mask, length, causal, positions))
         q, k, v = (take_rows(x.flatten(0, 1), rows) for x, rows in ((q, found.q), (k, found.k), (v, found.k)))
         out = attention(q, k, v, spec, packing=found.packing, sinks=s_aux, backend=backend)
         return pad_input(out, found.q, batch, length), None
@@ -166,12 +238,32 @@ class Unpadded:
     packing: Packing
 
     @classmethod
-    def of(cls, mask: Tensor, queries: int) -> Unpadded:
-        """Return the tokens of a mask (batch, keys); the queries are the last ones. Synchronises with the device."""
-        used_q = mask[:, -queries:]
+    def of(cls, mask: Tensor, queries: int, causal: bool, positions: Tensor | None) -> Unpadded:
+        """Return the tokens of a mask (batch, keys). Synchronises with the device.
+
+        Args:
+            causal: the queries are the last tokens of the mask; else all queries are tokens, maybe of another model.
+            positions: (batch or 1, keys), where a document of packed rows may begin.
+        """
+        used_q = mask[:, -queries:] if causal else mask.new_ones(len(mask), queries)
         rows_q, rows_k = (used.flatten().nonzero().flatten() for used in (used_q, mask))
+        if positions is not None and positions.dim() == 2:
+            starts = _document_starts(rows_k, positions.expand(len(mask), -1).flatten(), mask.shape[1])
+            if len(starts) > int(mask.any(-1).sum()):
+                boundaries = F.pad(starts, (0, 1), value=len(rows_k)).to(torch.int32)
+                return cls(rows_q, rows_k, Packing(boundaries, boundaries))
         begin_q, begin_k = (boundaries_of(used.sum(-1, dtype=torch.int32)) for used in (used_q, mask))
         return cls(rows_q, rows_k, Packing(begin_q, begin_k))
+
+
+def _document_starts(rows: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Return which of the listed tokens begin a row or a document of it.
+
+    Within a document, positions go up by 1 with each token, or also count the padding between two tokens.
+    """
+    distance, step = rows.diff(), positions[rows].diff()
+    follows = (rows[1:] // length == rows[:-1] // length) & ((step == 1) | (step == distance))
+    return F.pad(~follows, (1, 0), value=True).nonzero().flatten()
 
 
 def packing_of(position_ids: Tensor, batch: int) -> Packing | None:
@@ -211,9 +303,16 @@ def _in_one_dtype(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
 _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+def _version_of(tensor: Tensor) -> int | None:
+    """Return a number that grows when the tensor is changed; None for tensors of `torch.inference_mode`."""
+    return None if tensor.is_inference() else tensor._version
+
+
 @torch.compiler.disable  # it looks at values
-def _once(tensor: Tensor, key: int, find: Any) -> Any:
-    """Return what was found in a tensor, which all layers get; look again if it was changed."""
+def _once(tensor: Tensor, key: Any, find: Any) -> Any:
+    """Return what was found in a tensor, which all layers get; look again if it was or may have been changed."""
+    if tensor.is_inference():
+        return find()
     version, results = _found.get(tensor, (None, None))
     if version != tensor._version:
         version, results = tensor._version, {}

@@ -84,3 +84,39 @@ def test_flops_are_those_of_our_own_model():
 def test_blocks_can_be_compiled():
     module = CausalLMModule(model_of("LlamaConfig"), OptimizerConfig(lr=1e-2, warmup_steps=2), compile=True)
     assert all(block._compiled_call_impl is not None for block in module.model.blocks)
+
+
+def test_the_heads_bias_counts():
+    torch.manual_seed(0)
+    given = AutoModelForCausalLM.from_config(transformers.PhiConfig(**{**SHAPE, "vocab_size": 31})).eval()
+    torch.nn.init.normal_(given.get_output_embeddings().bias)
+    model, tokens = CausalLM(given), torch.randint(31, (1, 16))
+    expected = torch.nn.functional.cross_entropy(given(tokens).logits[0], tokens[0], reduction="sum")
+    torch.testing.assert_close(model.loss(tokens, tokens)[0], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_adapters_are_trained():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of("LlamaConfig").model, peft.LoraConfig(init_lora_weights=False))
+    model, (row, packing) = CausalLM(adapted), batch_with_packing(3)
+    loss, count = model.loss(row["tokens"], row["labels"], positions=row["positions"], packing=packing)
+    logits = model(row["tokens"], positions=row["positions"], packing=packing)
+    expected = torch.nn.functional.cross_entropy(logits[0], row["labels"][0], reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
+    loss.backward()
+    assert (
+        all((p.grad is not None) == ("lora" in name) for name, p in model.named_parameters()) and len(model.blocks) == 3
+    )
+
+
+def test_models_that_it_cannot_train():
+    for wrong in ("gpt2", transformers.BertModel(transformers.BertConfig(**SHAPE))):
+        with pytest.raises(TypeError, match="model must be a causal language model, as AutoModelForCausalLM returns"):
+            CausalLM(wrong)
+    bloom = transformers.BloomConfig(vocab_size=31, hidden_size=32, n_layer=1, n_head=4)
+    with pytest.raises(ValueError, match="BloomForCausalLM has attention of its own, which CausalLM cannot replace"):
+        CausalLM(AutoModelForCausalLM.from_config(bloom))
+    peft = pytest.importorskip("peft")
+    options = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="PrefixTuningConfig: CausalLM trains adapters, but no prompts"):
+        CausalLM(peft.get_peft_model(model_of("LlamaConfig").model, options))

@@ -174,6 +174,100 @@ def test_packing_is_found_again_when_positions_change():
     assert not torch.allclose(first, second)
 
 
+BART = transformers.BartConfig(
+    vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def barts():
+    """An encoder and decoder with `eager`, and with ours."""
+    torch.manual_seed(0)
+    eager = transformers.BartForConditionalGeneration._from_config(BART, attn_implementation="eager").eval()
+    ours = transformers.BartForConditionalGeneration._from_config(BART, attn_implementation=register()).eval()
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.mark.parametrize("padded", ["none", "ones", "left", "right"])
+@pytest.mark.parametrize(("source", "target"), [(12, 7), (12, 12), (6, 12)])
+def test_cross_attention(barts, padded, source, target):
+    """The keys are another model's: their padding says nothing about the queries."""
+    mask = torch.ones(2, source, dtype=torch.long)
+    if padded in ("left", "right"):
+        mask[1, slice(0, 4) if padded == "left" else slice(source - 4, source)] = 0
+    given = {"input_ids": random_tokens(2, source), "decoder_input_ids": random_tokens(2, target)}
+    given |= {} if padded == "none" else {"attention_mask": mask}
+    eager, ours = (model(**given).logits for model in barts)
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-3)
+
+
+def test_generation_with_cross_attention(barts):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    eager, ours = (model.generate(random_tokens(2, 12), **options) for model in barts)
+    assert torch.equal(eager, ours)
+
+
+@pytest.mark.parametrize("given", ["position_ids", "hole", "counted hole"])
+def test_packed_rows_with_padding(given):
+    """Documents begin where positions do not go up by 1, or by the padding in between."""
+    eager, ours = pair("LlamaConfig")
+    tokens, mask = random_tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    if given == "position_ids":
+        documents = [(0, slice(0, 5)), (0, slice(5, 10)), (1, slice(0, 3)), (1, slice(3, 12))]
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
+        mask[0, 10:] = 0
+        found = ours(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        for row, part in documents:
+            expected = eager(tokens[row : row + 1, part], use_cache=False).logits
+            torch.testing.assert_close(found[row : row + 1, part], expected, **TOLERANCE)
+        return
+    mask[0, 4:6] = 0
+    positions = torch.arange(12).expand(2, -1) if given == "hole" else (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    found, expected = (
+        model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits for model in (ours, eager)
+    )
+    torch.testing.assert_close(found * mask[..., None], expected * mask[..., None], **TOLERANCE)
+
+
+def test_inference_mode():
+    _, ours = pair("LlamaConfig")
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        expected = ours(random_tokens(2, 9), attention_mask=mask).logits
+    with torch.inference_mode():
+        tokens, mask = random_tokens(2, 9), mask.clone()
+        assert torch.equal(ours(tokens, attention_mask=mask).logits, expected)
+        packed = ours(tokens, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
+        assert packed.logits.isfinite().all()
+
+
+def test_other_masks_and_scores_are_refused():
+    """They would be left out without a word."""
+    tokens = random_tokens(2, 12)
+    llama4 = transformers.Llama4TextConfig(
+        **SHAPE, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=4, num_local_experts=2
+    )
+    model = AutoModelForCausalLM.from_config(llama4, attn_implementation=register())
+    with pytest.raises(NotImplementedError, match="this model's mask has chunks of 4 tokens, which only"):
+        model(tokens)
+    assert model(tokens[:, :4], use_cache=False).logits.isfinite().all()
+    t5 = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    model = transformers.T5ForConditionalGeneration._from_config(t5, attn_implementation=register())
+    with pytest.raises(
+        NotImplementedError, match="attention has position_bias, which only|T5 has attention of its own"
+    ):
+        model(tokens, decoder_input_ids=tokens)
+    bloom = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
+    AutoModelForCausalLM.from_config(bloom, attn_implementation=register())
+    with pytest.raises(NotImplementedError, match="Bloom has attention of its own"):
+        adapter.padding_mask(2, 12, 12, config=bloom)  # in 5.0 Bloom makes its own mask, too
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match="must not be empty or contain 'flash'"):
         register("flash_train")
@@ -182,3 +276,11 @@ def test_mistakes():
     _, ours = pair("LlamaConfig")
     with pytest.raises(ValueError, match="four dimensions need attn_implementation='sdpa'"):
         ours(random_tokens(1, 4), attention_mask=torch.zeros(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"attention_mask.shape\[1\]=6: must be 12, one for each token"):
+        ours(random_tokens(2, 12), attention_mask=torch.ones(2, 6))
+    with pytest.raises(ValueError, match=r"attention_mask.shape\[0\]=1: must be 2, as in the batch"):
+        ours(random_tokens(2, 12), attention_mask=torch.ones(1, 12))
+    mask, boundaries = torch.ones(1, 6), torch.tensor([0, 2, 6])
+    mask[0, 5:] = 0
+    with pytest.raises(ValueError, match="attention_mask and cu_seq_lens_q: only one can say where the tokens are"):
+        ours(random_tokens(1, 6), attention_mask=mask, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
