@@ -10,11 +10,12 @@ and `cu_seq_lens_k`. Where the documents are is found once for all layers.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +96,7 @@ def padding_mask(
     """
     if use_vmap:
         raise NotImplementedError(OTHER_MASK.format("a mask of its own"))
-    is_causal = check_mask(mask_function, kv_offset + kv_length) if mask_function is not None else True
+    is_causal = check_mask(mask_function, kv_offset + kv_length, config) if mask_function is not None else True
     check_uses_interface(config)
     if attention_mask is not None and len(attention_mask) != batch_size:
         raise ValueError(f"attention_mask.shape[0]={len(attention_mask)}: must be {batch_size}, as in the batch")
@@ -117,13 +118,17 @@ def padding_mask(
 
 
 @torch.compiler.disable  # it looks into functions
-def check_mask(mask_function: Callable, keys: int) -> bool:
+def check_mask(mask_function: Callable, keys: int, config: Any) -> bool:
     """Return whether a mask of `transformers` is causal. Windows come with each layer, documents with `position_ids`.
 
     Raises:
-        NotImplementedError: the mask has another part, such as chunks or blocks of images.
+        NotImplementedError: the mask has another part, such as chunks or blocks of images, or a window that the model
+            does not give to its layers' attention.
     """
     parts = dict(_parts(mask_function))
+    window, module = parts.get("sliding_window_overlay", {}).get("sliding_window"), _modeling_module(config)
+    if window is not None and window < keys and module and "sliding_window=" not in inspect.getsource(module):
+        raise NotImplementedError(OTHER_MASK.format(f"a window of {window} tokens"))
     if (chunks := parts.pop("chunked_overlay", None)) is not None and chunks["chunk_size"] < keys:
         raise NotImplementedError(OTHER_MASK.format(f"chunks of {chunks['chunk_size']} tokens"))
     if unknown := sorted(parts.keys() - KNOWN_PARTS):
@@ -142,10 +147,16 @@ def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from _parts(part)
 
 
+def _modeling_module(config: Any) -> ModuleType | None:
+    """Return the module of a configuration's model in `transformers`, or None."""
+    name = type(config).__module__
+    return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
+
+
 @torch.compiler.disable
 def check_uses_interface(config: Any) -> None:
     """Refuse models whose attention does not come from the registered functions: they would run without a mask."""
-    module = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    module = _modeling_module(config)
     if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return
     if not any(getattr(kind, "_supports_attention_backend", False) for kind in vars(module).values()):

@@ -256,6 +256,13 @@ def test_other_masks_and_scores_are_refused():
     with pytest.raises(NotImplementedError, match="this model's mask has chunks of 4 tokens, which only"):
         model(tokens)
     assert model(tokens[:, :4], use_cache=False).logits.isfinite().all()
+    qwen = transformers.Qwen2MoeConfig(
+        **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2, num_experts_per_tok=1,
+        use_sliding_window=True, sliding_window=4, max_window_layers=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(qwen, attn_implementation=register())
+    with pytest.raises(NotImplementedError, match="this model's mask has a window of 4 tokens, which only"):
+        model(tokens)
     t5 = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     model = transformers.T5ForConditionalGeneration._from_config(t5, attn_implementation=register())
     with pytest.raises(
