@@ -6,7 +6,10 @@ Standard library only: the command line checks values before it imports torch, a
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral
+from typing import Any, overload
+
+LONGEST = 100  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ def integer_at_least(low: int) -> Allowed:
     )
 
 
+def brief(value: Any) -> str:
+    """Return a value as one line for an error: its `repr`, or its type, and its shape if it has one, if that is long.
+
+    Of a class, return its name.
+    """
+    if isinstance(value, type):
+        return value.__name__
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:  # before `repr`, which reads all of a tensor
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    text = repr(value)
+    return text if isinstance(value, str) or (len(text) <= LONGEST and "\n" not in text) else type(value).__name__
+
+
 POSITIVE = Allowed(lambda value: 0 < value < math.inf, "positive and finite")
 
 
@@ -67,7 +84,29 @@ def check(name: str, value: Any, allowed: Allowed, *, or_none: str = "") -> None
     """
     if (value is None and or_none) or allowed.contains(value):
         return
-    raise ValueError(f"{name}={value!r}: must be {allowed.words}{', ' if or_none else ''}{or_none}")
+    raise ValueError(f"{name}={brief(value)}: must be {allowed.words}{', ' if or_none else ''}{or_none}")
+
+
+@overload
+def as_integer(name: str, value: Any, low: int) -> int: ...
+
+
+@overload
+def as_integer(name: str, value: Any, low: int, *, or_none: str) -> int | None: ...
+
+
+def as_integer(name: str, value: Any, low: int, *, or_none: str = "") -> int | None:
+    """Return an int or a NumPy integer of at least `low` as an int, since a checkpoint holds plain values only.
+
+    `name` and `or_none` have the same meaning as for `check`.
+
+    Raises:
+        ValueError: another value, such as a bool, or a float that is a whole number.
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+    check(name, value, integer_at_least(low), or_none=or_none)
+    return value
 
 
 def check_name(name: str, value: Any, choices: Collection[str]) -> None:

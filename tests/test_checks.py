@@ -2,9 +2,22 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 
-from flash_train.checks import POSITIVE, above, at_least, check, check_name, integer_at_least, one_of, within
+from flash_train.checks import (
+    POSITIVE,
+    above,
+    as_integer,
+    at_least,
+    brief,
+    check,
+    check_name,
+    integer_at_least,
+    one_of,
+    within,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +53,33 @@ def test_unknown_name_lists_the_choices():
     check_name("memory", "none", {"none": 0})
     with pytest.raises(ValueError, match="^memory='some': must be one of none, full$"):
         check_name("memory", "some", {"none": 0, "full": 1})
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
+def test_integers_become_plain_ints(value):
+    assert type(as_integer("n", value, 1)) is int and as_integer("n", value, 1) == 3
+    assert as_integer("n", None, 1, or_none="or None for all") is None
+
+
+@pytest.mark.parametrize("value", [2, 256.0, np.float64(256), True, np.bool_(True), "256", None], ids=repr)
+def test_other_values_are_no_integers(value):
+    with pytest.raises(ValueError) as caught:
+        as_integer("n", value, 3)
+    assert str(caught.value) == f"n={value!r}: must be an integer of at least 3"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a" * 200, repr("a" * 200)),
+        ([1, 2], "[1, 2]"),
+        (list(range(100)), "list"),
+        (dict, "dict"),
+        (torch.zeros(3, 4), "Tensor of shape (3, 4)"),
+        (np.zeros((3, 4)), "ndarray of shape (3, 4)"),
+        (torch.tensor(True), "tensor(True)"),
+        (torch.nn.Sequential(torch.nn.ReLU()), "Sequential"),
+    ],
+)
+def test_a_value_in_an_error_is_one_line(value, text):
+    assert brief(value) == text

@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 
 from flash_train.attention.masks import Full, Mask
+from flash_train.checks import brief
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,10 @@ class AttentionSpec:
         if self.mask is None:
             object.__setattr__(self, "mask", Full())
         if not isinstance(self.mask, Mask):
-            raise TypeError(f"mask={self.mask!r}: must be a mask such as Full() or Causal()")
+            raise TypeError(
+                f"mask={brief(self.mask)}: must be a mask such as Full() or Causal(); a rule of your own is "
+                "BlockSparse(pattern), Document(q_ids) or MaskFunction(kernel, twin)"
+            )
         for name in ("scale", "softcap", "dropout"):
             value = getattr(self, name)
             if type(value) in (float, int) or (value is None and name == "scale"):
@@ -51,7 +55,7 @@ class AttentionSpec:
                     )
                 value = value.item()
             if not isinstance(value, Real):
-                raise TypeError(f"{name}={value!r}: must be a number")
+                raise TypeError(f"{name}={brief(value)}: must be a number")
             object.__setattr__(self, name, float(value))
         # a compiler can trace these comparisons with symbolic numbers
         if self.scale is not None and not 0 < self.scale < math.inf:

@@ -7,9 +7,9 @@ from typing import Any, cast, get_args
 import lightning
 from torch.utils.data import DataLoader
 
-from flash_train.checks import Allowed, at_least, check, check_name, within
+from flash_train.checks import Allowed, as_integer, check, check_name, within
 from flash_train.data.cache import TokenCache, tokenize
-from flash_train.data.corpora.corpus import Corpus
+from flash_train.data.corpora.corpus import Corpus, check_corpus
 from flash_train.data.dataset import Batch, PackedRows, PlacedRows
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
@@ -27,7 +27,7 @@ from flash_train.data.prepare import PreparedRows, prepare_recall, prepare_strea
 from flash_train.data.recall import RecallCorpus, RecallRows
 from flash_train.data.split import check_val_fraction
 from flash_train.data.stream import StreamedRows, StreamingCorpus
-from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, check_tokenizer
 from flash_train.data.validation import Validated, ValidationRows
 from flash_train.distributed.dims import data_share
 
@@ -93,7 +93,8 @@ class PackedDataModule(lightning.LightningDataModule):
         synchronise: when ranks wait for each other: in every "micro_batch" (FSDP), or at the end of a "step" (DDP).
 
     Raises:
-        ValueError: an argument is out of range. Errors of the corpus appear in `prepare_data` and `setup`.
+        TypeError: the corpus lacks what a `Corpus` has, or the tokenizer what a `Tokenizer` has.
+        ValueError: an argument is out of range. Errors in the corpus's content appear in `prepare_data` and `setup`.
     """
 
     def __init__(
@@ -117,27 +118,33 @@ class PackedDataModule(lightning.LightningDataModule):
         synchronise: Synchronise = "micro_batch",
     ) -> None:
         super().__init__()
-        check("seq_len", seq_len, at_least(2))
-        check("batch_size", batch_size, at_least(1))
-        check("seed", seed, at_least(0))
-        check("data.val_batches", val_batches, at_least(1), or_none="or null for all")
-        check("data.val_tokens", val_tokens, at_least(2), or_none="or null for all")
-        check("data.num_workers", num_workers, at_least(0))
+        tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        if isinstance(corpus, RecallCorpus):
+            check_tokenizer(tokenizer, ("vocab_size",))
+        else:
+            check_corpus(corpus)
+            check_tokenizer(tokenizer)
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.seq_len = as_integer("seq_len", seq_len, 2)
+        self.batch_size = as_integer("batch_size", batch_size, 1)
+        self.seed = as_integer("seed", seed, 0)
+        self.val_batches = as_integer("data.val_batches", val_batches, 1, or_none="or null for all")
+        self.val_tokens = as_integer("data.val_tokens", val_tokens, 2, or_none="or null for all")
+        self.num_workers = as_integer("data.num_workers", num_workers, 0)
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank} world_size={world_size}: must be both, or neither")
         if rank is not None and world_size is not None:
+            world_size = as_integer("world_size", world_size, 1)
             check("rank", rank, within(0, world_size, "[)"))
-        check("accumulate", accumulate, at_least(1))
+            rank = as_integer("rank", rank, 0)
+        self.rank, self.world_size = rank, world_size
+        self.accumulate = as_integer("accumulate", accumulate, 1)
         check("row_cost", row_cost, ROW_COST, or_none="or None for rows in their order")
         check_name("synchronise", synchronise, get_args(Synchronise))
-        self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
         self.row_cost, self.synchronise = row_cost, synchronise
         check_packing_strategy(packing)
         check_val_fraction(val_fraction)
-        self.corpus, self.tokenizer = corpus, tokenizer or ByteTokenizer()
-        self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
-        self.val_fraction, self.val_batches, self.val_tokens = val_fraction, val_batches, val_tokens
-        self.num_workers, self.cache_dir = num_workers, cache_dir
+        self.packing, self.val_fraction, self.cache_dir = packing, val_fraction, cache_dir
         self._cache: TokenCache | None = None
         self._train: PackedRows | RecallRows | StreamedRows | None = None
         self._val: PackedRows | RecallRows | None = None

@@ -7,11 +7,11 @@ learns to end with it, and it separates packed documents for a reader of the tok
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from flash_train.checks import check_name
+from flash_train.checks import brief, check_name
 from flash_train.data.special_tokens import find_special_tokens
 
 Errors = Literal["strict", "replace", "skip"]
@@ -47,6 +47,25 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`, without special tokens."""
+
+
+READ_OF_A_TOKENIZER = ("vocab_size", "bos", "eos", "pad", "fingerprint", "dtype", "encode_documents")
+
+
+def check_tokenizer(tokenizer: Any, read: Sequence[str] = READ_OF_A_TOKENIZER) -> None:
+    """Refuse what is not a `Tokenizer`. `read` names the attributes that it needs.
+
+    Raises:
+        TypeError: one line that says what to give.
+    """
+    if isinstance(tokenizer, type) and hasattr(tokenizer, "encode_documents"):
+        raise TypeError(f"tokenizer={brief(tokenizer)}: must be an instance: {tokenizer.__name__}(...)")
+    lacking = [name for name in read if not hasattr(tokenizer, name)]
+    if lacking:
+        raise TypeError(
+            f"tokenizer={brief(tokenizer)}: must be ByteTokenizer(), JsonTokenizer(file) with a model's "
+            f"tokenizer.json, or another Tokenizer; this has no {', '.join(lacking)}"
+        )
 
 
 class ByteTokenizer:

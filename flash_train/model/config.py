@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from flash_train.attention import AttentionSpec
 from flash_train.checks import POSITIVE, at_least, check, check_name, integer_at_least, within
 
 RopeKind = Literal["linear", "ntk", "yarn", "llama3"]
@@ -146,14 +148,25 @@ class ModelConfig:
             raise ValueError(f"model.n_heads={self.n_heads}: must be a multiple of model.n_kv_heads={self.n_kv_heads}")
         if self.head_dim % 2 or self.head_dim > 256:
             raise ValueError(f"model.head_dim={self.head_dim}: must be even and at most 256")
-        for key in ("attention_dropout", "residual_dropout"):
-            check(f"model.{key}", getattr(self, key), within(0, 1, "[)"))
+        check("model.residual_dropout", self.residual_dropout, within(0, 1, "[)"))
+        try:
+            AttentionSpec(dropout=self.attention_dropout)  # otherwise the first forward would refuse it
+        except ValueError as error:
+            raise ValueError(f"model.attention_{error}") from None
         for key in ("rope_theta", "norm_eps"):
             check(f"model.{key}", getattr(self, key), POSITIVE)
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise TypeError(f"model.rope_scaling={self.rope_scaling!r}: must be a RopeScaling or None")
-        if self.rope_scaling and self.rope_scaling.kind == "ntk" and self.head_dim < 4:
-            raise ValueError(f"model.head_dim={self.head_dim}: must be at least 4 with model.rope_scaling.kind=ntk")
+        if self.rope_scaling and self.rope_scaling.kind == "ntk":
+            if self.head_dim < 4:
+                raise ValueError(f"model.head_dim={self.head_dim}: must be at least 4 with model.rope_scaling.kind=ntk")
+            factor = self.rope_scaling.factor
+            larger = self.head_dim / (self.head_dim - 2) * math.log(factor)  # see `ntk_theta`
+            if math.log(self.rope_theta) + larger > math.log(sys.float_info.max):
+                raise ValueError(
+                    f"model.rope_scaling.factor={factor}: must be smaller, as with model.rope_scaling.kind=ntk the "
+                    "theta that it makes exceeds a float"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values (numbers, strings, None, one nested dictionary) for a checkpoint or JSON."""

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_train.attention.backends import backend_names
 from flash_train.attention.parallel import SharedRow
-from flash_train.checks import check, within
+from flash_train.checks import check, check_name, within
 from flash_train.model import ops
 from flash_train.model.config import ModelConfig
 from flash_train.model.layers import Block, Layout, Linear, RMSNorm
@@ -30,6 +31,9 @@ class Transformer(nn.Module):
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
     from each document's start; None computes them. If several ranks share the rows, `packing` is a `SharedRow`, and the
     tokens and positions are this rank's, (1, tokens).
+
+    Raises:
+        ValueError: an unknown backend or memory mode, or a share that is not in [0, 1].
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Transformer(nn.Module):
         offload: float = 0.0,
     ) -> None:
         super().__init__()
+        check_name("attention", attention, backend_names())  # not `BACKENDS`: a family may be registered later
         check_memory_mode(memory)
         check("memory.keep", keep, within(0, 1))
         check("memory.offload", offload, within(0, 1))

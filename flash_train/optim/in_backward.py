@@ -45,7 +45,13 @@ def step_in_backward(optimizer: AdamW) -> Iterator[GradientNorms]:
 
     Yields:
         The norms of the gradients before `grad_scale` divides them.
+
+    Raises:
+        TypeError: another optimizer, which cannot update one weight by itself.
     """
+    if not isinstance(optimizer, AdamW):
+        kind = type(optimizer)
+        raise TypeError(f"optimizer={kind.__module__}.{kind.__qualname__}: must be a flash_train.optim.AdamW")
     norms = GradientNorms()
     places: dict[Tensor, tuple[int, dict[str, Any]]] = {}
     for group in optimizer.param_groups:

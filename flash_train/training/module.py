@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from flash_train.attention import Packing, attended_pairs
 from flash_train.attention.parallel import Method
+from flash_train.checks import brief
 from flash_train.distributed.context import own_part
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import ModelConfig, Transformer
@@ -79,6 +80,10 @@ class CausalLMModule(pl.LightningModule):
         val_bytes_per_token: bytes of text per labelled token of the validation part; logs bits per byte.
         answer_accuracy: also validate the share of labelled tokens that the model's first choice gets right.
         chance_level: the accuracy of guessing, logged next to `answer_accuracy`.
+
+    Raises:
+        TypeError: a model without `loss`.
+        ValueError: an unknown backend of attention or memory mode, or `compile` for a model without `blocks`.
     """
 
     def __init__(
@@ -404,4 +409,12 @@ class CausalLMModule(pl.LightningModule):
 def _build_model(model: nn.Module | ModelConfig | Mapping[str, Any], attention: str, memory: str) -> Any:
     if isinstance(model, Mapping):
         model = ModelConfig.from_dict(dict(model))
-    return Transformer(model, attention=attention, memory=memory) if isinstance(model, ModelConfig) else model
+    if isinstance(model, ModelConfig):
+        return Transformer(model, attention=attention, memory=memory)
+    if isinstance(model, type) or not callable(getattr(model, "loss", None)):
+        kind = type(model).__name__ if isinstance(model, nn.Module) else brief(model)
+        raise TypeError(
+            f"model={kind}: must be a ModelConfig, its dictionary, or a module with "
+            "loss(tokens, labels, *, positions, packing) -> (sum, count)"
+        )
+    return model

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
-from flash_train.checks import at_least, check, check_name
+from flash_train.checks import as_integer, check_name
 from flash_train.precision import PRECISIONS
 from flash_train.training.callbacks import (
     AtomicCheckpointIO,
@@ -100,8 +100,9 @@ def build_trainer(
         ValueError: an argument is out of range, or the device cannot train in this precision.
     """
     check_name("precision", precision, PRECISIONS)
-    for name, value in (("max_steps", max_steps), ("accumulate", accumulate), ("log_every", log_every)):
-        check(name, value, at_least(1))
+    max_steps = as_integer("max_steps", max_steps, 1)
+    accumulate = as_integer("accumulate", accumulate, 1)
+    log_every = as_integer("log_every", log_every, 1)
     on_cuda = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
     if precision == "fp16-mixed" and not on_cuda:
         raise ValueError("precision=fp16-mixed: must be fp32, bf16-mixed or bf16-true without an NVIDIA GPU")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_train.attention import (
     AttentionSpec,
@@ -115,6 +116,33 @@ def test_bad_specs_are_refused(fields, message):
         AttentionSpec(**fields)
     with pytest.raises(TypeError, match="mask="):
         AttentionSpec(mask="causal")
+
+
+RULES = "a rule of your own is BlockSparse(pattern), Document(q_ids) or MaskFunction(kernel, twin)"
+
+
+@pytest.mark.parametrize(
+    ("mask", "given"),
+    [
+        ("causal", "'causal'"),
+        (Causal, "Causal"),
+        (torch.ones(300, 300, dtype=torch.bool), "Tensor of shape (300, 300)"),
+        (
+            create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, "cpu"),
+            "BlockMask of shape (1, 1, 256, 256)",
+        ),
+    ],
+    ids=["name", "class", "tensor", "BlockMask"],
+)
+def test_what_is_no_mask_is_named_in_one_line(mask, given):
+    with pytest.raises(TypeError) as caught:
+        AttentionSpec(mask)
+    assert str(caught.value) == f"mask={given}: must be a mask such as Full() or Causal(); {RULES}"
+
+
+def test_a_setting_that_is_a_tensor_is_named_in_one_line():
+    with pytest.raises(TypeError, match=r"^scale=Tensor of shape \(300, 300\): must be a number$"):
+        AttentionSpec(scale=torch.ones(300, 300))
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout"])

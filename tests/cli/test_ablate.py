@@ -51,7 +51,7 @@ MISTAKES = [
     (["sweep.seq_len=64,128"], ["sweep.seq_len=64,128", "sweep.seq_len=[64,128]"]),
     (["sweep.seq_len=[64,64]"], ["must be different values"]),
     (["sweep.seq_len=[64,1]"], ["seq_len=1", "2 or more"]),
-    (["sweep.dropout=[0.1,1.5]"], ["attention.dropout=1.5", "must be in [0, 1)"]),
+    (["sweep.dropout=[0.1,1.5]"], ["attention.dropout=1.5", "must be 0 or in (1/512, 511/512]"]),
     (["sweep.dropout=[a]"], ["sweep.dropout=[a]", "a list of numbers"]),
     (["sweep.packing=[best]"], ["data.packing=best", "best_fit, concat"]),
     (["sweep.memory=[all]"], ["memory=all", "checkpoint, none, offload, selective"]),
@@ -206,7 +206,7 @@ def test_mistakes_and_help_do_not_wait_for_pytorch(tmp_path):
 def small_gpu(monkeypatch):
     """The commands find a GPU of 16 GiB; the predicted memory is the same as on a CPU."""
     monkeypatch.setattr(predict_command, "device_of", lambda accelerator: torch.device("cpu"))
-    monkeypatch.setattr(predict_command, "capacity", lambda device: 16 * GIB)
+    monkeypatch.setattr(predict_command, "total_memory_of", lambda device: 16 * GIB)
 
 
 def test_trials_that_cannot_fit_on_a_gpu_are_not_started(tmp_path, monkeypatch, small_gpu):
@@ -261,7 +261,7 @@ def test_prediction_near_the_limit_starts_the_trial(tmp_path, monkeypatch, small
     arguments = [f"hardware={hardware}", f"run_dir={tmp_path}", "seq_len=1024", "sweep.attention=[sdpa]"]
     (trial,) = plan(read(arguments)).trials
     step, _ = predict_command.step_before_run(trial.config)
-    monkeypatch.setattr(predict_command, "capacity", lambda device: part * predict(step).peak_bytes)
+    monkeypatch.setattr(predict_command, "total_memory_of", lambda device: part * predict(step).peak_bytes)
     assert (ablate.predicted_result(trial) is not None) == known
 
 
@@ -272,7 +272,7 @@ def test_plans_are_an_axis_and_are_predicted_for_each_device(tmp_path, monkeypat
     trials = {trial.axes["parallel"]: trial for trial in plan(read(arguments)).trials}
     fsdp, _ = predict_command.step_before_run(trials["fsdp"].config)
     assert fsdp.dims.shard == 4
-    monkeypatch.setattr(predict_command, "capacity", lambda device: int(4 * part * predict(fsdp).peak_bytes))
+    monkeypatch.setattr(predict_command, "total_memory_of", lambda device: int(4 * part * predict(fsdp).peak_bytes))
     results = {name: ablate.predicted_result(trial) for name, trial in trials.items()}
     assert {name for name, result in results.items() if result and result.status == "oom"} == oom
 

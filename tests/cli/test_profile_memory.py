@@ -132,7 +132,7 @@ def test_two_steps_are_too_few_to_profile(monkeypatch, capsys, tiny):
 
 
 def test_a_profile_that_cannot_fit_is_refused_too(monkeypatch, capsys, tiny, tmp_path):
-    monkeypatch.setattr(command, "available", lambda device: 2**14)
+    monkeypatch.setattr(command, "free_memory_of", lambda device: 2**14)
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *tiny)
     assert stop.value.code == 4 and "there are 0 MiB" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def config(**values):
 def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsys):
     step = Step(MODEL, 16384)
     limit = predict(Step(MODEL, 16384, memory="selective")).peak_bytes
-    monkeypatch.setattr(command, "available", lambda device: limit)
+    monkeypatch.setattr(command, "free_memory_of", lambda device: limit)
     device = torch.device("cpu")
     with pytest.raises(UsageError, match=r"seq_len=16384 .*memory=selective would fit, or force=true"):
         command.check_memory(config(), step, device)
@@ -168,17 +168,17 @@ def test_a_run_that_cannot_fit_is_refused_with_one_that_would(monkeypatch, capsy
 def test_a_run_that_the_hosts_memory_cannot_hold_is_refused(monkeypatch, capsys):
     step = Step(LARGE, 1024, precision="bf16-true", offload_optimizer=True)
     host = predict(step).host_bytes
-    monkeypatch.setattr(command, "available", lambda device: 2**40)
-    monkeypatch.setattr(command, "capacity", lambda device: int(host / 0.9) + 2)
+    monkeypatch.setattr(command, "free_memory_of", lambda device: 2**40)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: int(host / 0.9) + 2)
     command.check_memory(config(), step, torch.device("cpu"))
     assert f"; {bytes_in_words(host)} in the host's memory" in capsys.readouterr().out
-    monkeypatch.setattr(command, "capacity", lambda device: int(host / 0.9) - 2)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: int(host / 0.9) - 2)
     with pytest.raises(
         UsageError, match=r"^optimizer.offload=true memory.offload=0.0: each process would take .* of the host's memory"
     ):
         command.check_memory(config(), step, torch.device("cpu"))
     command.check_memory(config(force=True), step, torch.device("cpu"))
-    monkeypatch.setattr(command, "capacity", lambda device: 2**40)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: 2**40)
     checkpoint = replace(step, memory="checkpoint", moments="8bit")
     limit = predict(checkpoint).peak_bytes
     assert command.advice(replace(checkpoint, offload_optimizer=False), limit, True) == (
@@ -189,10 +189,10 @@ def test_a_run_that_the_hosts_memory_cannot_hold_is_refused(monkeypatch, capsys)
 def test_each_rank_of_a_cpu_has_its_share_of_the_memory(monkeypatch, capsys):
     step = Step(MODEL, 4096, dims=ParallelDims(1, 4), memory="checkpoint")
     several, device = config(trainer={"devices": 4, "num_nodes": 1}), torch.device("cpu")
-    monkeypatch.setattr(command, "capacity", lambda device: 4 * predict(step).peak_bytes)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: 4 * predict(step).peak_bytes)
     command.check_memory(several, step, device)
     assert " on each device (" in capsys.readouterr().out
-    monkeypatch.setattr(command, "capacity", lambda device: 4 * predict(step).peak_bytes - 4)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: 4 * predict(step).peak_bytes - 4)
     with pytest.raises(UsageError, match=r"on each device and there are .*; memory=offload would fit"):
         command.check_memory(several, step, device)
 
@@ -202,12 +202,12 @@ def test_keys_of_other_devices_refuse_no_step_that_fits_without_them(monkeypatch
     several, device = config(trainer={"devices": 4, "num_nodes": 1}), torch.device("cpu")
     alone = predict(replace(step, lengths=(16384,) * 4)).peak_bytes
     assert alone < predict(step).peak_bytes
-    monkeypatch.setattr(command, "capacity", lambda device: 4 * alone)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: 4 * alone)
     command.check_memory(several, step, device)
     assert "memory: at most about" in capsys.readouterr().out
     concat = config(trainer={"devices": 4, "num_nodes": 1}, data={"packing": "concat"})
     for too_much, bytes_each in ((concat, alone), (several, alone - 1)):
-        monkeypatch.setattr(command, "capacity", lambda device, each=bytes_each: 4 * each)
+        monkeypatch.setattr(command, "total_memory_of", lambda device, each=bytes_each: 4 * each)
         with pytest.raises(UsageError, match="would take"):
             command.check_memory(too_much, step, device)
 
@@ -237,7 +237,7 @@ def test_a_container_may_have_less_than_its_machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize("attention", ["standard", "chunked", "sdpa"])
 def test_a_peak_that_depends_on_the_documents_refuses_no_run(monkeypatch, capsys, attention):
     """sdpa on a CPU has no kernel for dropout, so it holds whole score matrices as `standard` does."""
-    monkeypatch.setattr(command, "available", lambda device: 2**20)
+    monkeypatch.setattr(command, "free_memory_of", lambda device: 2**20)
     model = replace(MODEL, attention_dropout=0.1 if attention == "sdpa" else 0.0)
     step, device = Step(model, 16384, attention=attention, fused=False), torch.device("cpu")
     command.check_memory(config(), step, device)
@@ -259,7 +259,7 @@ def test_the_first_setting_that_fits_is_the_cheapest():
 
 
 def test_updates_within_the_backward_are_offered_before_shorter_rows(monkeypatch):
-    monkeypatch.setattr(command, "capacity", lambda device: 2**40)
+    monkeypatch.setattr(command, "total_memory_of", lambda device: 2**40)
     in_backward = "optimizer.gradient_clip=null optimizer.in_backward=true"
     step = Step(LARGE, 2048, precision="bf16-true")
     peaks = {words: predict(other).peak_bytes for words, other in command.alternatives(step, flash=True)}

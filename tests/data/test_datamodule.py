@@ -1,12 +1,24 @@
+import io
 import re
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from flash_train.data import IGNORE, HubCorpus, JsonTokenizer, PackedDataModule, RecallCorpus, TextCorpus, Validated
+from flash_train.data import (
+    IGNORE,
+    HubCorpus,
+    JsonTokenizer,
+    PackedDataModule,
+    RecallCorpus,
+    StdlibCorpus,
+    TextCorpus,
+    Validated,
+)
 from tests.support.data.corpora import random_texts
 from tests.support.data.loops import FakeTrainer, equal_batches
 from tests.support.data.tokenizers import write_tokenizer
@@ -190,14 +202,18 @@ def test_checkpoints_store_the_tokenizer_and_its_special_tokens(make_data, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 1}, "seq_len=1: must be 2 or more"),
-        ({"batch_size": 0}, "batch_size=0: must be 1 or more"),
-        ({"seed": -1}, "seed=-1: must be 0 or more"),
-        ({"val_batches": 0}, "data.val_batches=0: must be 1 or more"),
-        ({"val_tokens": 1}, "data.val_tokens=1: must be 2 or more"),
-        ({"num_workers": -1}, "data.num_workers=-1: must be 0 or more"),
+        ({"seq_len": 1}, "seq_len=1: must be an integer of at least 2"),
+        ({"batch_size": 0}, "batch_size=0: must be an integer of at least 1"),
+        ({"seed": -1}, "seed=-1: must be an integer of at least 0"),
+        ({"val_batches": 0}, "data.val_batches=0: must be an integer of at least 1"),
+        ({"val_tokens": 1}, "data.val_tokens=1: must be an integer of at least 2"),
+        ({"num_workers": -1}, "data.num_workers=-1: must be an integer of at least 0"),
         ({"val_fraction": 1.0}, r"data.val_fraction=1.0: must be in \(0, 1\)"),
-        ({"accumulate": 0}, "accumulate=0: must be 1 or more"),
+        ({"seq_len": 256.0}, "seq_len=256.0: must be an integer of at least 2$"),
+        ({"batch_size": True}, "batch_size=True: must be an integer of at least 1$"),
+        ({"val_tokens": 1e6}, "data.val_tokens=1000000.0: must be an integer of at least 2, or null for all$"),
+        ({"rank": 0.0, "world_size": 2}, "rank=0.0: must be an integer of at least 0$"),
+        ({"accumulate": 0}, "accumulate=0: must be an integer of at least 1"),
         ({"row_cost": (0, 0)}, r"row_cost=\(0, 0\): must be two numbers of 0 or more, not both 0, or None for rows in"),
         ({"row_cost": (1, -1)}, r"row_cost=\(1, -1\): must be two numbers of 0 or more"),
         ({"row_cost": (1, float("nan"))}, r"row_cost=\(1, nan\): must be two numbers of 0 or more"),
@@ -209,6 +225,84 @@ def test_checkpoints_store_the_tokenizer_and_its_special_tokens(make_data, tmp_p
 def test_impossible_options_are_refused(make_data, options, message):
     with pytest.raises(ValueError, match=message):
         make_data(**options)
+
+
+CORPORA = "must be a corpus such as TextCorpus(path), HubCorpus(name), StdlibCorpus() or RecallCorpus(); this has no"
+TOKENIZERS = (
+    "must be ByteTokenizer(), JsonTokenizer(file) with a model's tokenizer.json, or another Tokenizer; this has no"
+)
+
+
+class Unhashed:
+    name = "unhashed"
+
+    def documents(self):
+        yield from ()
+
+
+class Streamed(Unhashed):
+    """It streams, so it needs no `documents`."""
+
+    streaming, documents = True, None
+
+    def fingerprint(self):
+        return "0"
+
+    def stream(self, position=None):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        ("docs", f"corpus='docs': {CORPORA} name, fingerprint, documents"),
+        (["a b c"], f"corpus=['a b c']: {CORPORA} name, fingerprint, documents"),
+        (["a b c"] * 100, f"corpus=list: {CORPORA} name, fingerprint, documents"),
+        (None, f"corpus=None: {CORPORA} name, fingerprint, documents"),
+        (StdlibCorpus, "corpus=StdlibCorpus: must be an instance: StdlibCorpus(...)"),
+        (RecallCorpus, "corpus=RecallCorpus: must be an instance: RecallCorpus(...)"),
+        (Unhashed(), f"{CORPORA} fingerprint"),
+    ],
+    ids=lambda value: None if isinstance(value, str) and " " in value else type(value).__name__,
+)
+def test_what_is_no_corpus_is_refused(corpus, message):
+    with pytest.raises(TypeError) as caught:
+        PackedDataModule(corpus, seq_len=64, batch_size=1)
+    assert str(caught.value).endswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ("gpt2", f"tokenizer='gpt2': {TOKENIZERS} vocab_size, bos, eos, pad, fingerprint, dtype, encode_documents"),
+        ("", f"tokenizer='': {TOKENIZERS} vocab_size, bos, eos, pad, fingerprint, dtype, encode_documents"),
+        (JsonTokenizer, "tokenizer=JsonTokenizer: must be an instance: JsonTokenizer(...)"),
+        (
+            SimpleNamespace(vocab_size=5, bos=None, eos=0, pad=0, dtype=None),
+            f"{TOKENIZERS} fingerprint, encode_documents",
+        ),
+    ],
+    ids=["name", "empty", "class", "incomplete"],
+)
+def test_what_is_no_tokenizer_is_refused(tokenizer, message):
+    with pytest.raises(TypeError) as caught:
+        PackedDataModule(Streamed(), tokenizer, seq_len=64, batch_size=1)
+    assert str(caught.value).endswith(message)
+
+
+def test_parts_that_have_what_is_read_are_accepted():
+    assert PackedDataModule(Streamed(), seq_len=64, batch_size=1).tokenizer.vocab_size == 259
+    only_size = SimpleNamespace(vocab_size=300)
+    assert PackedDataModule(RecallCorpus(), only_size, seq_len=65, batch_size=1).vocab_size == 300
+
+
+def test_a_checkpoint_of_numpys_integers_has_plain_values(make_data):
+    data = make_data(seq_len=np.int64(64), batch_size=np.int32(2), seed=np.int64(3), accumulate=np.int64(2))
+    next(iter(data.train_dataloader()))
+    file = io.BytesIO()
+    torch.save(data.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["global_batch"] == 4
 
 
 def test_a_folder_of_text_from_end_to_end(tmp_path):

@@ -195,6 +195,7 @@ NEVER = "data: training batches are endless, so an epoch never ends and nothing 
     [
         ({}, True),
         ({"val_check_interval": 2}, False),
+        ({"val_check_interval": 1}, False),  # Lightning's default is 1.0
         ({"val_check_interval": "00:01:00:00"}, False),
         ({"limit_train_batches": 2}, False),
         ({"limit_val_batches": 0}, False),

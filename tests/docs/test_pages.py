@@ -51,6 +51,7 @@ EFFECTS = {
         and names["losses"][-1] < names["losses"][0]
         and names["trainer"].global_step == 2
         and (folder / "fabric.ckpt").is_file()
+        and "MiB measured" in (folder / "runs" / "memory" / "memory" / "memory.html").read_text(encoding="utf-8")
     ),
     "pytorch.md": lambda names, folder: names["out"].shape == (2, 4, 1024, 64),
     "several_gpus.md": lambda names, folder: names["strategy"].dims.context == 2,

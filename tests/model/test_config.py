@@ -23,6 +23,12 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
         ({"vocab_size": True}, r"model\.vocab_size=True: must be an integer of at least 1"),
         ({"residual_dropout": 1.0}, r"model\.residual_dropout=1\.0: must be in \[0, 1\)"),
         ({"attention_dropout": -0.1}, r"model\.attention_dropout=-0\.1: must be in \[0, 1\)"),
+        ({"attention_dropout": 0.0005}, r"model\.attention_dropout=0\.0005: .* steps of 1/256 and this rounds to 0;"),
+        ({"attention_dropout": 0.9999}, r"model\.attention_dropout=0\.9999: .* steps of 1/256 and this rounds to 1;"),
+        (
+            {"rope_scaling": RopeScaling("ntk", 1e300)},
+            r"model\.rope_scaling\.factor=1e\+300: must be smaller, .*kind=ntk",
+        ),
         ({"rope_theta": float("inf")}, r"model\.rope_theta=inf: must be positive and finite"),
         ({"norm_eps": 0.0}, r"model\.norm_eps=0\.0: must be positive and finite"),
     ],

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from flash_train.attention import attended_pairs
 from flash_train.model import ModelConfig, RopeScaling, Transformer
+from tests.support.attention.fake_family import registered
 from tests.support.model.tiny import packing_of, positions_of, random_batch, tiny_config, tiny_model
 
 LENGTHS = (20, 1, 11, 32)  # the second row starts where the fourth document does
@@ -29,6 +30,13 @@ def test_changing_a_document_leaves_the_logits_of_the_others_bitwise_equal(docum
     others[span] = False
     assert torch.equal(before[others], after[others])
     assert (before[span] != after[span]).any(-1).all()
+
+
+def test_the_backend_is_checked_when_the_model_is_built():
+    with registered():
+        assert tiny_model(attention="fake").attention == "fake"
+    with pytest.raises(ValueError, match="^attention='fake': must be one of auto, flash, "):
+        tiny_model(attention="fake")
 
 
 def test_packed_documents_have_the_logits_of_single_documents():

@@ -127,3 +127,10 @@ def test_a_graph_that_still_needs_a_weight_raises():
         loss_at(model, 0).backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.sum().backward()
+
+
+def test_another_optimizer_is_refused_before_the_backward():
+    optimizer = torch.optim.AdamW(Tied().parameters())
+    message = r"^optimizer=torch\.optim\.adamw\.AdamW: must be a flash_train\.optim\.AdamW$"
+    with pytest.raises(TypeError, match=message), step_in_backward(optimizer):
+        pytest.fail("the context was entered")

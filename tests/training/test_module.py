@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_train.attention import Packing
@@ -315,6 +316,25 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match="^vocab_size=31: must be 32 or more"):
         tiny_trainer(tmp_path).fit(tiny_module(), datamodule=Wide())
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [(nn.Linear(2, 2), "Linear"), ("llama", "'llama'"), (None, "None"), (Transformer, "Transformer")],
+    ids=["module", "name", "none", "class"],
+)
+def test_a_model_without_a_loss_is_refused(model, given):
+    with pytest.raises(TypeError) as caught:
+        CausalLMModule(model)
+    assert str(caught.value) == (
+        f"model={given}: must be a ModelConfig, its dictionary, or a module with "
+        "loss(tokens, labels, *, positions, packing) -> (sum, count)"
+    )
+
+
+def test_an_unknown_backend_is_refused_before_training():
+    with pytest.raises(ValueError, match="^attention='flsh': must be one of auto, flash, "):
+        CausalLMModule(tiny_config(), attention="flsh")
 
 
 def test_packing_for_flash_has_no_host_lengths():

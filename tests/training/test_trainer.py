@@ -35,9 +35,11 @@ def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"precision": "fp4"}, "precision='fp4': must be one of fp32, bf16-mixed, bf16-true, fp16-mixed, fp8"),
-        ({"precision": "fp16-mixed"}, "precision=fp16-mixed: must be bf16-mixed or fp32 without an NVIDIA GPU"),
-        ({"max_steps": 0}, "max_steps=0: must be 1 or more"),
-        ({"accumulate": 0}, "accumulate=0: must be 1 or more"),
+        ({"precision": "fp16-mixed"}, "precision=fp16-mixed: must be fp32, bf16-mixed or bf16-true without an"),
+        ({"max_steps": 0}, "max_steps=0: must be an integer of at least 1"),
+        ({"max_steps": 100.0}, "max_steps=100.0: must be an integer of at least 1"),
+        ({"seed": -1}, "seed=-1: must be an integer of at least 0"),
+        ({"accumulate": 0}, "accumulate=0: must be an integer of at least 1"),
     ],
 )
 def test_build_trainer_refuses(options, message, tmp_path):

@@ -28,7 +28,10 @@ def run_dir_of(checkpoint: Path) -> Path | None:
 
 def unusable(folder: Path) -> str | None:
     """Why files cannot be written to a folder, which need not exist yet; None if they can."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long, or a folder that cannot be searched
+        return str(error.strerror)
     if not there.is_dir():
         return f"{there} is a file"
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
@@ -38,6 +41,20 @@ def require_usable(key: str, folder: Path) -> None:
     """Raise if files cannot be written to a folder."""
     if reason := unusable(folder):
         raise UsageError(f"{key}={folder}: {reason}; allowed: a folder to write in, new or not")
+
+
+def make_folder(key: str, folder: Path) -> None:
+    """Create a folder with its parents, if it is missing.
+
+    Raises:
+        UsageError: it cannot be created. `unusable` does not foresee everything: no one can create a folder in /proc.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{key}={folder}: cannot be created ({error.strerror}); allowed: a folder to write in, new or not"
+        ) from error
 
 
 def require_no_run(run_dir: Path, ways: str = "another folder") -> None:

@@ -1,5 +1,6 @@
 """The options of a resumed run: those in its config.yaml, unless the command line gives others."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
         UsageError: the file is damaged, or is no configuration of a run.
     """
     file = _file_of(line)
-    if file is None or not file.is_file():
+    if file is None or not os.path.isfile(file):  # Path.is_file raises if the name is too long
         return line, None
     saved = read_config(file)
     given = {override.key_or_group for override in map(parse, line.overrides)}

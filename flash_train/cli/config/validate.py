@@ -30,6 +30,12 @@ SHARE = Allowed(
     "auto or in [0, 1]",
 )
 
+#: what `AttentionSpec` allows: it rounds to steps of 1/256
+ATTENTION_DROPOUT = Allowed(
+    lambda value: value == 0 or 1 / 512 < value <= 511 / 512,
+    "0 or in (1/512, 511/512], as attention dropout comes in steps of 1/256",
+)
+
 # The library has these choices too, but importing it takes seconds, and a mistake should be reported at once.
 RULES = {
     "seq_len": at_least(2),
@@ -44,7 +50,7 @@ RULES = {
     "log_every": at_least(1),
     "val_every": at_least(1),
     "attention.backend": one_of(*BACKENDS),
-    "attention.dropout": within(0, 1, "[)"),
+    "attention.dropout": ATTENTION_DROPOUT,
     "model.n_layers": within(1, 1000),  # Python loops over the layers before the memory is checked
     "model.width": at_least(1),
     "model.n_heads": at_least(1),

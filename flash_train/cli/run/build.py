@@ -15,7 +15,7 @@ from flash_train.cli.components.model_config import build_model_config, choose_a
 from flash_train.cli.components.module import init_module, load_init
 from flash_train.cli.components.rotary import rotary_note
 from flash_train.cli.components.trainer import build_run_trainer
-from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.errors import UnavailableError, UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
 from flash_train.cli.memory.choice import shortage_for_graph
 from flash_train.cli.run.resume import check_resume, find_checkpoint
@@ -85,7 +85,7 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
             record.extra["predicted_memory_gib"] = predict(step).peak_bytes / GIB
     deal_rows(data, module.model, plan)
     notes = data_notes(data, plan) | {"model": rotary_note(config, model)}
-    if step is not None and device.type == "cuda":
+    if step is not None:
         notes["cuda_graph"] = graph_note(config, step, trainer, module)
     if checkpoint:
         notes |= check_resume(checkpoint, config, module, run_dir)
@@ -100,11 +100,12 @@ def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, modul
     """What the user should know of `trainer.cuda_graph`. If `auto` finds an obstacle, nothing will be captured.
 
     Raises:
-        UsageError: what prevents `true`.
+        UnavailableError: there is no NVIDIA GPU, which `true` needs.
+        UsageError: what else prevents `true`.
     """
-    graph = find_callback(trainer, CudaGraph)
-    if graph is None or graph.mode is False:
-        return None
+    graph, on_cuda = find_callback(trainer, CudaGraph), trainer.strategy.root_device.type == "cuda"
+    if graph is None or graph.mode is False or (graph.mode == "auto" and not on_cuda):
+        return None  # on a CPU nobody expects a graph of `auto`
     obstacle = graph.obstacle(trainer, module, step.row_tokens)
     if config.callbacks.memory_snapshot.every:
         obstacle = obstacle or "callbacks.memory_snapshot needs the launches of a step one by one"
@@ -113,6 +114,7 @@ def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, modul
     if obstacle is None:
         return "the launches of a micro-batch are captured after the second one, and replayed"
     if graph.mode is True:
-        raise UsageError(f"trainer.cuda_graph=true: {obstacle}; allowed: auto or false")
+        kind = UsageError if on_cuda else UnavailableError
+        raise kind(f"trainer.cuda_graph=true: {obstacle}; allowed: auto or false")
     graph.mode = False
     return f"none ({obstacle})"

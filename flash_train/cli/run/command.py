@@ -29,7 +29,7 @@ from flash_train.cli.config.validate import validate
 from flash_train.cli.run.interrupt import Interrupted
 from flash_train.cli.run.multirun import Multirun, swept_values
 from flash_train.cli.run.prepare import prepare
-from flash_train.cli.run.run_dir import locked
+from flash_train.cli.run.run_dir import locked, make_run_dir
 
 if TYPE_CHECKING:
     from flash_train.cli.run.build import Run
@@ -46,6 +46,7 @@ def train_command() -> None:
         register_schema()
         sys.argv[1:] = prepare(sys.argv[1:])  # Lightning starts the processes of other ranks with these
         line = read(sys.argv[1:])
+        make_run_dir(line)
         multirun = Multirun(tuple(swept_values(line, overrides) for overrides in jobs(line))) if line.multirun else None
         if multirun:
             for name in WANDB_RUN_VARIABLES:  # each run of a sweep is its own run of W&B

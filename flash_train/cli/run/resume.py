@@ -51,13 +51,14 @@ def named_checkpoint(resume: str, run_dir: Path) -> Path:
         with blame(f"resume=last: run_dir={run_dir}"):
             return last_checkpoint(run_dir)
     path = Path(resume)
-    if is_sharded_checkpoint(path):
-        return path
-    if path.is_dir():
-        raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={path} resume=last")
-    if not path.is_file():
-        raise UsageError(f"resume={path}: no such file; allowed: a checkpoint, or last with run_dir=FOLDER")
-    return path
+    run = path.parent if path.name == CHECKPOINTS else path
+    with blame(f"resume={path}"):  # its name may be too long, or its folder not searchable
+        if path.is_file() or is_sharded_checkpoint(path):
+            return path
+        if path.is_dir() and holds_checkpoint(run):
+            raise UsageError(f"resume={path}: is a folder; for its newest checkpoint write run_dir={run} resume=last")
+        fault = "is a folder" if path.is_dir() else "no such file"
+    raise UsageError(f"resume={path}: {fault}; allowed: a checkpoint, or resume=last with run_dir=FOLDER")
 
 
 def is_same_run(checkpoint: Path | None, run_dir: Path) -> bool:

@@ -10,6 +10,8 @@ from typing import IO
 
 from flash_train.cli.config.environment import is_first_process
 from flash_train.cli.config.errors import UsageError, blame
+from flash_train.cli.config.overrides import CommandLine
+from flash_train.cli.config.paths import make_folder
 from flash_train.output import LOGGER
 
 try:
@@ -20,12 +22,24 @@ except ImportError:  # Windows
 LOCK = ".lock"
 
 
+def make_run_dir(line: CommandLine) -> None:
+    """Create the run directory that a command line names: Hydra would end in a traceback where it cannot be created.
+
+    Raises:
+        UsageError: it cannot be created.
+    """
+    given = line.given("run_dir")
+    if given and "${" not in given and not line.shows:  # Hydra alone knows which folder an interpolation names
+        make_folder("run_dir", Path(given))
+
+
 def new_folder(wanted: Path) -> Path:
     """Create a folder for a run: `wanted`, or if that exists `wanted_2`, and so on."""
+    make_folder("run_dir", wanted.parent)
     for number in count(1):
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
         except FileExistsError:
             continue
         return path
@@ -40,12 +54,12 @@ def locked(run_dir: Path) -> Iterator[None]:
     outlive a killed run hold none.
 
     Raises:
-        UsageError: another run has locked the folder.
+        UsageError: another run has locked the folder, or it cannot be created.
     """
     if not is_first_process():
         yield
         return
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder("run_dir", run_dir)
     path = run_dir / LOCK
     with blame(f"run_dir={run_dir}"):
         file = _lock(path, run_dir)

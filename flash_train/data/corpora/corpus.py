@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from flash_train.checks import brief
+
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -32,6 +34,23 @@ class Corpus(Protocol):
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents, always in the same order, with one in memory at a time."""
+
+
+def check_corpus(corpus: Any) -> None:
+    """Refuse what is not a `Corpus`, or a `StreamingCorpus` if it has a true `streaming`.
+
+    Raises:
+        TypeError: one line that says what to give.
+    """
+    if isinstance(corpus, type) and hasattr(corpus, "fingerprint"):
+        raise TypeError(f"corpus={brief(corpus)}: must be an instance: {corpus.__name__}(...)")
+    content = "stream" if getattr(corpus, "streaming", False) else "documents"
+    lacking = [name for name in ("name", "fingerprint", content) if not hasattr(corpus, name)]
+    if lacking:
+        raise TypeError(
+            f"corpus={brief(corpus)}: must be a corpus such as TextCorpus(path), HubCorpus(name), StdlibCorpus() or "
+            f"RecallCorpus(); this has no {', '.join(lacking)}"
+        )
 
 
 class StdlibCorpus:

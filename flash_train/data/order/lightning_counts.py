@@ -46,7 +46,7 @@ def never_validates(trainer: lightning.Trainer) -> bool:
     if trainer.state.fn != "fit" or isinstance(trainer.limit_train_batches, int):
         return False
     interval = getattr(trainer, "val_check_interval", None)  # absent if the interval is a time
-    return trainer.enable_validation and interval == 1.0
+    return trainer.enable_validation and isinstance(interval, float) and interval == 1.0  # 1: after each batch
 
 
 def drop_loader(trainer: lightning.Trainer) -> None:

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from flash_train.checks import at_least, check
+from flash_train.checks import as_integer
 from flash_train.distributed.background import BackgroundWriter
 from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
 from flash_train.files import remove_temporary, replacing
@@ -125,11 +125,9 @@ class StepCheckpoint(StepCallback, Checkpoint):
         keep: int | None = 2,
         asynchronous: bool = False,
     ) -> None:
-        check("every", every, at_least(1), or_none="or null to save when training stops")
-        check("keep", keep, at_least(1), or_none="or null to keep all")
         self.folder = Path(folder)
-        self.every = every
-        self.keep = keep
+        self.every = as_integer("every", every, 1, or_none="or null to save when training stops")
+        self.keep = as_integer("keep", keep, 1, or_none="or null to keep all")
         self.unsaved: str | None = None
         self._saved_step = 0
         self._branch = 0

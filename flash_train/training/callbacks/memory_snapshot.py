@@ -1,6 +1,6 @@
 """Records the memory use of whole optimizer steps during training."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from flash_train.checks import as_integer, brief
 from flash_train.distributed.sharding import local
 from flash_train.precision import lightning_compute_dtype
 from flash_train.profiling.memory.allocations import MemoryProfile, Recording, profile_of
@@ -61,14 +62,26 @@ class MemorySnapshot(StepCallback):
 
     Args:
         receive: called after each recorded step.
-        every: record each step whose number is a multiple of this.
+        every: record each step whose number is a multiple of this; None for `steps` alone.
         steps: record also these steps, counted from 1.
+
+    Raises:
+        TypeError: `receive` cannot be called, or `steps` is one number.
+        ValueError: `every` or a step is no integer of at least 1, or neither is given.
     """
 
     def __init__(
-        self, receive: Callable[[RecordedStep], None], *, every: int | None = None, steps: tuple[int, ...] = ()
+        self, receive: Callable[[RecordedStep], None], *, every: int | None = None, steps: Iterable[int] = ()
     ) -> None:
-        self.receive, self.every, self.steps = receive, every, steps
+        if not callable(receive):
+            raise TypeError(f"receive={brief(receive)}: must be a function that takes a RecordedStep")
+        if not isinstance(steps, Iterable):
+            raise TypeError(f"steps={brief(steps)}: must be several numbers of steps, such as (1, 100)")
+        self.receive = receive
+        self.every = as_integer("every", every, 1, or_none="or None for the given steps alone")
+        self.steps = tuple(as_integer("steps", step, 1) for step in steps)
+        if self.every is None and not self.steps:
+            raise ValueError("every=None, steps=(): must be one of both, or no step is recorded")
         self.recording: Recording | None = None
         self._open = ExitStack()
 

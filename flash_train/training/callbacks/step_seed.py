@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from flash_train.checks import as_integer
 from flash_train.distributed.dims import data_share
 
 
@@ -34,11 +35,14 @@ class StepSeed(Callback):
     that share a row draw the same.
 
     Args:
-        seed: the run's seed.
+        seed: the run's seed, 0 or more.
+
+    Raises:
+        ValueError: a seed that is no integer, or negative.
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
+        self.seed = as_integer("seed", seed, 0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if isinstance(batch, dict) and "places" in batch and not trainer.overfit_batches:  # type: ignore[attr-defined]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from flash_train.checks import at_least, check
+from flash_train.checks import as_integer
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.output import say, say_in_handler
 from flash_train.training.callbacks.base import HostCopy, StepCallback
@@ -27,11 +28,13 @@ class StopAfter(StepCallback):
 
     Args:
         steps: steps of this run, without those before the checkpoint that it resumed; None stops at `max_steps` only.
+
+    Raises:
+        ValueError: `steps` is no integer of at least 1.
     """
 
     def __init__(self, steps: int | None = None) -> None:
-        check("stop_after", steps, at_least(1), or_none="or null for no early stop")
-        self.steps = steps
+        self.steps = as_integer("stop_after", steps, 1, or_none="or null for no early stop")
         self._first_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -46,12 +49,15 @@ class StopAfter(StepCallback):
 
 
 class SaveOnSignal(StepCallback):
-    """On SIGTERM, SIGHUP or a first Ctrl-C, finishes the optimizer step, saves a checkpoint and ends `fit` normally.
+    """On SIGTERM, SIGHUP or a first Ctrl-C, finishes the optimizer step and ends `fit` normally, with a checkpoint.
 
-    `StepCheckpoint` saves, as always when the trainer is about to stop. A validation in progress is cut short, and the
-    run stops at its step; `MissedValidation` repeats it when the run is resumed. A second Ctrl-C interrupts at once. A
-    SIGHUP that the process ignores (`nohup`) stays ignored. Afterwards `received` is the signal's name, until the next
-    `fit`. Lightning's own handler, which ends the process without a checkpoint, is replaced while training runs.
+    The checkpoint needs a `StepCheckpoint` among the callbacks, which saves whenever the trainer is about to stop.
+    Lightning's `ModelCheckpoint` may save nothing then; if there is no other, a line says so when training starts.
+
+    A validation in progress is cut short, and the run stops at its step; `MissedValidation` repeats it when the run is
+    resumed. A second Ctrl-C interrupts at once. A SIGHUP that the process ignores (`nohup`) stays ignored. Afterwards
+    `received` is the signal's name, until the next `fit`. Lightning's own handler, which ends the process without a
+    checkpoint, is replaced while training runs.
 
     Any of several ranks may get the signal. The ranks ask each other at the end of every step, and read the answer at
     the end of the next one, so that no host waits: all ranks stop after the step that follows the signal's. Ranks that
@@ -68,6 +74,7 @@ class SaveOnSignal(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._module = pl_module
+        self._say_if_unsaved(trainer)
         strategy = trainer.strategy
         self._skips_alone = not isinstance(strategy, ShardedStrategy) and not getattr(strategy, "context_group", None)
         self.received, self._vote, pl_module.skip_validation = None, None, False  # forget an earlier fit
@@ -80,6 +87,16 @@ class SaveOnSignal(StepCallback):
         if trainer.received_sigterm:  # Lightning caught it while the run was being prepared
             self.received = "SIGTERM"
         self._ask_and_wait(trainer, pl_module)
+
+    @staticmethod
+    def _say_if_unsaved(trainer: Trainer) -> None:
+        """Print a line if only `ModelCheckpoint` saves: with `every_n_train_steps` it does not when the run stops.
+
+        A run without any checkpoint is meant to have none.
+        """
+        savers = trainer.checkpoint_callbacks
+        if savers and all(isinstance(saver, ModelCheckpoint) for saver in savers) and trainer.is_global_zero:
+            say("a signal will end this run, maybe without a checkpoint: give the Trainer StepCheckpoint(folder), too")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received and time.monotonic() - self._received_at < SAME_SIGNAL_SECONDS:

@@ -45,8 +45,10 @@ AT_ONCE = [
     (["data.path=x"], ["data.path", "data=text"]),
     (["data.packing=best"], ["data.packing=best", "best_fit, concat"]),
     (["data.val_fraction=1"], ["data.val_fraction=1", "must be in (0, 1)"]),
-    (["attention.dropout=1.5"], ["attention.dropout=1.5", "must be in [0, 1)"]),
-    (["attention.dropout=1"], ["attention.dropout=1", "must be in [0, 1)"]),
+    *(
+        ([f"attention.dropout={p}"], [f"attention.dropout={p}", "must be 0 or in (1/512, 511/512]", "steps of 1/256"])
+        for p in ("1.5", "1", "-0.1", "0.0005", "0.9999")
+    ),
     (["attention.backend=fast"], ["attention.backend=fast", "auto, chunked, flash, hopper, sdpa, standard, triton"]),
     (["attention=tritn"], ["did you mean triton?"]),
     (["trainer.strategy=fsdp"], ["trainer.strategy=fsdp", "auto, ddp"]),
@@ -111,8 +113,10 @@ AT_ONCE = [
 
 
 # Only the machine is wrong: these exit with 3, so that scripts can tell.
+GRAPH_ON_TWO = ["trainer.cuda_graph=true", "trainer.devices=2", "parallel=ddp"]
 UNAVAILABLE = (
     *(["attention=flash"], ["hardware=cuda"]),
+    *(["trainer.cuda_graph=true"], GRAPH_ON_TWO),
     *(["hardware=cpu", f"precision={precision}"] for precision in ("fp16-mixed", "fp8")),
 )
 
@@ -154,6 +158,9 @@ def test_a_rate_that_the_checkpoint_would_override(flash_train, tiny, tmp_path):
     assert "optimizer.lr=0.1" in lines[0] and "allowed: 0.5" in lines[0]
 
 
+TOO_LONG = "x" * 300  # for a file system
+SWEEP = ["-m", "seed=0,1"]
+
 # Mistakes that show only when files are opened or objects are built; `{tmp}` is the test's folder.
 WHEN_BUILT = [
     (["data.path={tmp}/nowhere"], ["data.path={tmp}/nowhere", "no such file or folder"]),
@@ -169,15 +176,25 @@ WHEN_BUILT = [
     (["model.rope_scaling.factor=2.0"], ["model.rope_scaling.kind"]),
     (["attention=flash"], ["attention=flash: the flash backend cannot run here: there is no NVIDIA GPU", "sdpa, "]),
     (["hardware=cuda"], ["trainer.accelerator=cuda", "auto, cpu"]),
+    (["trainer.cuda_graph=true"], ["trainer.cuda_graph=true: there is no NVIDIA GPU; allowed: auto or false"]),
+    (GRAPH_ON_TWO, ["trainer.cuda_graph=true: there is no NVIDIA GPU; allowed: auto or false"]),
+    (["model.rope_scaling.kind=ntk", "model.rope_scaling.factor=1e300"], ["model.rope_scaling.factor=1e+300", "ntk"]),
     (["init_from={tmp}/nowhere"], ["init_from={tmp}/nowhere", "no such folder"]),
     (["init_from={tmp}/empty"], ["init_from={tmp}/empty", "config.json"]),
     (["init_from={tmp}/llama", "model=nano"], ["model.width=16", "init_from has 8", "model=pretrained"]),
     (["resume={tmp}/nowhere.ckpt"], ["resume={tmp}/nowhere.ckpt", "no such file"]),
-    (["resume={tmp}/empty"], ["resume={tmp}/empty", "folder", "resume=last"]),
+    (["resume={tmp}/empty"], ["resume={tmp}/empty: is a folder", "a checkpoint, or resume=last with run_dir=FOLDER"]),
+    (["resume={tmp}/full"], ["resume={tmp}/full: is a folder", "write run_dir={tmp}/full resume=last"]),
+    (["resume={tmp}/full/checkpoints"], ["checkpoints: is a folder", "write run_dir={tmp}/full resume=last"]),
+    ([f"resume={TOO_LONG}"], [f"resume={TOO_LONG}: ", "name too long"]),
+    (["resume=last", f"run_dir={TOO_LONG}"], [f"run_dir={TOO_LONG}: ", "name too long"]),
     (["resume={tmp}/blank.txt"], ["resume={tmp}/blank.txt", "not a checkpoint"]),
     (["resume=last", "run_dir={tmp}/empty"], ["resume=last", "no checkpoint"]),
     (["resume={tmp}/done/step-000005.ckpt"], ["max_steps=3", "step 5"]),
     (["run_dir={tmp}/blank.txt/run"], ["run_dir={tmp}/blank.txt/run", "is a file"]),
+    (["run_dir={tmp}/blank.txt"], ["run_dir={tmp}/blank.txt", "is a file"]),
+    *(([*flags, "run_dir={tmp}/dangling/run"], ["cannot be created", "allowed: a folder"]) for flags in ([], SWEEP)),
+    *(([*flags, f"run_dir={TOO_LONG}"], [f"run_dir={TOO_LONG}: ", "name too long"]) for flags in ([], SWEEP)),
     (["run_dir={tmp}/full"], ["run_dir={tmp}/full", "resume=last"]),
     (["run_dir={tmp}/begun"], ["run_dir={tmp}/begun: holds a run", "another folder", "no checkpoint"]),
     (["run_dir={tmp}/failed"], ["run_dir={tmp}/failed: holds a run", "another folder", "no checkpoint"]),
@@ -195,6 +212,7 @@ WHEN_BUILT = [
 def test_mistakes_found_when_building(flash_train, tiny, tmp_path, arguments, says):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "missing")
     checkpoint(tmp_path / "done" / "step-000005.ckpt")
     checkpoint(tmp_path / "full" / "checkpoints" / "step-000005.ckpt")
     checkpoint(tmp_path / "full" / "checkpoints" / "step-000012.ckpt")
@@ -215,8 +233,17 @@ def test_mistakes_found_when_building(flash_train, tiny, tmp_path, arguments, sa
         assert words.format(tmp=tmp_path) in lines[0]
 
     # Nothing is lost, and no empty run directory is left.
-    assert before.items() <= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}.items()
+    assert before.items() <= {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}.items()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="has no /proc")
+@pytest.mark.parametrize("flags", [[], SWEEP], ids=["one run", "a sweep"])
+def test_a_folder_where_the_system_allows_none(flash_train, tiny, flags):
+    """To root, every folder looks writable."""
+    code, lines = flash_train(*tiny, *flags, "run_dir=/proc/x")
+    assert code == 1 and len(lines) == 1, lines
+    assert lines[0].startswith("flash-train: run_dir=/proc/x: ") and "allowed: a folder to write in" in lines[0]
 
 
 def test_hydra_full_error_shows_the_traceback(monkeypatch):

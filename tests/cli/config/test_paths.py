@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 import flash_train
-from flash_train.cli.config.paths import conf_dir, holds_checkpoint, holds_run, run_dir_of, unusable
+from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.paths import (
+    conf_dir,
+    holds_checkpoint,
+    holds_run,
+    require_usable,
+    run_dir_of,
+    unusable,
+)
 
 
 def test_conf_of_the_checkout():
@@ -36,6 +44,13 @@ def test_unusable(tmp_path):
     assert unusable(tmp_path) is None
     assert unusable(tmp_path / "new" / "deep") is None
     assert "is a file" in unusable(tmp_path / "file" / "run")
+    assert "name too long" in unusable(tmp_path / ("x" * 300) / "run")
+
+
+def test_a_folder_that_must_not_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(UsageError, match=r"^run_dir=.*run: .* is not writable; allowed: a folder to write in"):
+        require_usable("run_dir", tmp_path / "run")
 
 
 def test_holds_checkpoint(tmp_path):

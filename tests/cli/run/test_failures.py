@@ -61,7 +61,7 @@ def test_the_advised_setting_fits_the_device(config, tmp_path, monkeypatch):
     """memory=selective saves something, but not enough."""
     model = ModelConfig(vocab_size=320, n_layers=8, width=256, n_heads=4, n_kv_heads=4, head_dim=64, mlp_width=704)
     limit = predict(Step(model, 16384, memory="checkpoint")).peak_bytes
-    monkeypatch.setattr(failures, "capacity", lambda device: limit)
+    monkeypatch.setattr(failures, "total_memory_of", lambda device: limit)
     monkeypatch.setattr(failures, "flash_runs", lambda step, device: True)
     with pytest.raises(OutOfMemoryError, match="GPU memory .*memory=checkpoint takes"), known_failures(config) as way:
         way.step, way.device, way.run_dir = Step(model, 16384), torch.device("cuda"), tmp_path

@@ -97,6 +97,14 @@ def test_new_folder_gets_a_free_name(tmp_path):
     assert [new_folder(wanted).name for _ in range(3)] == [f"{wanted.name}{end}" for end in ("", "_2", "_3")]
 
 
+def test_a_folder_that_cannot_be_created(tmp_path):
+    """A link to a folder that is missing has the name of the folder, so no other name is tried."""
+    (tmp_path / "runs").symlink_to(tmp_path / "missing")
+    for create in (new_folder, lambda path: locked(path).__enter__()):
+        with pytest.raises(UsageError, match=r"^run_dir=.*runs: cannot be created \(File exists\); allowed: a folder"):
+            create(tmp_path / "runs" / "a" if create is new_folder else tmp_path / "runs")
+
+
 def test_further_ranks_lock_nothing(tmp_path, other, monkeypatch):
     assert is_first_process({}) and is_first_process({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "0"})
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID"):

@@ -156,9 +156,9 @@ def test_no_checkpoint_found(tmp_path):
         newest_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}])
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 2.5}, {"keep": 0}])
 def test_checkpoint_settings_out_of_range(options, tmp_path):
-    with pytest.raises(ValueError, match="=0: must be 1 or more, or null"):
+    with pytest.raises(ValueError, match=r"=(0|2\.5): must be an integer of at least 1, or null"):
         StepCheckpoint(tmp_path, **options)
 
 

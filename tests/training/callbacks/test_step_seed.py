@@ -3,6 +3,7 @@
 import time
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
@@ -69,3 +70,10 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_number_of_ranks(tmp_path):
     alone = numbers(0, 1)
     assert sorted(alone) == list(range(12)) and len(set(alone.values())) == 12
     assert {**numbers(0, 2), **numbers(1, 2)} == alone
+
+
+@pytest.mark.parametrize("seed", ["a", 1.0, -1, None, True])
+def test_a_seed_is_an_integer(seed):
+    with pytest.raises(ValueError, match=rf"^seed={seed!r}: must be an integer of at least 0$"):
+        StepSeed(seed)
+    assert StepSeed(np.int64(3)).seed == 3

@@ -8,6 +8,7 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flash_train.training import (
     NonFiniteLoss,
@@ -30,7 +31,7 @@ def test_stop_after_validates_at_its_step(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert trainer.global_step == 3
     assert read_metrics(tmp_path)[-1]["val/loss"]
-    with pytest.raises(ValueError, match="stop_after=0: must be 1 or more, or null"):
+    with pytest.raises(ValueError, match="stop_after=0: must be an integer of at least 1, or null"):
         StopAfter(0)
 
 
@@ -56,6 +57,25 @@ def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "stopping" in line]
     again = "; press Ctrl-C again to interrupt at once" if number == signal.SIGINT else ""
     assert line == f"flash-train: {signal.Signals(number).name}: stopping after this step{again}"
+
+
+UNSAVED = "a signal will end this run, maybe without a checkpoint: give the Trainer StepCheckpoint(folder), too"
+
+
+@pytest.mark.parametrize("others", ["model", "both", "none"])
+def test_a_line_says_that_a_stop_may_not_be_saved(others, tmp_path, capfd):
+    """ModelCheckpoint with an interval of steps saves nothing when the run stops. Without any, nothing is expected."""
+    theirs, ours = ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=5), StepCheckpoint(tmp_path / "c")
+    savers = {"model": [theirs], "both": [theirs, ours], "none": []}[others]
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=20, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, enable_checkpointing=bool(savers),
+        callbacks=[SaveOnSignal(), *savers, send(signal.SIGTERM)],
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == 3
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["step-000003.ckpt"] * (ours in savers)
+    assert capfd.readouterr().err.count(f"flash-train: {UNSAVED}\n") == (others == "model")
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):

@@ -1,0 +1,32 @@
+"""MemorySnapshot: which steps it records, and what it refuses. Its figures are compared in `tests/profiling/memory`."""
+
+import re
+
+import pytest
+
+from flash_train.training.callbacks import MemorySnapshot
+from tests.support.training.tiny_run import TinyData, plain_trainer, tiny_module
+
+
+def test_it_records_the_steps_that_are_due(tmp_path):
+    recorded = []
+    trainer = plain_trainer(tmp_path, MemorySnapshot(recorded.append, every=3, steps=(1,)), max_steps=7)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert [step.step for step in recorded] == [1, 3, 6]
+    assert all(step.profile.peak_bytes > 0 for step in recorded)
+
+
+@pytest.mark.parametrize(
+    ("receive", "options", "error", "message"),
+    [
+        ("memory", {"every": 1}, TypeError, "receive='memory': must be a function that takes a RecordedStep"),
+        (print, {"every": 2.0}, ValueError, "every=2.0: must be an integer of at least 1, or None for the given steps"),
+        (print, {"every": 0}, ValueError, "every=0: must be an integer of at least 1, or None for the given steps"),
+        (print, {"steps": (0,)}, ValueError, "steps=0: must be an integer of at least 1"),
+        (print, {"steps": 5}, TypeError, "steps=5: must be several numbers of steps, such as (1, 100)"),
+        (print, {}, ValueError, "every=None, steps=(): must be one of both, or no step is recorded"),
+    ],
+)
+def test_arguments_that_record_nothing_are_refused(receive, options, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        MemorySnapshot(receive, **options)
