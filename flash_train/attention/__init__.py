@@ -1,7 +1,7 @@
 """Exact attention in Triton, and other implementations to compare with.
 
 Layout: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with a ``Packing``. The package imports
-torch, triton and ``flash_train.checks`` (one file of the standard library), so that it can be used without the rest.
+torch, triton and ``flash_train.checks``, a file that needs only the standard library. So it can be used on its own.
 """
 
 from flash_train.attention.backends import BACKENDS, flash_unavailable, resolve_backend

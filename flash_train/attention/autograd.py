@@ -207,7 +207,8 @@ class _Attention(torch.autograd.Function):
 
 class _TransformedAttention(torch.autograd.Function):
     """``_Attention`` for ``torch.func``: every tensor is an argument, and a separate method sets up the context.
-    PyTorch then looks up the arguments' names at every call, which takes longer than a launch."""
+    Eager calls do not use it, because with ``setup_context`` PyTorch looks up the arguments' names at every call. That
+    takes longer than a launch."""
 
     @staticmethod
     def forward(

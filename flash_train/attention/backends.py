@@ -33,8 +33,8 @@ BACKENDS = backend_names()
 def flash_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why this project's kernels cannot run here, or None if they can.
 
-    ``head_dim`` is the larger of q's and v's. ``torch.compile`` may trace this function with a symbolic ``head_dim``,
-    because it only compares it.
+    ``head_dim`` is the larger of q's and v's. It may be symbolic under ``torch.compile``, because this function only
+    compares it with numbers.
     """
     missing = _triton_unavailable()
     if missing is not None:

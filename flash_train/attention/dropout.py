@@ -45,7 +45,8 @@ class EntryOrigins(NamedTuple):
 
     Attributes:
         first: int32 (entries, 3), contiguous, on the device of q: entry, query and key of the larger attention.
-        aligned: whether every query and key is a multiple of 16; the kernels are then faster. They do not check it.
+        aligned: whether all queries and keys in ``first`` are multiples of 16. The kernels are then faster. They trust
+            this flag.
     """
 
     first: torch.Tensor
@@ -71,11 +72,11 @@ class RngState:
         offset: likewise.
         entry: coordinate of the call's first entry. A shard of a larger attention sets the four coordinates to draw
             its part of the larger mask.
-        head: of its first head.
-        query: of its first query. The kernels are faster if query and key are multiples of 16.
-        key: of its first key.
+        head: coordinate of the call's first head.
+        query: coordinate of the call's first query. The kernels are faster if query and key are multiples of 16.
+        key: coordinate of the call's first key.
         entries: coordinates of each entry, if the call's entries are pieces of a larger attention's sequences. The
-            three coordinates ``entry``, ``query`` and ``key`` are then 0. Not for ``flash_attn_with_kvcache``.
+            fields ``entry``, ``query`` and ``key`` must then be 0. Attention to a cache does not accept ``entries``.
 
     Raises:
         TypeError: ``entries`` that are not ``EntryOrigins``.

@@ -93,7 +93,7 @@ def attention(
     Raises:
         ValueError, TypeError: inputs that do not fit together, or a named backend that cannot run. Both are raised
             before any launch.
-        RuntimeError: a second gradient through this project's kernels, raised in the backward.
+        RuntimeError: a second gradient through this project's kernels or ``standard``, raised in the backward.
 
     Source: FlashAttention-2 (Dao, 2023, arXiv:2307.08691), algorithms 1 and 2; dropout as in FlashAttention
     (arXiv:2205.14135), with the counter map of ``flash_train.attention.dropout``; ALiBi (Press et al.,

@@ -62,7 +62,8 @@ class Packing:
         cu_seqlens_q: boundaries of the queries, int32 (entries + 1,) on the device of q; they start at 0 and never
             decrease. They may be a strided view. A list of integers becomes a tensor on the CPU.
         cu_seqlens_k: boundaries of the keys, likewise; for self-attention the same tensor.
-        max_seqlen_q: queries of the longest entry, if known; no backend of this package needs it.
+        max_seqlen_q: queries of the longest entry, if known. No backend of this package requires it. ``sdpa`` uses
+            PyTorch's kernel for packed sequences only if it gets both ``max_seqlen`` values or ``lengths``.
         max_seqlen_k: keys of the longest entry, likewise.
         lengths: lengths of the non-empty entries as Python ints. Give them if the host knows them, queries and keys
             have the same lengths, and empty entries come last: the dense backends then do not synchronise with the

@@ -2,7 +2,7 @@
 
 The count assumes no cache. A device's own counter can be lower, because its cache serves repeated reads. Sources:
 FlashAttention (Dao et al., 2022, arXiv:2205.14135), section 3.2, and algorithms 0 and 3 for standard attention;
-FlashAttention-2 (arXiv:2307.08691) for the loops of this project's kernels.
+FlashAttention-2 (arXiv:2307.08691) for the loops of this project's portable kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def flash_traffic(
     dkdv_tile: tuple[int, int] = (64, 128),
     dq_tile: tuple[int, int] = (128, 64),
 ) -> Traffic:
-    """Count the traffic of the kernels in ``flash_train.attention.kernels``.
+    """Count the traffic of the portable kernels, which compute dQ separately from dK and dV.
 
     A program with a tile of queries reads each block of keys and values that any of its queries attends to. A program
     with a tile of keys reads Q, dO and two numbers per row of each such block of queries, for each head of its group.

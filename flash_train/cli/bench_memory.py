@@ -273,7 +273,10 @@ def _main(options: argparse.Namespace, every: Sequence[MemoryCase], wanted: Sequ
 
 
 def allocate_workspaces(device: torch.device) -> int:
-    """Allocate the workspaces of matrix products in both threads, so that no case is charged for them; their size."""
+    """Allocate the workspaces of matrix products in the forward's and the backward's thread; return their bytes.
+
+    Otherwise the first case would be charged for them.
+    """
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()
     del x

@@ -154,7 +154,7 @@ class Turns:
         return self.model(**self.row, labels=self.row["input_ids"]).loss
 
     def step(self) -> tuple[float, float]:
-        """Take a step: its loss before, and seconds."""
+        """Take a step; return the loss before the update, and the step's seconds."""
         _synchronize()
         start = time.perf_counter()
         loss = self.loss()

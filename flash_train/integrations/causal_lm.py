@@ -1,11 +1,11 @@
-"""A causal language model of `transformers` as `CausalLMModule` trains it: packed, with the loss of a whole token mean.
+"""Lets `CausalLMModule` train a causal language model of `transformers`: packed rows, and a loss averaged over tokens.
 
     from flash_train.integrations.causal_lm import CausalLM
     from flash_train.training import CausalLMModule
 
     module = CausalLMModule(CausalLM(AutoModelForCausalLM.from_pretrained("...")))
 
-The model keeps its own attention; `register` of `flash_train.integrations.transformers` gives it this project's.
+This project's attention replaces the model's own (`register` of `flash_train.integrations.transformers`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained("...", attn_implementation=register())
 
 Padded batches are unpadded for attention. Packed rows are found by their `position_ids`, or given by `cu_seq_lens_q`
-and `cu_seq_lens_k`. Where the documents are is found once for all layers.
+and `cu_seq_lens_k`. The boundaries of the documents are found once for all layers.
 """
 
 from __future__ import annotations
@@ -321,7 +321,10 @@ def _version_of(tensor: Tensor) -> int | None:
 
 @torch.compiler.disable  # it looks at values
 def _once(tensor: Tensor, key: Any, find: Any) -> Any:
-    """Return what was found in a tensor, which all layers get; look again if it was or may have been changed."""
+    """Return ``find()`` for a tensor that all layers get, cached by ``key`` until the tensor changes.
+
+    For tensors of ``torch.inference_mode``, whose changes are unknown, nothing is cached.
+    """
     if tensor.is_inference():
         return find()
     version, results = _found.get(tensor, (None, None))

@@ -162,8 +162,8 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, packing: Layout, batch_size: int, *, tiled: bool = False
     ) -> Tensor:
         """Run the block. With `tiled`, for a block that is recomputed, the MLP keeps its input only."""
-        # Draw both masks before the attention: memory=selective does not run it again, so after it the generator has
-        # another state in the recomputation than in the forward.
+        # Draw both masks before the attention. With memory=selective the recomputation skips the attention, so after it
+        # the generator would not be in the state that it had in the forward.
         masks = [self._keep_mask(x, packing) for _ in range(2)]
         x, *normed = self.attention_norm(x)
         update = self._drop(self.attention(normed, cos, sin, packing, batch_size), masks[0])

@@ -26,16 +26,16 @@ def blocks_on_host(n_layers: int, recomputed: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class _OnHost:
-    """Stands for the input of a block in the graph."""
+    """A placeholder in the autograd graph for a block's input, which is on the host."""
 
     block: int
 
 
 class HostInputs:
-    """Copies inputs of blocks to the host during the block's forward, and back during the backward of the block after.
+    """Copies a block's input to the host during its forward, and back during the backward of the next block.
 
-    The memory in the host is taken once and used again in each step. On the GPU there are at most two of the inputs at
-    a time: of the block that runs, and one that is copied.
+    The host memory is pinned, allocated once, and used again in each step. At most two of the inputs are on the GPU at
+    a time: the input of the running block, and one that is being copied.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The model's fused operations: Triton kernels on CUDA, else PyTorch. The two agree within rounding.
 
 Under autocast they compute in the autocast dtype, as a linear layer would; parameters keep their dtype.
-Under `torch.compile` the plain formulas are used on every device, since Inductor fuses them.
+Under `torch.compile` all but `linear_cross_entropy` use the plain formulas on every device, since Inductor fuses them.
 """
 
 import torch

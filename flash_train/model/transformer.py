@@ -23,9 +23,10 @@ class Transformer(nn.Module):
     """A pre-norm decoder in the Llama layout.
 
     `attention` names the backend (of `flash_train.attention.BACKENDS`); `memory` says what each block keeps for its
-    backward (none: everything; selective: the attention's output and log-sum-exp; checkpoint: its input alone). The
-    last blocks, a share `keep` of all, keep everything in every mode (see `first_kept`). Inputs of the first blocks, a
-    share `offload` of all, are in the host's memory until their backward (see `flash_train.model.offload`).
+    backward (none: everything; selective: its input, and the attention's output and log-sum-exp; checkpoint: its input
+    alone). The last blocks, a share `keep` of all, keep everything in every mode (see `first_kept`). The inputs of the
+    first blocks, a share `offload` of all, are in the host's memory until their backward (see
+    `flash_train.model.offload`).
 
     Every call takes `tokens`, int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count
@@ -60,7 +61,10 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def draw_weights(self) -> None:
-        """Draw the weights that the constructor draws: the generator also advances by the embedding's first weights."""
+        """Draw the same weights as the constructor.
+
+        Like the constructor, it first draws the embedding's default weights, which advances the generator.
+        """
         self.embedding.reset_parameters()
         self.reset_parameters()
 
@@ -127,7 +131,7 @@ class Transformer(nn.Module):
 
     @contextmanager
     def adding_gradients(self) -> Iterator[None]:
-        """Let the backward of forwards in this context add gradients to those that are there, within the products.
+        """Let forwards in this context have a backward that adds to `weight.grad` within its matrix products.
 
         This saves a pass over the gradients in each micro-batch of a step but the first. It is for a plain
         `loss.backward()` on one device: `torch.autograd.grad` would not get the gradients, and

@@ -28,14 +28,15 @@ class AdamW(torch.optim.AdamW):
     """AdamW for weights in bf16, fp32 or fp16, in one kernel on an NVIDIA GPU; it computes in fp32.
 
     A bf16 weight that is rounded to nearest after each step loses the updates that are smaller than half of its last
-    bit, which are most updates of fine-tuning. `master` says what to do about it. It changes nothing for other weights.
+    bit, which are most updates of fine-tuning. `master` says how to avoid this. It concerns bf16 weights only.
 
     - ``exact``: 16 more bits of each weight are kept, so that it is updated as in fp32. The weight itself is the fp32
       number rounded to the nearest bf16.
     - ``stochastic``: the weight is rounded up or down at random, with the probability that makes its mean exact.
     - ``none``: the weight is rounded to nearest.
 
-    Random numbers depend only on the seed, the step and the place in a weight, so a run that resumes has the same ones.
+    Random numbers depend only on the seed, the step, the weight's number and the place in it. So a resumed run draws
+    the same ones.
 
     The state has PyTorch's names, and its checkpoints load both ways: a state in another format is converted.
     ``exp_avg_scale`` and ``exp_avg_sq_scale`` are the scales of 8-bit moments, and ``weight_lower`` the further bits.
@@ -50,7 +51,8 @@ class AdamW(torch.optim.AdamW):
         moments: fp32, bf16 (rounded stochastically) or 8bit (in blocks of 256 numbers, see `formats`); None: the dtype
             of the weights. Weights whose last dimension is no multiple of 256 cannot have 8-bit moments; theirs are
             stored as with None.
-        offload: keep the state in the host's memory, pinned. A step brings it to the GPU piece by piece, and back.
+        offload: keep the state of large weights in pinned host memory. A step copies it to the GPU piece by piece, and
+            back. The state of weights below `SMALLEST_ON_HOST` elements stays on the GPU.
         seed: of the random numbers, 64 bits.
 
     Raises:

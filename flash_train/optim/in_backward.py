@@ -1,4 +1,4 @@
-"""The step of AdamW within the backward: no two gradients need to be in memory together."""
+"""Runs AdamW's step within the backward, so that the gradients need not all be in memory at the same time."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Launcher:
             self._launch(update, (), whole, states)
 
     def _launch_pieces(self, update: Update) -> None:
-        """Bring the state of some elements to the GPU, update them, and bring it back, while others are on their way.
+        """Copy the state of a bucket to the GPU, update its weights, and copy it back, while other buckets are copied.
 
         The next copies to the GPU run during the kernel and during the copies back: PCIe carries both ways at once.
         """
@@ -161,7 +161,8 @@ class Stage:
     """Memory on the GPU for the state of a bucket's elements, a multiple of the kernel's block.
 
     Attributes:
-        is_free: when nothing uses the memory: at first what it held before, then the copies to the host.
+        is_free: an event after which nothing uses the memory. At first it marks the work queued before the allocation,
+            later the copies to the host.
     """
 
     def __init__(self, update: Update, device: torch.device, elements: int) -> None:
@@ -198,7 +199,10 @@ class Stage:
         return found
 
     def address(self, name: str, placed: tuple[Piece, int]) -> int:
-        """Return where the weight's first element would be, if the buffer went on to both sides of the piece."""
+        """Return the address that the weight's first element would have if the buffer held the whole weight.
+
+        The kernel adds the offset of the piece within the weight.
+        """
         buffer, (piece, place) = self._buffers.get(name), placed
         if buffer is None:
             return 0

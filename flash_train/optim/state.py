@@ -57,7 +57,7 @@ def new_state(weight: Tensor, found: Format) -> State:
 
 
 def adopted_state(weight: Tensor, saved: dict[str, Any], found: Format) -> State:
-    """Return a saved state, in this or another format, in this format and on this device."""
+    """Convert a saved state of any format to the format ``found``, on the device where that keeps it."""
     own = local(weight)
     state: State = {}
     device = torch.device("cpu") if found.on_host else own.device

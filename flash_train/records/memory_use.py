@@ -1,4 +1,4 @@
-"""Memory in use: the device's if it reports it, else the process's; and bytes as text."""
+"""Measure memory in use, of the device if PyTorch reports it, else of the process; format bytes as text."""
 
 import gc
 import sys

@@ -232,7 +232,7 @@ def gather(
     Positions at and after ``cache_seqlens``, int32 (batch,), have arbitrary values, and their pages need not exist.
     """
     rows = CacheRows(cache_seqlens, cache_batch_idx, None, block_table)
-    rows = rows.clear_padding((rows.lengths <= 0) | rows.padding(cache))  # their pages need not exist
+    rows = rows.clear_padding((rows.lengths <= 0) | rows.padding(cache))  # pages of rows without keys need not exist
     positions = torch.arange(longest, device=cache.device).expand(len(cache_seqlens), longest)
     if block_table is not None:
         positions = torch.where(positions < rows.lengths[:, None], positions, 0)

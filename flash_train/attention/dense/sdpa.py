@@ -133,7 +133,11 @@ def _is_batch(q: Tensor, k: Tensor, packing: Packing) -> bool:
 
 
 def _varlen_applies(q: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> bool:
-    """Whether ``varlen_attn`` can run: Ampere or later, 16 bits, no dropout, head_dim a multiple of 8."""
+    """Whether ``varlen_attn`` can run.
+
+    It needs Ampere or later, 16-bit dtypes, no dropout, and for q, k and v the same head_dim, a multiple of 8. The host
+    must know the lengths of the entries or the longest ones.
+    """
     return (
         q.is_cuda
         and _has_packed_kernel(q.device)

@@ -21,7 +21,8 @@ Args:
     cu_seqlens_q, block_table and other indices: int32 tensors on the device of q, or lists of integers.
     backend: as in ``attention``.
     rng: dropout state; None draws one from PyTorch's generator.
-    s_aux: sinks, (heads,), as kernels for gpt-oss take them.
+    s_aux: sinks, (heads,), as kernels for gpt-oss take them. Only ``flash_attn_func`` and ``flash_attn_varlen_func``
+        have this argument.
 
 Returns:
     out (batch, seqlen_q, heads, v_head_dim), packed (total_q, heads, v_head_dim), in the dtype of q; exactly 0 for

@@ -66,7 +66,7 @@ class KernelFamily:
             ``torch.use_deterministic_algorithms(True)``.
         widest_dq_accumulator: the largest head dimension for which the backward accumulates dQ in memory, in fp32; 0
             if it never does. Only 16-bit calls whose head dimension is a multiple of 8 do.
-        row_block: the backward that accumulates dQ begins each entry of a packed call at a multiple of so many rows.
+        row_block: in the accumulator of dQ, each entry of a packed call begins at a multiple of this number of rows.
     """
 
     name: str
@@ -100,7 +100,7 @@ class KernelFamily:
         return itemsize == 2 and head_dim % 8 == 0 and head_dim <= self.widest_dq_accumulator
 
     def accumulated_rows(self, rows: int, entries: int) -> int:
-        """Return the rows of the accumulator of dQ, for a packed call with so many rows and entries, empty ones too."""
+        """Return the rows of the dQ accumulator of a packed call; ``entries`` counts empty entries, too."""
         return self.row_block * (rows // self.row_block + entries + 1)
 
 

@@ -20,7 +20,8 @@ class LaunchOptions:
 
     Attributes:
         processors: number of processors that grids are planned for; None: the device's own.
-        heads_per_group: key heads whose rows share the cache, if there are so many; None: as many as fit.
+        heads_per_group: key heads in a group, whose rows share the L2 cache. None: as many as give every SM a work
+            tile, if the cache holds their rows.
         long_walk: keys from which the forward for 64 columns uses three consumers.
         cached_plans: prepared calls that ``launch_cache`` keeps; 0: none is kept and none is used. The cache is emptied
             when it is full, as happens if lengths change with every call.

@@ -44,7 +44,7 @@ Measured = tuple[list[float], float]  #: the loss of each step, and the seconds 
 
 
 class StepTimer:
-    """The time of the steps after ``warm_up``, in one piece: as in a run, the host goes ahead of the GPU."""
+    """Times the steps after ``warm_up`` together, without a synchronisation between them, so the host runs ahead."""
 
     def __init__(self, case: ParallelCase, device: torch.device) -> None:
         self.case, self.device = case, device

@@ -42,7 +42,8 @@ class WandbFiles:
         """The id of the run to log to, and its place, from 1, among the runs of the run directory.
 
         An offline run cannot be resumed: its files begin at W&B's history offset 0, and their upload would replace what
-        the server has under the same id. So each offline part is a run, and so is what follows one that isn't uploaded.
+        the server has under the same id. So each offline part is a W&B run of its own. A part that follows an offline
+        part which isn't uploaded yet is a new W&B run, too.
         """
         ids = self.ids()
         if self.given_id or (ids and not self._would_replace(ids[-1], online)):

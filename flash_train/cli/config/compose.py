@@ -77,7 +77,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _chosen(overrides: Sequence[str]) -> DictConfig:
-    """The configuration with the choices among the overrides, and without their values."""
+    """The configuration with only those overrides that choose a file of a group, not those that set a value."""
     choices = [text for text in overrides if is_choice(text) or text.startswith("hydra.searchpath")]
     return compose(CONFIG_NAME, overrides=choices)
 

@@ -78,7 +78,7 @@ def one_line_errors() -> Iterator[None]:
 def _in_one_line() -> Iterator[None]:
     """Log a `UsageError` as one line and exit with its status. With HYDRA_FULL_ERROR=1 it is raised.
 
-    Ctrl-C, before anything runs that handles it, logs a line too and exits with 128 + SIGINT.
+    Ctrl-C also logs a line and exits with 128 + SIGINT, unless the running code handles it.
     """
     try:
         yield

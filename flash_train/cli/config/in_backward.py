@@ -1,4 +1,4 @@
-"""Where weights can be updated within the backward (see `flash_train.optim.step_in_backward`)."""
+"""Whether a run can update weights within the backward (see `flash_train.optim.step_in_backward`)."""
 
 from omegaconf import DictConfig
 
@@ -7,7 +7,7 @@ from flash_train.cli.config.parallel import parallel_plan
 
 
 def obstacle_to_step_in_backward(config: DictConfig) -> tuple[str, str] | None:
-    """The setting that prevents it, and what is allowed instead; None if nothing does."""
+    """The setting that prevents a step within the backward, and what is allowed instead; None if there is none."""
     if config.optimizer.gradient_clip:
         clip = f"optimizer.gradient_clip={config.optimizer.gradient_clip} needs the norm of all gradients first"
         return clip, "optimizer.gradient_clip=null"

@@ -44,10 +44,11 @@ SCHEMAS: dict[str, dict[str, type]] = {
 def with_saved_options(line: CommandLine) -> tuple[CommandLine, Path | None]:
     """Add the options of the run that the command line resumes; also return the file that they come from.
 
-    A value on the command line wins. So do all values of a group's file that is chosen there, unless the run has the
-    same choice; from an attention, a memory mode or a hardware, only the choice itself wins. On other
-    devices an optimizer step keeps its number of rows. The file is None if no option comes from it: nothing is resumed,
-    there is no such file, or the command line gives all.
+    A value on the command line wins. If the command line chooses a file of a group, all values of this file win, unless
+    the run has the same choice. For attention, memory and hardware only the choice itself wins, not the file's other
+    values. If the command line divides the work among devices in another way, an optimizer step keeps its number of
+    rows. The returned file is None if no option comes from it: nothing is resumed, there is no such file, or the
+    command line gives all options.
 
     Raises:
         UsageError: the file is damaged, or is no configuration of a run.

@@ -1,7 +1,7 @@
 """The typed schema of the configuration: names, types and defaults. Ranges and choices are in `validate.py`.
 
 `conf/` merges its files into these. A key that is missing here is an error with a suggestion. `null` stands for a value
-that is decided when the run is built; the key's comment says how.
+that is decided when the run is built; the comment of the key, here or in `conf/train.yaml`, says how.
 """
 
 from dataclasses import dataclass, field

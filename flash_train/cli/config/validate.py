@@ -22,7 +22,8 @@ from flash_train.precision import PRECISIONS
 LARGEST = 2**31 - 1  #: the largest count; a larger one overflows in PyTorch or takes more memory than any machine has
 
 
-#: The registry of backends imports PyTorch, which takes seconds. Each backend has a file here, and a test compares.
+#: The registry of backends imports PyTorch, which takes seconds. So this lists the files in conf/attention instead, and
+#: a test compares the two.
 BACKENDS = tuple(sorted(file.stem for file in (conf_dir() / "attention").glob("*.yaml")))
 
 SHARE = Allowed(

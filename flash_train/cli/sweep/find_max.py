@@ -55,7 +55,7 @@ class TrialFailed(Exception):
 def find_max(line: CommandLine, request: Search, run_dir: Path) -> None:
     """Search for every backend and mode, each trial in its own process; write `find_max.json`, `.md` and `.png`.
 
-    A second start with the same arguments and run_dir repeats no trial that has ended.
+    A second start with the same arguments and run_dir repeats only trials that failed or were interrupted.
 
     Raises:
         UsageError: no row was found for any backend and mode. The files are written before.
@@ -85,7 +85,8 @@ def _search(line: CommandLine, limit: int, run_dir: Path, attention: str, memory
     if attention in BY_DOCUMENT and line.given("data.packing") is None:
         overrides += ("data.packing=concat",)
     config = compose_config((*overrides, f"seq_len={SHORT}"), line.config_dir)
-    if config.optimizer.in_backward is None:  # a run would change it if memory is short, also the next setting
+    # Fix what a run would otherwise choose by the available memory: this setting, and the moments' format below.
+    if config.optimizer.in_backward is None:
         overrides += ("optimizer.in_backward=false",)
         config.optimizer.in_backward = False
     if PRECISIONS[config.precision].has_bf16_weights and config.optimizer.moments is None:

@@ -10,7 +10,7 @@ KEYS = ("find_max", "find_max.limit", "find_max.memory", "find_max.attention")
 MODES = RULES["memory.mode"].choices
 MEMORY = (*MODES, "offload")
 ATTENTIONS = tuple(name for name in RULES["attention.backend"].choices if name != "auto")
-UNIT = 64  #: as in profiling.longest
+UNIT = 64  #: tokens; as in profiling.memory.longest, which is slow to import
 LIMIT, ATTENTION = 1 << 20, ("flash", "standard")
 LIMIT_OFF_CUDA, ATTENTION_OFF_CUDA = 1 << 14, ("sdpa", "standard")  # a step of a million tokens takes hours on a CPU
 

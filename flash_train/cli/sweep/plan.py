@@ -205,7 +205,7 @@ def _trials(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path
             group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or run_dir.name
             config.logger.group = group  # the W&B run of the table has the same group
             overrides += (quote("logger.group", config.logger.group), quote("logger.run_name", name))
-        overrides += ("force=true",)  # `ablate.predicted_result` has already left out what cannot fit
+        overrides += ("force=true",)  # `ablate.predicted_result` leaves out what cannot fit, before any trial runs
         if line.config_dir:
             overrides = ("--config-dir", line.config_dir, *overrides)
         places = {axis.name: OmegaConf.select(config, axis.place) for axis in AXES.values()}

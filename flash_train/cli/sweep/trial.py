@@ -66,7 +66,9 @@ class Result:
 
 
 def known_result(trial: Trial) -> Result | None:
-    """The result of an earlier run of this trial; None if it has none or failed, and so must run.
+    """The result of an earlier run of this trial; None if it must run.
+
+    It must run if it has no result or failed, or if it was unavailable with other settings or versions.
 
     Raises:
         UsageError: another command, other versions or another device made what the folder holds.
@@ -138,7 +140,10 @@ def train() -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process and its children once the parent is gone: then standard input, which it holds, ends."""
+    """Kill this process and its children once the parent is gone.
+
+    The parent holds the other end of this process's standard input, so standard input then ends.
+    """
 
     def wait() -> None:
         os.read(sys.__stdin__.fileno(), 1)

@@ -237,7 +237,7 @@ class MHA(nn.Module):
         return attend(*arguments)
 
     def _attend_to_unmasked(self, q: Tensor, kv: Tensor, counts: Tensor, causal: bool | None) -> Tensor:
-        """Attend to the keys that count, without unpadding: every query has its result, and nothing waits."""
+        """Attend to the keys that count, by a mask instead of unpadding, so the host need not wait for the device."""
         inner = self.inner_cross_attn
         options = inner.options(causal)
         left, right = (None if bound < 0 else bound for bound in inner.window_size)

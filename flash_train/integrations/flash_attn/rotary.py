@@ -221,7 +221,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _in_fp32(buffer: Tensor, compute: Callable[..., Tensor], device: torch.device | str | None) -> Tensor:
-    """Return a buffer that a cast of the module may have rounded; then compute it again."""
+    """Return the buffer on the device; compute it again if a cast of the module has rounded it."""
     return buffer.to(device) if buffer.dtype == torch.float32 else compute(device)
 
 

@@ -121,7 +121,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _own(gate: Tensor, up: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
-    """Return contiguous tensors; if the backward will write over them, they are not the caller's."""
+    """Return contiguous tensors. If the backward will write over them, copy leaves, and tensors that share memory."""
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}: must be equal")
     gate, up = gate.contiguous(), up.contiguous()

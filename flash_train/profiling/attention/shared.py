@@ -1,4 +1,6 @@
-"""The speed of attention over a row that several ranks share, as a share of the ideal: one rank's time over the ranks.
+"""The speed of attention over a row that several ranks share, as a fraction of the ideal.
+
+The ideal time is one rank's time divided by the number of ranks.
 
 Each way is checked against fp32 on the inputs that it is timed on, before it is timed.
 """

@@ -25,12 +25,12 @@ SHORT_CASES = {
     "d128-h16-n16384-causal-dropout0.1": "head_dim 128, causal, dropout 0.1",
 }
 SHORT_PEERS = ("fa2", "fa4", "cudnn", "flex")
-#: what our rate is divided by, and the columns of it: the first one with a rate
+#: the peers that our rate is divided by, and the implementations that count as each: the first one with a rate is used
 RATIOS = {"cuDNN": ("cudnn", "cudnn_packed", "varlen_attn"), "FlashAttention-4": ("fa4",)}
 
 
 def absent(records: Records) -> str:
-    """What readers may look for in vain."""
+    """Return a sentence on the implementations that these tables do not have."""
     names = ("FlashAttention-3",) if "fa4" in measured(NAMES, records) else ("FlashAttention-3", "FlashAttention-4")
     verb = "is" if len(names) == 1 else "are"
     back_end = "FlexAttention runs its Triton back end"

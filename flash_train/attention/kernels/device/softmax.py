@@ -10,7 +10,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def advance_max(m_i, block_max, factor, MAY_BE_EMPTY: tl.constexpr):
-    """Include a block's maximum in the running maximum m_i, which is in units of log2; ``factor`` takes it there.
+    """Include a block's maximum in the running maximum m_i. m_i is in units of log2; ``factor`` converts to them.
 
     Returns alpha, the factor for everything summed before; the reference to subtract from the block's logits; and the
     new maximum. With MAY_BE_EMPTY, rows that have seen no key (m = -inf) get the reference 0: exp2(-inf - 0) is 0,

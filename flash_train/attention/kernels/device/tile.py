@@ -36,7 +36,7 @@ def row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def far_row_pointers(x, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``row_pointers`` for row strides of 2**24 elements or more: offsets inside the tile have 64 bits."""
+    """``row_pointers`` for any row stride: offsets inside the tile have 64 bits."""
     offs = tl.arange(0, ROWS)[:, None].to(tl.int64) * x.stride_row + tl.arange(0, BLOCK_D)[None, :]
     base = x.ptr + batch * x.stride_batch + head * x.stride_head
     return base + row.to(tl.int64) * x.stride_row + offs

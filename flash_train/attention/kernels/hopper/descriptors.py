@@ -29,7 +29,7 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _make_descriptor(x: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
-    """A descriptor of x with fields that were computed and checked before, which takes longer than a launch."""
+    """A descriptor of x from cached fields. To compute and check them takes longer than a launch."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(fields, base=x)
     return descriptor

@@ -1,10 +1,10 @@
 """The forward kernel for Hopper: a producer warp loads, and two or three consumer warpgroups compute 64 queries each.
 
-The grid is persistent: a program takes the next work tile when it has begun to load the last keys of one, so that all
-programs end at about the same time. A consumer has one product of each kind in flight: while it exponentiates the
-logits of a block, the matrix unit adds the block before to the output. A consumer subtracts the running maximum of
-the blocks before, not the one that includes the current block. If weights become too large with it, which is rare, the
-consumer computes the block once more.
+The grid is persistent: a program takes the next work tile when it has begun to load the last keys of the current one.
+So all programs end at about the same time. A consumer has one product of each kind in flight: while it exponentiates
+the logits of a block, the matrix unit adds the block before to the output. The reference that a consumer subtracts from
+logits is the row maximum of the first block. The consumer does not update it at every block. If the weights of a block
+become too large, which is rare, the consumer computes this block again with new row maxima.
 """
 
 from typing import Any, NamedTuple
@@ -336,7 +336,8 @@ def _step(
         head = head + (load_scalar(smem.tile_ids, tile.stage) - tile.tile_id)
     s = warpgroup_mma_wait(1, deps=[s_next])
     TERMS: gl.constexpr = len(mask.terms) > 0
-    # With mask terms, which take long, before the mask; else after it, so that only one consumer's logits are computed.
+    # Mask terms take long, so with them the turn ends here. Otherwise it ends after the mask, so that only one consumer
+    # computes logits at a time.
     warp_scheduler_arrive(smem.scheduler_barriers, step + 1, W, CONSUMERS, PINGPONG and TERMS)
     s = _masked_logits(s, j, tile, head, mask, score, slope, BLOCK_N, S)
     warp_scheduler_arrive(smem.scheduler_barriers, step + 1, W, CONSUMERS, PINGPONG and not TERMS)

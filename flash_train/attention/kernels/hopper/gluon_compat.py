@@ -1,7 +1,7 @@
 """The Gluon functions that differ between Triton 3.6 and 3.9, under one name each.
 
-Gluon is experimental, and its names change from release to release. Kernels import these functions from here; no other
-module depends on Triton's version.
+Gluon is experimental, and its names change from release to release. Kernels import these functions from here. Among
+the kernels' other modules, only ``kernels.compiler_options`` depends on Triton's version.
 """
 
 from triton._C.libtriton import ir
@@ -50,8 +50,8 @@ def arrive_no_sync(barrier, pred=True):
     """Arrive at a barrier with one thread, without a synchronisation of the partition's warps.
 
     Around ``mbarrier.arrive`` the compiler synchronises all warps: once before it, and up to Triton 3.7 once more
-    before the next access to shared memory. An expectation of 0 bytes is an arrival, too. Up to Triton 3.7 it needs no
-    synchronisation; from 3.9 on only an instruction in assembly does without. Triton 3.8 always synchronises.
+    before the next access to shared memory. Up to Triton 3.7, ``mbarrier.expect`` with 0 bytes is an arrival without
+    this synchronisation. Triton 3.8 has no such arrival. From 3.9 on inline assembly provides one.
     """
     if ASM_TAKES_BARRIERS:
         THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

@@ -12,7 +12,7 @@ from flash_train.attention.kernels.portable import tiles
 from flash_train.attention.kernels.portable.launch import slots_of
 from flash_train.attention.kernels.portable.tiles import block_d, cdiv
 
-CACHE_BYTES = 24 << 20  #: for the rows of one group of heads: half of the second-level cache
+CACHE_BYTES = 24 << 20  #: of the L2 cache, for the rows of one group of heads: about half of Hopper's
 
 
 def head_groups(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:

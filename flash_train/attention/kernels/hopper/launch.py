@@ -74,9 +74,9 @@ _counters: dict[int, Tensor] = {}
 def _work_tile_counter(q: Tensor) -> Tensor:
     """Return a counter, int32 0. Every launch leaves it at 0.
 
-    Launches on a device's default stream share one, because they run one after the other. Elsewhere every launch gets
-    its own: a CUDA graph may be replayed on any stream, and frees the pool from which its memory comes. The runs in
-    which ``torch.compile`` prepares a graph use such a pool, too.
+    Launches on a device's default stream share one counter, because they run one after the other. On any other stream
+    every launch allocates its own. A CUDA graph needs its own counter: it may be replayed on any stream, and its memory
+    pool is freed with it. ``torch.compile`` uses such a pool, too, in the runs before it captures a graph.
     """
     # the raw stream: a Python stream object would take time to create
     if not q.is_cuda or torch._C._cuda_getCurrentRawStream(q.device.index) != 0:

@@ -36,7 +36,8 @@ WARP_EXCEEDS = gl.constexpr(
 def row_max(s):
     """The maximum of each row, by several independent chains.
 
-    In one chain every instruction waits for the one before it, five times as long as it takes.
+    In a single chain each instruction would wait for the result of the one before it, five times as long as it takes to
+    issue.
     """
     parts = gl.max(s.reshape([s.shape[0], s.shape[1] // MAX_WIDTH, MAX_WIDTH]), 1)
     return gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)

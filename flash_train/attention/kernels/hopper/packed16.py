@@ -1,7 +1,7 @@
 """Pairs of 16-bit weights in 32-bit registers, in the order in which the matrix unit reads them.
 
-The compiler moves 16-bit tensors that a loop carries by halves of registers. Weights that are rounded only where they
-are used delay the matrix products.
+Without packing, the compiler moves loop-carried 16-bit tensors in halves of registers. The other way, to carry fp32
+weights and round them where they are used, would delay the matrix products.
 """
 
 import triton

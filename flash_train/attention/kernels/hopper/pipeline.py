@@ -66,7 +66,7 @@ def producer_acquire(pipe, i):
 
 @gluon.jit
 def producer_commit(pipe, i):
-    """The partition has stored the tile of step i. TMA loads need no commit: they complete the barrier themselves."""
+    """Signal that the partition has stored the tile of step i. TMA loads complete the barrier without a commit."""
     sync_and_arrive(pipe.full.index(stage_of(pipe, i)))
 
 
@@ -87,7 +87,7 @@ def consumer_wait(pipe, i, pred=True):
 
 @gluon.jit
 def consumer_release(pipe, i, pred=True):
-    """This partition has read the stage of step i."""
+    """Signal that this partition has read the stage of step i."""
     sync_and_arrive(pipe.empty.index(stage_of(pipe, i)), pred)
 
 

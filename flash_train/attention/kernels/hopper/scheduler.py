@@ -41,9 +41,9 @@ def count_work_tiles(scheduler, BLOCK: gl.constexpr):
 def next_work_tile(counter_ptr):
     """Take the next work tile that no program has taken. A program's first tile is its own number.
 
-    For a partition of one warp: its first lane increments the counter. As a scalar atomic, the result went through
-    shared memory and was once lost. Call it only when the next tile is needed: other programs may wait for a tile that
-    was taken too early.
+    Only a partition of one warp may call it: the first lane increments the counter. A scalar atomic would return its
+    result through shared memory, where it was once lost. Call it only when the next tile is needed: other programs may
+    wait for a tile that was taken too early.
     """
     lane = gl.arange(0, 32, _WARP_LANES)
     taken = gl.atomic_add(counter_ptr + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
@@ -65,11 +65,11 @@ def reset_counter(counter_ptr, tile_id, n_tiles):
 def find_work_tile(tile_id, scheduler, BLOCK: gl.constexpr, WALKS_KEYS: gl.constexpr, REVERSED: gl.constexpr):
     """(entry, head, first row, whether the tile has rows) of a work tile.
 
-    The order is by groups of ``heads_at_once`` heads, whose rows fit the second-level cache together; within a group it
-    is tile by tile, each tile for all heads. The last group has up to twice as many heads or more. Under a causal mask
-    tiles go from long to short, and programs that end with short tiles begin the long ones of the next group. At the
-    end of the launch all programs wait for the longest tile that began late. With more heads in the last group, its
-    long tiles begin earlier.
+    The order is by groups of ``heads_at_once`` heads, whose rows fit the L2 cache together. Within a group it is tile
+    by tile, each tile for all heads. The last group has two to three times as many heads, or all heads if there are
+    fewer. Under a causal mask tiles go from long to short, and programs that end with short tiles begin the long ones
+    of the next group. At the end of the launch all programs wait for the longest tile that began late. With more heads
+    in the last group, its long tiles begin earlier.
 
     WALKS_KEYS: the kernel loops over keys, and a work tile is one of queries; else it is one of keys. Heads are the
     heads of the tiled tensor. REVERSED: the last tile of an entry comes first; it takes the longest under a causal
@@ -184,11 +184,11 @@ def key_block_start(visits, mask, seq, j, BLOCK_N: gl.constexpr):
 def is_reversed(tile_id, scheduler):
     """Whether a tile of keys goes through its blocks of queries from the last to the first.
 
-    Every other round of work tiles does, so that the programs of a round read the same queries at the same time. The
-    programs of a first round begin together with the last queries, which all keys see. They end one after the other,
-    short tiles first, and begin the next round's long tiles in the same order. With this offset they would end
-    together, so they meet at every query when the next round goes from the first query to the last. Then the third
-    round begins together again.
+    The direction alternates between rounds of work tiles, so that the programs of a round read the same queries at the
+    same time. In the first round all programs begin together, with the last queries, which all keys see. Programs with
+    short tiles end first, and so begin the long tiles of the second round first. In this order the tiles of the second
+    round would end together. So they go from the first query to the last, and the programs meet at every query. The
+    third round begins together again.
     """
     return tile_id // scheduler.n_sms % 2 == 0
 

@@ -41,7 +41,7 @@ class DQTile:
 
 #: by the columns of a tile
 FORWARD = {64: ForwardTile(2, 128, 2, 4, 4), 128: ForwardTile(2, 128, 2, 2, 3), 256: ForwardTile(2, 64, 1, 2, 3)}
-#: for 64 columns and loops over ``LaunchOptions.long_walk`` keys or more: two consumers don't keep the processor busy
+#: for 64 columns and ``LaunchOptions.long_walk`` keys or more: two consumers would not keep the SM busy
 LONG = ForwardTile(3, 128, 2, 3, 3)
 BACKWARD = {64: Tile(128, 128, 4, 2), 128: Tile(64, 128, 4, 2), 256: Tile(64, 64, 4, 2)}
 NARROW = BACKWARD[128]  #: also for 64 columns if dropout, a softcap or terms need registers

@@ -1,6 +1,7 @@
 """dQ by itself, for Hopper: each tile of queries belongs to one program, so that dQ is bitwise the same in every run.
 
-A loader and two consumers of 64 queries each, as in the forward: a block enters dQ while the next logits are computed.
+A loader feeds two consumers of 64 queries each. As in the forward, a consumer computes the next logits while the matrix
+unit adds a block to dQ.
 """
 
 from typing import Any, NamedTuple

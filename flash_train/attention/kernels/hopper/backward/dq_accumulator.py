@@ -1,7 +1,7 @@
 """The fp32 accumulator of dQ: programs of the backward kernel clear it, and convert it to dQ.
 
-A program converts rows of heads that are complete while its own gradients are written, so that these rows are still in
-the second-level cache. ``rows.hopper_finish`` converts the last heads.
+A program converts rows of complete heads while its own gradients are written, so that the rows are still in the L2
+cache. ``rows.hopper_finish`` converts the last heads.
 
 1. At its beginning a program clears the rows of a later work tile (``clear_later_rows``).
 2. It counts that it has added its part of dQ to the accumulator (``count_written``).
@@ -9,11 +9,13 @@ the second-level cache. ``rows.hopper_finish`` converts the last heads.
    of Q and dO: a piece (``backward.rows``) fits a stage, and each pipeline carries the 64 rows of one consumer.
 4. The consumers scale, round and store these rows (``convert_dq_accumulator``).
 
-The rows of a work tile of keys are the tiles of queries with the same slot, in every head of the group; if there are
-more tiles of queries than of keys, also those at multiples of the number of slots after it.
+The rows of a work tile of keys are the tiles of queries with its slot, in every query head of its key head. If there
+are more slots for queries than for keys, slot s of the keys also has the slots s + n, s + 2 n, ... of the queries,
+where n is the number of slots for keys.
 
-Two counters for each head: work tiles that have added their dQ, and, behind the counters of all heads, work tiles whose
-rows are cleared. ``rows.hopper_prepare`` clears the rows of the first and the last heads.
+Each key head has two counters. The first counts the work tiles that have added their dQ. The second, stored behind the
+first counters of all heads, counts the work tiles whose rows are cleared. ``rows.hopper_prepare`` clears the rows of
+the first and the last heads.
 """
 
 from typing import Any, NamedTuple

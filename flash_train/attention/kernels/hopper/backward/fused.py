@@ -1,10 +1,10 @@
 """The backward kernel for Hopper: a program computes dK and dV of 128 keys, and adds their part to dQ.
 
 Each step has five products. Two consumers have 64 keys each and work on S transposed, [64, BLOCK_M], so that P and dS
-enter dV and dK from registers. For dQ, dS of both consumers meets in shared memory; each consumer computes one half of
-dQ from all 128 keys, and TMA adds it to an fp32 accumulator in global memory. The consumers take turns: while one
-computes dV and dS, the other computes dK, dQ, the next S, dP and the exponentials. Partitions: two consumers, a loader
-and a writer.
+enter dV and dK from registers. For dQ, both halves of dS meet in shared memory. Each consumer computes one half of dQ
+from all 128 keys, and TMA adds it to an fp32 accumulator in global memory. With a head dimension above 64, or with
+dropout, the consumers take turns: while one computes dV and dS, the other computes dK, dQ, the next S, dP and the
+exponentials. Partitions: two consumers, a loader and a writer.
 """
 
 from typing import Any, NamedTuple

@@ -32,8 +32,8 @@ def hopper_prepare(
     2. writes delta and the log-sum-exp in base 2, as ``attention_backward_rows`` does, to (heads, padded_rows). Past an
        entry's rows the log-sum-exp is +inf, so that weights are 0 there.
     3. clears the accumulator dq_accum_ptr, fp32 (heads, padded_rows, BLOCK_D), and its ``n_counters`` counters, unless
-       it is None. The backward clears the heads of all entries from ``first_cleared`` to ``last_cleared``
-       (``backward.dq_accumulator``).
+       it is None. The backward itself clears the heads from ``first_cleared`` up to, not including, ``last_cleared``
+       (``backward.dq_accumulator``). These numbers count the heads of all entries.
     """
     slots, heads = tl.num_programs(0), tl.num_programs(1)
     program = tl.program_id(1) * slots + tl.program_id(0)
