@@ -109,6 +109,19 @@ def as_integer(name: str, value: Any, low: int, *, or_none: str = "") -> int | N
     return value
 
 
+def check_attributes(name: str, value: Any, needed: Collection[str], words: str) -> None:
+    """Refuse an object without some attributes, or a class in the place of its instance.
+
+    Raises:
+        TypeError: `name=value: must be …`, with `words` and the missing attributes.
+    """
+    missing = [attribute for attribute in needed if not hasattr(value, attribute)]
+    if isinstance(value, type) and len(missing) < len(needed):
+        raise TypeError(f"{name}={brief(value)}: must be an instance: {value.__name__}(...)")
+    if missing:
+        raise TypeError(f"{name}={brief(value)}: must be {words}; this has no {', '.join(missing)}")
+
+
 def check_name(name: str, value: Any, choices: Collection[str]) -> None:
     """Raise ValueError, as `check` does, for a name that is not among `choices`."""
     if value not in choices:

@@ -19,7 +19,7 @@ def started_without_signals() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    if start_method() == "forkserver":
+    if _start_method() == "forkserver":
         # Started in the block, it would keep the mask, and every later child process would inherit it.
         from multiprocessing import forkserver
 
@@ -29,11 +29,6 @@ def started_without_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_method() -> str:
-    """Return how Python starts processes, without choosing the default if nothing has been chosen yet."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def leave_signals_to_main(worker: int) -> None:
@@ -51,6 +46,11 @@ def leave_signals_to_main(worker: int) -> None:
     threading.Thread(target=_end_after, args=(main,), daemon=True).start()
     if HAS_SENDER:
         threading.Thread(target=_end_on_sigterm, args=(main.pid,), daemon=True).start()
+
+
+def _start_method() -> str:
+    """Return how Python starts processes, without choosing the default if nothing has been chosen yet."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _end_after(main: multiprocessing.process.BaseProcess) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from flash_train.checks import brief, check_name
+from flash_train.checks import check_attributes, check_name
 from flash_train.data.special_tokens import find_special_tokens
 
 Errors = Literal["strict", "replace", "skip"]
@@ -58,14 +58,8 @@ def check_tokenizer(tokenizer: Any, read: Sequence[str] = READ_OF_A_TOKENIZER) -
     Raises:
         TypeError: one line that says what to give.
     """
-    if isinstance(tokenizer, type) and hasattr(tokenizer, "encode_documents"):
-        raise TypeError(f"tokenizer={brief(tokenizer)}: must be an instance: {tokenizer.__name__}(...)")
-    lacking = [name for name in read if not hasattr(tokenizer, name)]
-    if lacking:
-        raise TypeError(
-            f"tokenizer={brief(tokenizer)}: must be ByteTokenizer(), JsonTokenizer(file) with a model's "
-            f"tokenizer.json, or another Tokenizer; this has no {', '.join(lacking)}"
-        )
+    words = "ByteTokenizer(), JsonTokenizer(file) with a model's tokenizer.json, or another Tokenizer"
+    check_attributes("tokenizer", tokenizer, read, words)
 
 
 class ByteTokenizer:

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ def check_mask(mask_function: Callable, keys: int, config: Any) -> bool:
     """
     parts = dict(_parts(mask_function))
     window, module = parts.get("sliding_window_overlay", {}).get("sliding_window"), _modeling_module(config)
-    if window is not None and window < keys and module and "sliding_window=" not in inspect.getsource(module):
+    if window is not None and window < keys and module and not _gives_window(module):
         raise NotImplementedError(OTHER_MASK.format(f"a window of {window} tokens"))
     if (chunks := parts.pop("chunked_overlay", None)) is not None and chunks["chunk_size"] < keys:
         raise NotImplementedError(OTHER_MASK.format(f"chunks of {chunks['chunk_size']} tokens"))
@@ -151,6 +151,12 @@ def _modeling_module(config: Any) -> ModuleType | None:
     """Return the module of a configuration's model in `transformers`, or None."""
     name = type(config).__module__
     return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
+
+
+@cache
+def _gives_window(module: ModuleType) -> bool:
+    """Whether a model's layers give their sliding window to the attention function."""
+    return "sliding_window=" in inspect.getsource(module)
 
 
 @torch.compiler.disable

@@ -25,8 +25,9 @@ from flash_train.training.callbacks import (
     Throughput,
     newest_checkpoint,
 )
-from flash_train.training.module import CausalLMModule, StepResult
+from flash_train.training.module import CausalLMModule
 from flash_train.training.optimizer import OptimizerConfig
+from flash_train.training.step_result import StepResult
 from flash_train.training.trainer import SingleDeviceNoTeardown, build_trainer
 
 StayingStrategy = SingleDeviceNoTeardown  # the older name, of 0.1

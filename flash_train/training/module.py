@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,6 +35,7 @@ from flash_train.training.optimizer import (
 from flash_train.training.saved_model import check_same_model
 from flash_train.training.step_graph import StepGraph
 from flash_train.training.step_log import is_logged, log_at_step
+from flash_train.training.step_result import StepResult
 from flash_train.training.token_mean import TokenMean
 
 # Entries of a checkpoint
@@ -43,25 +43,6 @@ PRETRAINED = "pretrained"  # the pretrained model that training began from, as `
 PLANNED_STEPS = "planned_steps"  # optimizer steps of the whole learning-rate schedule
 
 SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of the newest optimizer step. Tensors are scalars on the training device, not yet synchronised.
-
-    Args:
-        step: optimizer steps so far, including this one.
-        loss: float64 (fp32 on MPS), nats per labelled token over the step's micro-batches on all ranks.
-        gradient_norm: fp32, norm of this loss's gradient before clipping.
-        learning_rate: the rate that this step used.
-        rank_loss: as `loss`, in nats summed over the labelled tokens of this rank; None stands for `loss`.
-    """
-
-    step: int
-    loss: Tensor
-    gradient_norm: Tensor
-    learning_rate: float
-    rank_loss: Tensor | None = None
 
 
 class CausalLMModule(pl.LightningModule):

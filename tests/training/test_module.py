@@ -207,15 +207,6 @@ def test_built_transformer_knows_its_backend():
     assert (module.hparams["attention"], module.hparams["memory"]) == ("standard", "checkpoint")
 
 
-def test_a_checkpoint_that_does_not_name_every_field_has_defaults():
-    module = tiny_module()
-    saved = {name: value for name, value in module.model.config.to_dict().items() if name != "qk_norm"}
-    module.on_load_checkpoint({"hyper_parameters": {"model": saved}, "global_step": 3})
-    assert module.loaded_step == 3
-    with pytest.raises(ValueError, match=r"the checkpoint is of another model: qk_norm \(True saved, False here\)"):
-        module.on_load_checkpoint({"hyper_parameters": {"model": saved | {"qk_norm": True}}, "global_step": 3})
-
-
 def test_other_ways_to_shard_are_refused():
     """Norms of gradients would cover one shard only, and 1-d shards of matrices would not decay."""
     module = tiny_module()
@@ -355,48 +346,3 @@ def test_compile_takes_each_block():
     assert all(block._compiled_call_impl is not None for block in module.model.blocks)
     assert module.model._compiled_call_impl is None
     assert tiny_module().model.blocks[0]._compiled_call_impl is None
-
-
-# -- checkpoints
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("checkpoint")
-    tiny_trainer(run_dir, max_steps=1).fit(tiny_module(), datamodule=TinyData())
-    return run_dir / "checkpoints" / "step-000001.ckpt"
-
-
-def test_checkpoint_holds_plain_values_only(checkpoint):
-    loaded = torch.load(checkpoint, weights_only=True)
-    assert loaded["hyper_parameters"]["model"] == tiny_config().to_dict()
-    assert loaded["hyper_parameters"]["optimizer"]["betas"] == [0.9, 0.95]
-    assert loaded["global_step"] == 1
-
-
-def test_checkpoint_builds_its_module(checkpoint):
-    module = CausalLMModule.load_from_checkpoint(checkpoint, weights_only=True)
-    assert module.model.config == tiny_config()
-    assert module.optimizer_config == OptimizerConfig(lr=1e-2, warmup_steps=2, gradient_clip=0.5)
-    assert module.attention == "sdpa"
-    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
-
-
-def test_checkpoint_of_another_model(checkpoint, tmp_path):
-    module = tiny_module(config=tiny_config(n_layers=3, mlp_width=64))
-    message = r"another model: mlp_width \(32 saved, 64 here\), n_layers \(2 saved, 3 here\)$"
-    with pytest.raises(ValueError, match=message):
-        tiny_trainer(tmp_path).fit(module, datamodule=TinyData(), ckpt_path=checkpoint)
-
-
-def test_dropout_may_change_on_resuming(checkpoint, tmp_path):
-    module = tiny_module(config=tiny_config(attention_dropout=0.0, name="other"))
-    trainer = tiny_trainer(tmp_path, max_steps=2)
-    trainer.fit(module, datamodule=TinyData(), ckpt_path=checkpoint)
-    assert trainer.global_step == 2
-
-
-def test_checkpoint_of_something_else():
-    with pytest.raises(ValueError, match="not written by CausalLMModule"):
-        tiny_module().on_load_checkpoint({"state_dict": {}})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from flash_train.checks import brief
+from flash_train.checks import check_attributes
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -42,15 +42,9 @@ def check_corpus(corpus: Any) -> None:
     Raises:
         TypeError: one line that says what to give.
     """
-    if isinstance(corpus, type) and hasattr(corpus, "fingerprint"):
-        raise TypeError(f"corpus={brief(corpus)}: must be an instance: {corpus.__name__}(...)")
     content = "stream" if getattr(corpus, "streaming", False) else "documents"
-    lacking = [name for name in ("name", "fingerprint", content) if not hasattr(corpus, name)]
-    if lacking:
-        raise TypeError(
-            f"corpus={brief(corpus)}: must be a corpus such as TextCorpus(path), HubCorpus(name), StdlibCorpus() or "
-            f"RecallCorpus(); this has no {', '.join(lacking)}"
-        )
+    words = "a corpus such as TextCorpus(path), HubCorpus(name), StdlibCorpus() or RecallCorpus()"
+    check_attributes("corpus", corpus, ("name", "fingerprint", content), words)
 
 
 class StdlibCorpus:

@@ -1,4 +1,4 @@
-"""Shared by the callbacks: a hook per optimizer step, and finding other callbacks."""
+"""Shared by the callbacks: a hook per optimizer step, copies to the host, and finding other callbacks."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
