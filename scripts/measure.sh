@@ -18,7 +18,8 @@ long='sweep.seq_len=[32768,65536]'
 fast='sweep.attention=[standard,sdpa,flash]'
 all='sweep.attention=[standard,chunked,sdpa,flash]'
 
-ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees whole rows
+ablate() { # NAME OVERRIDE…: one document a row, so that every backend sees whole rows. Short rows run as a user's run
+  # does, with a CUDA graph where there can be one. Long ones do not need it, and their steps are split into parts.
   python scripts/ablate.py run_dir="$out/ablation/$1" "${model[@]}" data.packing=concat logger=none "${@:2}"
 }
 
@@ -44,13 +45,13 @@ train() { # NAME OVERRIDE…
 
 for part; do
   case $part in
-    ablation) ablate short "$short" "$all" 'sweep.dropout=[0.0]' ;;
+    ablation) ablate short "$short" "$all" 'sweep.dropout=[0.0]' callbacks.step_times=false ;;
     ablation_long) # chunked attention over long rows takes minutes a step: fewer steps
       ablate long "$long" "$fast" 'sweep.dropout=[0.0]'
       ablate long_chunked_32k 'sweep.seq_len=[32768]' 'sweep.attention=[chunked]' 'sweep.dropout=[0.0]' max_steps=3
       ablate long_chunked_64k 'sweep.seq_len=[65536]' 'sweep.attention=[chunked]' 'sweep.dropout=[0.0]' max_steps=2
       ;;
-    ablation_dropout) ablate dropout "$short" "$all" 'sweep.dropout=[0.1]' ;;
+    ablation_dropout) ablate dropout "$short" "$all" 'sweep.dropout=[0.1]' callbacks.step_times=false ;;
     ablation_dropout_long) ablate dropout_long "$long" "$fast" 'sweep.dropout=[0.1]' ;;
     find_max)
       find_max flash model=1b3 'find_max.attention=[flash]'
@@ -77,7 +78,12 @@ for part; do
       for attention in flash sdpa standard; do once $attention 4096; done
       ;;
     graphs) # short rows, with and without CUDA graphs
-      both() { for graph in true false; do train "graphs/$1-$graph" trainer.cuda_graph=$graph max_steps=30 "${@:2}"; done; }
+      both() {
+        for graph in true false; do
+          train "graphs/$1-$graph" trainer.cuda_graph=$graph max_steps=30 trainer.checkpoints=false data.val_batches=1 \
+            callbacks.sample.tokens=0 "${@:2}"
+        done
+      }
       both 125m model=125m
       both 4096 "${model[@]}" seq_len=4096
       both 4096x8 "${model[@]}" seq_len=4096 accumulate=8
