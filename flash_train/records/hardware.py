@@ -8,6 +8,10 @@ from pathlib import Path
 
 import torch
 
+#: what a record of versions has: what this package requires, and what it uses or is compared with
+PACKAGES = ("flash-train", "triton", "lightning")
+OPTIONAL_PACKAGES = ("liger-kernel", "transformers", "torchao", "flash-attn-4", "nvidia-cudnn-frontend")
+
 # Dense matrix rates in TFLOP/s as (bf16, fp16, TF32, fp32), accumulated in fp32, from NVIDIA's data sheets and
 # architecture papers (which often print the rate "with sparsity", twice as high). None: not supported. The keys are
 # whole names as `_card` returns them: a name with any addition (D, Laptop GPU, PCIe, MIG …) has another rate.
@@ -103,15 +107,21 @@ def _card(name: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the software, and this package's commit if it runs from a checkout; None if absent."""
+    """Return the versions of the software, and this package's commit if it runs from a checkout; None if absent.
+
+    Packages that this one does not require are named only where they are installed.
+    """
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("flash-train", "triton", "lightning", "liger-kernel"):
+    for package in (*PACKAGES, *OPTIONAL_PACKAGES):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
+            if package in PACKAGES:
+                found[package] = None
     found["torch"] = str(torch.__version__)  # with its build, which the package's version may lack
     found["cuda"] = torch.version.cuda
+    if (cudnn := torch.backends.cudnn.version()) is not None:  # 91900 is 9.19.0
+        found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
     found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found["commit"] = _commit(Path(__file__))
     return found

@@ -17,7 +17,7 @@ STYLES = {
     **dict.fromkeys(FAMILIES, ("this project", BLUE, "o")),
     PORTABLE.name: ("its portable kernels", "#56B4E9", "o"),
     "fa2": ("FlashAttention-2", ORANGE, "s"),
-    "fa4": ("FlashAttention-4", "black", "*"),
+    "fa4": ("FlashAttention-4", "black", "x"),
     "varlen_attn": ("varlen_attn", VERMILION, "v"),
     "cudnn": ("cuDNN", GREEN, "D"),
     "cudnn_packed": ("cuDNN, packed", GREEN, "d"),
@@ -55,7 +55,7 @@ def _draw(records: list[dict[str, Any]]) -> Figure:
     panels[0].set_yticks(range(len(rates)), list(rates))
     panels[0].set_ylim(len(rates) - 0.3, -0.7)  # the first case at the top
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
     return figure
 
 
@@ -67,10 +67,8 @@ def _panel(panel: Axes, rates: dict[str, dict[tuple[str, str], float]], directio
     for name, (label, color, mark) in STYLES.items():
         points = {i: found[name, direction] for i, found in enumerate(rates.values()) if (name, direction) in found}
         if points:
-            size, order = (48, 3) if name in FAMILIES and name != PORTABLE.name else (30, 2)
-            panel.scatter(
-                list(points.values()), list(points), label=label, color=color, marker=mark, s=size, zorder=order
-            )
+            size = 48 if name in FAMILIES and name != PORTABLE.name else 30  # larger, and drawn first
+            panel.scatter(list(points.values()), list(points), label=label, color=color, marker=mark, s=size, zorder=2)
     panel.set_xlim(left=0)
     panel.set_xlabel(f"{direction} (TFLOP/s)")
     panel.grid(axis="x", alpha=0.25)

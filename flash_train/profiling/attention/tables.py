@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from statistics import geometric_mean
 from typing import Any
 
 from flash_train.attention.kernels.families import FAMILIES, PORTABLE
-from flash_train.records.markdown import joined, number
+from flash_train.records.markdown import joined, number, paragraph
 from flash_train.records.markdown import markdown_table as table
 
 Records = list[dict[str, Any]]
 DIRECTIONS = ("forward", "backward")
 OURS = "this project"
-OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "… portable"}
+OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "portable"}
 NAMES = {
     "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention",
     "flex_fa4": "FlexAttention on FlashAttention-4", "varlen_attn": "varlen_attn", "cudnn_packed": "cuDNN, packed",
@@ -26,43 +27,81 @@ SHORT_CASES = {
 }
 SHORT_PEERS = ("fa2", "fa4", "cudnn", "flex")
 #: the peers that our rate is divided by, and the implementations that count as each: the first one with a rate is used
-RATIOS = {"cuDNN": ("cudnn", "cudnn_packed", "varlen_attn"), "FlashAttention-4": ("fa4",)}
-
-
-def absent(records: Records) -> str:
-    """Return a sentence on the implementations that these tables do not have."""
-    names = ("FlashAttention-3",) if "fa4" in measured(NAMES, records) else ("FlashAttention-3", "FlashAttention-4")
-    verb = "is" if len(names) == 1 else "are"
-    back_end = "FlexAttention runs its Triton back end"
-    if "flex_fa4" in measured(NAMES, records):
-        back_end += ", unless the column names another one"
-    return f"{' and '.join(names)} {verb} not in these tables. {back_end}.\n"
+RATIOS = {"cuDNN": ("cudnn", "cudnn_packed"), "FlashAttention-4": ("fa4",)}
 
 
 def full_table(records: Records) -> str:
-    """A row per case: each implementation's rates, forward · backward, and our ratios to cuDNN.
+    """A row per case: each implementation's rates, forward · backward, and our ratios to the peers of ``RATIOS``.
 
     Sparse cases follow in a table of their own, as fractions of the time without the pattern.
     """
     sparse = [record for record in records if record.get("density", 1) < 1]
-    records = [record for record in records if record not in sparse]
+    records = dense(records)
+    names = own_names(records) | measured(NAMES, records)
+    ratios = ratios_of_cases(records)
+    rows = [
+        (
+            case,
+            *(joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names),
+            *(joined(by_name[case], ".2f") for by_name in ratios.values()),
+        )
+        for case, found in by_case(records, "tflops").items()
+    ]
+    labels = [*map(abbreviated, names.values()), *(f"ours / {abbreviated(peer)}" for peer in ratios)]
+    text = table(("case", *labels), rows)
+    if sparse:
+        text += (
+            f"\nBlock-sparse cases: the time as a fraction of the time without the pattern.\n\n{sparse_table(sparse)}"
+        )
+    words = [
+        "FA is FlashAttention, Flex is FlexAttention." if "flex" in names else "",
+        on_flash_attention_3(records) if "flex" in names else "",
+        mean_ratios(records),
+    ]
+    return f"{text}\n{paragraph(*words)}"
+
+
+def abbreviated(label: str) -> str:
+    """The label of an implementation in a wide table."""
+    return label.replace("FlashAttention-", "FA-").replace("FlexAttention", "Flex")
+
+
+def on_flash_attention_3(records: Records) -> str:
+    """A sentence on the versions of FlashAttention for Hopper without records."""
+    if "fa4" in measured(NAMES, records):
+        return "FlashAttention-3 is not measured."
+    return "FlashAttention-3 and FlashAttention-4 are not measured."
+
+
+def ratios_of_cases(records: Records) -> dict[str, dict[str, list[float | None]]]:
+    """Our rate divided by a peer's, forward and backward: by peer of ``RATIOS`` that was measured, then by case."""
     names = own_names(records) | measured(NAMES, records)
     ours = next(iter(names))
-    shown = {peer: columns for peer, columns in RATIOS.items() if peer == "cuDNN" or names.keys() & columns}
-    rows = []
-    for case, found in by_case(records, "tflops").items():
-        pairs = {name: [found.get((name, way)) for way in DIRECTIONS] for name in names}
-        ratios = []
-        for columns in shown.values():
-            theirs = next((pairs[name] for name in columns if any(pairs.get(name, ()))), (None, None))
-            ratios.append([a / b if a and b else None for a, b in zip(pairs[ours], theirs, strict=True)])
-        rows.append((case, *(joined(pair, ".0f") for pair in pairs.values()), *(joined(two, ".2f") for two in ratios)))
-    packed = " (packed: varlen_attn)" if "varlen_attn" in names and "cudnn_packed" not in names else ""
-    labels = [f"ratio to {peer}" + packed * (peer == "cuDNN") for peer in shown]
-    text = table(("case", *names.values(), *labels), rows)
-    if sparse:
-        text += "\n" + sparse_table(sparse)
-    return text + (f"\n{absent(records)}" if "flex" in names else "")
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for peer, columns in RATIOS.items():
+        if not names.keys() & columns:
+            continue
+        found[peer] = {}
+        for case, rates in by_case(records, "tflops").items():
+            theirs = next((name for name in columns if rates.get((name, "forward"))), None)
+            pairs = [(rates.get((ours, way)), rates.get((theirs or "", way))) for way in DIRECTIONS]
+            found[peer][case] = [a / b if a and b else None for a, b in pairs]
+    return found
+
+
+def mean_ratios(records: Records) -> str:
+    """Sentences with the geometric mean and the smallest of our ratios to each peer."""
+    sentences = []
+    for peer, cases in ratios_of_cases(records).items():
+        ways = [[ratio for ratio in way if ratio] for way in zip(*cases.values(), strict=True)]
+        if len(ways[0]) > 1:
+            means = joined((geometric_mean(way) if way else None for way in ways), ".2f")
+            least = joined((min(way, default=None) for way in ways), ".2f")
+            sentences.append(
+                f"Ours is {means} times as fast as {peer}, forward · backward: the geometric mean of {len(ways[0])} "
+                f"cases, with {least} at least."
+            )
+    return " ".join(sentences)
 
 
 def short_table(records: Records) -> str:
@@ -76,7 +115,13 @@ def short_table(records: Records) -> str:
         if case in SHORT_CASES:
             rates = (joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names)
             rows.append((SHORT_CASES[case], *rates))
-    return f"{words}{absent(records)}\n{table(('case', *names.values()), rows)}"
+    after = paragraph(on_flash_attention_3(records), mean_ratios(dense(records)))
+    return f"{words}\n{table(('case', *names.values()), rows)}\n{after}"
+
+
+def dense(records: Records) -> Records:
+    """The records of cases without a sparse pattern."""
+    return [record for record in records if record.get("density", 1) == 1]
 
 
 def sparse_table(records: Records) -> str:
@@ -91,8 +136,7 @@ def sparse_table(records: Records) -> str:
         )
         for case, found in by_case(records, "time_to_dense").items()
     ]
-    labels = (f"{label}: time / dense" for label in names.values())
-    return table(("case", "blocks attended", *labels), rows)
+    return table(("case", "blocks attended", *map(abbreviated, names.values())), rows)
 
 
 def own_names(records: Records) -> dict[str, str]:
