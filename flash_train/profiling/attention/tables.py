@@ -53,12 +53,12 @@ def full_table(records: Records) -> str:
         text += (
             f"\nBlock-sparse cases: the time as a fraction of the time without the pattern.\n\n{sparse_table(sparse)}"
         )
-    words = [
+    after = [
         "FA is FlashAttention, Flex is FlexAttention." if "flex" in names else "",
         on_flash_attention_3(records) if "flex" in names else "",
         mean_ratios(records),
     ]
-    return f"{text}\n{paragraph(*words)}"
+    return f"{text}\n{paragraph(*after)}"
 
 
 def abbreviated(label: str) -> str:
