@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload find_max_80gb memory attention training training_peer start graphs long_rows fp8 updates parallel collect}
+out=${1:?OUT PART…; parts: ablation ablation_long ablation_dropout ablation_dropout_long find_max find_max_offload find_max_80gb memory attention training training_peer start graphs kernels long_rows fp8 updates parallel collect}
 shift
 mkdir -p "$out"
 commit=(${COMMIT:+--commit "$COMMIT"})
@@ -90,6 +90,15 @@ for part; do
       both 1024 "${model[@]}" seq_len=1024 batch_size=4
       both 1024x8 "${model[@]}" seq_len=1024 batch_size=4 accumulate=8
       ;;
+    kernels) # where the time of a step goes
+      profile() {
+        train "kernels/$1" max_steps=20 callbacks.kernel_times.every=15 trainer.checkpoints=false data.val_batches=1 \
+          callbacks.sample.tokens=0 "${@:2}"
+      }
+      profile 125m model=125m
+      profile 4096 "${model[@]}" seq_len=4096
+      profile 16384 "${model[@]}" seq_len=16384
+      ;;
     long_rows) # one step over a row that is a single document
       step() {
         train "long_rows/$1" model=$1 precision=bf16-true optimizer.offload=true data.packing=concat max_steps=1 data.val_batches=1 \
@@ -121,7 +130,7 @@ for part; do
       ranks "$gpus" scaling
       ;;
     collect)
-      for name in ablation find_max training graphs long_rows fp8 updates; do
+      for name in ablation find_max training graphs kernels long_rows fp8 updates; do
         [ ! -d "$out/$name" ] ||
           python scripts/collect_runs.py "$out/$name"/* --add --out docs/results/$name.json "${commit[@]}"
       done

@@ -228,6 +228,7 @@ def compile_tier_cell(record: dict[str, Any] | None) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     "training": training_results.runs_table,
     "graphs": training_results.graphs_table,
+    "kernels": training_results.kernels_table,
     "fp8": training_results.fp8_table,
     "long_rows": training_results.long_rows_table,
     "updates": training_results.updates_table,

@@ -1,8 +1,9 @@
 """Collect run directories into one file for docs/results: ``python scripts/collect_runs.py RUN_DIR … --out FILE``.
 
 The directories must be of one kind. A training run gives one record: its summary.json, with the mean of its last ten
-training losses from metrics.csv, and the settings of its config.yaml that tell such runs apart. An ablation gives a
-record per trial, a search for the longest row gives one per attention and memory mode.
+training losses from metrics.csv, the settings of its config.yaml that tell such runs apart, and the kernels of its last
+profiled step. An ablation gives a record per trial, a search for the longest row gives one per attention and memory
+mode.
 """
 
 from __future__ import annotations
@@ -61,7 +62,16 @@ def collect(run_dir: Path, commit: str | None) -> dict[str, Any]:
     config = cast(DictConfig, OmegaConf.load(run_dir / "config.yaml"))
     settings = {name: OmegaConf.select(config, key) for name, key in SETTINGS.items()}
     means = {"train_loss_mean": mean(losses), f"train_loss_last_{LAST}": mean(losses[-LAST:])}
-    return {**summary, **settings, **means}
+    return {**summary, **settings, **means, **_kernels(run_dir)}
+
+
+def _kernels(run_dir: Path) -> dict[str, Any]:
+    """The kernels by kind of the last profiled step; empty if there is none."""
+    reports = sorted(run_dir.glob("kernels/step-*/kernels.json"))
+    if not reports:
+        return {}
+    found = json.loads(reports[-1].read_text(encoding="utf-8"))
+    return {"kernel_kinds": found["kinds"], "busy_seconds": found["busy_seconds"]}
 
 
 def collect_ablation(run_dir: Path, commit: str | None) -> Records:

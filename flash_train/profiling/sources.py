@@ -75,6 +75,7 @@ SOURCES = {
     "training": Source("training with each attention", "benchmarks.md#training", ("training",)),
     "start": Source("the time from a command to its first step", "benchmarks.md#the-first-step", ("start",)),
     "graphs": Source("short rows with and without a CUDA graph", "train.md#cuda-graphs", ("graphs",)),
+    "kernels": Source("the kernels of a training step", "train.md#which-kernels-run", ("kernels",)),
     "fp8": Source("`precision=fp8` compared with `bf16-true`", "train.md#fp8", ("fp8",)),
     "updates": Source(
         "fine-tuning with each way to keep bf16 weights", "train.md#precision-and-optimizer", ("updates",)

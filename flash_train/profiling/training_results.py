@@ -148,6 +148,40 @@ def updates_table(records: Records) -> str:
     return f"{words}\n{table(header, rows, left=2)}"
 
 
+def kernels_table(records: Records) -> str:
+    """A row per kind of kernel, and a column per run: milliseconds of a step, and launches."""
+    records = sorted(records, key=lambda record: (record["model"], record["seq_len"], _is_recent(record)))
+    runs = [{one["kind"]: one for one in record["kernel_kinds"]} for record in records]
+    kinds = sorted(
+        {kind for run in runs for kind in run},
+        key=lambda kind: -max(run[kind]["seconds"] for run in runs if kind in run),
+    )
+
+    def cell(one: dict[str, Any] | None) -> str:
+        return f"{1e3 * one['seconds']:.1f} ({one['launches']:,})" if one else "–"
+
+    rows = [(kind, *(cell(run.get(kind)) for run in runs)) for kind in kinds]
+    idle = [max(0.0, record["step_seconds"] - record["busy_seconds"]) for record in records]
+    rows.append(("no kernel runs", *(f"{1e3 * seconds:.1f}" for seconds in idle)))
+    rows.append(("whole step", *(f"{1e3 * record['step_seconds']:.1f}" for record in records)))
+    rows.append(("MFU", *(number(record["mfu"], ".1%") for record in records)))
+    words = paragraph(
+        f"Milliseconds of an optimizer step, and launches ({records[0]['device']}).",
+        "The whole step is the median of steps that are not profiled.",
+        "" if all(map(_is_recent, records)) else "Columns with `before` are of a version without CUDA graphs.",
+    )
+    return f"{words}\n{table(('kind of kernel', *map(_run_label, records)), rows)}"
+
+
+def _run_label(record: dict[str, Any]) -> str:
+    return f"`{record['model']}`, {record['seq_len']:,}" + ("" if _is_recent(record) else ", before")
+
+
+def _is_recent(record: dict[str, Any]) -> bool:
+    """Whether CUDA graphs existed when a run was measured."""
+    return record.get("cuda_graph") is not None
+
+
 def peer_table(records: Records) -> str:
     """What was compared, and a row per case and implementation."""
     words = paragraph(

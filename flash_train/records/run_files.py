@@ -70,6 +70,7 @@ FILES = {
     "memory.png": "memory by step",
     "validation.json": "the result of `validate_only=true`, and which checkpoint it measured",
     "checkpoints": "the newest `step-*.ckpt`, files, or folders if weights are sharded; written whole or not at all",
+    "kernels": "with `callbacks.kernel_times.every`: the kernels of a step by kind, and a trace for Perfetto",
     "memory": "with `callbacks.memory_snapshot.every`: where the memory of a step goes",
     "wandb": "files of W&B, which is offline without a login",
 }

@@ -29,7 +29,23 @@ def test_runs_are_collected(tmp_path):
     assert record["train_loss_last_10"] == 7.5  # of 3 … 12
     assert (record["master"], record["batch_size"], record["cuda_graph"]) == ("exact", 2, None)
     assert record["versions"]["commit"] == "abc"
-    assert "run_dir" not in record
+    assert "run_dir" not in record and "kernel_kinds" not in record
+
+
+def test_the_kernels_of_the_last_profiled_step_are_collected(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    summary = {"status": "finished", "run_dir": "x", "wandb_dir": None, "versions": {"commit": None}}
+    write_json(run / "summary.json", summary | {"model": "nano", "seq_len": 8, "tokens_per_second": 1.0})
+    (run / "config.yaml").write_text("trainer: {cuda_graph: true}\n")
+    (run / "metrics.csv").write_text("step,train/loss\n1,1.0\n")
+    for step, seconds in ((10, 1.0), (20, 2.0)):
+        (folder := run / "kernels" / f"step-{step:06}").mkdir(parents=True)
+        kinds = [{"kind": "norms", "seconds": seconds, "launches": step}]
+        write_json(folder / "kernels.json", {"kinds": kinds, "kernels": [], "busy_seconds": seconds})
+    assert collect_runs([str(run), "--out", str(tmp_path / "out.json")]) == 0
+    (record,) = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert (record["busy_seconds"], record["kernel_kinds"][0]["launches"]) == (2.0, 20)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ TILE = 2048  # elements of a program: 16 of each thread, two loads of 16 bytes i
 
 
 @triton.jit
-def sum_rows_kernel(
+def sum_shared_rows_kernel(
     lists, slots, rows, boundary, parts, PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Compute a block of rows of one head of one part; numbers from ``boundary`` are rows of ``second``."""
@@ -80,7 +80,7 @@ def launch_of(lists: Tensor, parts: Sequence[Sequence[Any]]) -> Launch:
     heads = max(out.shape[1] for out, *_ in parts)
     constants = {"PARTS": len(parts), "BLOCK_ROWS": block_rows, "BLOCK_D": block_d, "num_warps": 4}
     return Launch(
-        sum_rows_kernel,
+        sum_shared_rows_kernel,
         (triton.cdiv(rows, block_rows), heads, len(parts)),
         (lists, slots, rows, parts[0][1].shape[0], tuple(arguments)),
         constants,

@@ -110,7 +110,7 @@ def log_artifact(logger: Logger | None, name: str, files: Sequence[Path]) -> Non
 def _artifact(name: str, files: Sequence[Path]) -> Any:
     import wandb
 
-    artifact = wandb.Artifact(name, type="memory-profile")
+    artifact = wandb.Artifact(name, type=f"{name}-profile")
     for path in files:
         artifact.add_file(str(path))
     return artifact

@@ -183,6 +183,13 @@ class MemorySnapshotSchema:
 
 
 @dataclass
+class KernelTimesSchema:
+    """`flash_train.training.callbacks.KernelTimes`."""
+
+    every: int | None = None  # steps between reports of the GPU's kernels; null: none
+
+
+@dataclass
 class SampleSchema:
     """`flash_train.training.ClosingSample`: a text that the trained model generates at the end of the run."""
 
@@ -196,6 +203,7 @@ class CallbacksSchema:
 
     sample: SampleSchema = field(default_factory=SampleSchema)
     step_times: bool = False  # split each step into forward, backward, optimizer and attention
+    kernel_times: KernelTimesSchema = field(default_factory=KernelTimesSchema)
     memory_snapshot: MemorySnapshotSchema = field(default_factory=MemorySnapshotSchema)
 
 

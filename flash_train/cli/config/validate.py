@@ -92,6 +92,7 @@ RULES = {
     "trainer.keep_checkpoints": at_least(1),
     "callbacks.sample.tokens": at_least(0),
     "callbacks.sample.seconds": above(0),
+    "callbacks.kernel_times.every": at_least(1),
     "callbacks.memory_snapshot.every": at_least(1),
     "memory.mode": one_of("none", "selective", "checkpoint"),
     "memory.keep": SHARE,

@@ -64,6 +64,11 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
         UsageError: one line that names the key at fault.
     """
     device = device_of(config.trainer.accelerator)
+    if (every := config.callbacks.kernel_times.every) and device.type != "cuda":
+        raise UnavailableError(
+            f"callbacks.kernel_times.every={every}: times the kernels of an NVIDIA GPU, and this run is on "
+            f"{device.type}; allowed: null"
+        )
     checkpoint = find_checkpoint(config, run_dir)
     pretrained = load_init(config)
     data = build_data(config)

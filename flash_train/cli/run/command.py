@@ -98,6 +98,7 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
         from flash_train.cli.memory.parallel_choice import plan_run
         from flash_train.cli.run.build import build
         from flash_train.cli.run.failures import known_failures
+        from flash_train.cli.run.kernel_files import profile_every
         from flash_train.cli.run.memory_files import record_every
         from flash_train.cli.run.parallel_check import check_parallel
         from flash_train.cli.run.report import announce, finish, report_files
@@ -122,6 +123,8 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
                     write_text(run_dir / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
             if every := config.callbacks.memory_snapshot.every:
                 record_every(every, config, run, run_dir)
+            if every := config.callbacks.kernel_times.every:
+                profile_every(every, config, run, run_dir)
             try:
                 run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.checkpoint)
             except SystemExit as stop:

@@ -2,6 +2,7 @@
 
 from flash_train.training.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
 from flash_train.training.callbacks.cuda_graph import CudaGraph
+from flash_train.training.callbacks.kernel_times import KernelTimes, ProfiledStep
 from flash_train.training.callbacks.memory_snapshot import MemorySnapshot, RecordedStep, SnapshotOnError
 from flash_train.training.callbacks.missed_validation import CompletingFitLoop, MissedValidation
 from flash_train.training.callbacks.nonfinite import NonFiniteLoss, NonFiniteLossError
@@ -19,10 +20,12 @@ __all__ = [
     "ClosingSample",
     "CompletingFitLoop",
     "CudaGraph",
+    "KernelTimes",
     "MemorySnapshot",
     "MissedValidation",
     "NonFiniteLoss",
     "NonFiniteLossError",
+    "ProfiledStep",
     "RecordedStep",
     "RichProgress",
     "RunRecord",

@@ -1,11 +1,13 @@
 """Shared by the callbacks: a hook per optimizer step, copies to the host, and finding other callbacks."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+
+from flash_train.checks import as_integer, brief
 
 C = TypeVar("C", bound=Callback)
 
@@ -28,6 +30,38 @@ class StepCallback(Callback):
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Called after an optimizer step; `trainer.global_step` already counts it."""
+
+
+class RecordingCallback(StepCallback):
+    """Looks into some optimizer steps, and passes what it finds to `receive`.
+
+    Args:
+        receive: called after each recorded step.
+        every: record each step whose number is a multiple of this; None for `steps` alone.
+        steps: record also these steps, counted from 1.
+
+    Raises:
+        TypeError: `receive` cannot be called, or `steps` is one number.
+        ValueError: `every` or a step is no integer of at least 1, or neither is given.
+    """
+
+    #: name of the class that `receive` takes
+    received: ClassVar[str]
+
+    def __init__(self, receive: Callable[[Any], None], *, every: int | None = None, steps: Iterable[int] = ()) -> None:
+        if not callable(receive):
+            raise TypeError(f"receive={brief(receive)}: must be a function that takes a {self.received}")
+        if not isinstance(steps, Iterable):
+            raise TypeError(f"steps={brief(steps)}: must be several numbers of steps, such as (1, 100)")
+        self.receive = receive
+        self.every = as_integer("every", every, 1, or_none="or None for the given steps alone")
+        self.steps = tuple(as_integer("steps", step, 1) for step in steps)
+        if self.every is None and not self.steps:
+            raise ValueError("every=None, steps=(): must be one of both, or no step is recorded")
+
+    def is_due(self, step: int) -> bool:
+        """Whether to record this step."""
+        return step in self.steps or bool(self.every and step % self.every == 0)
 
 
 class HostCopy:

@@ -9,12 +9,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from flash_train.checks import as_integer, brief
 from flash_train.distributed.sharding import local
 from flash_train.precision import lightning_compute_dtype
 from flash_train.profiling.memory.allocations import MemoryProfile, Recording, profile_of
 from flash_train.records.memory_use import begin_peak
-from flash_train.training.callbacks.base import StepCallback, find_callback, require
+from flash_train.training.callbacks.base import RecordingCallback, find_callback, require
 from flash_train.training.callbacks.throughput import Throughput
 
 
@@ -57,37 +56,20 @@ class SnapshotOnError(Callback):
             self.snapshot = torch.cuda.memory._snapshot(pl_module.device)
 
 
-class MemorySnapshot(StepCallback):
-    """Records whole optimizer steps on the first rank, and passes each to `receive`. The module must have a `model`.
+class MemorySnapshot(RecordingCallback):
+    """Records the memory of whole optimizer steps on the first rank. The module must have a `model`.
 
-    Args:
-        receive: called after each recorded step.
-        every: record each step whose number is a multiple of this; None for `steps` alone.
-        steps: record also these steps, counted from 1.
-
-    Raises:
-        TypeError: `receive` cannot be called, or `steps` is one number.
-        ValueError: `every` or a step is no integer of at least 1, or neither is given.
+    `receive` gets a `RecordedStep`. See `RecordingCallback` for the arguments and errors.
     """
+
+    received = "RecordedStep"
 
     def __init__(
         self, receive: Callable[[RecordedStep], None], *, every: int | None = None, steps: Iterable[int] = ()
     ) -> None:
-        if not callable(receive):
-            raise TypeError(f"receive={brief(receive)}: must be a function that takes a RecordedStep")
-        if not isinstance(steps, Iterable):
-            raise TypeError(f"steps={brief(steps)}: must be several numbers of steps, such as (1, 100)")
-        self.receive = receive
-        self.every = as_integer("every", every, 1, or_none="or None for the given steps alone")
-        self.steps = tuple(as_integer("steps", step, 1) for step in steps)
-        if self.every is None and not self.steps:
-            raise ValueError("every=None, steps=(): must be one of both, or no step is recorded")
+        super().__init__(receive, every=every, steps=steps)
         self.recording: Recording | None = None
         self._open = ExitStack()
-
-    def is_due(self, step: int) -> bool:
-        """Whether to record this step."""
-        return step in self.steps or bool(self.every and step % self.every == 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)

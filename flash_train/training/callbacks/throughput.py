@@ -97,7 +97,7 @@ class Throughput(StepCallback):
         self._rolling.update(time=0.0, batches=0, samples=0, lengths=0, flops=0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._resume()
+        self.resume()
         self._in_batch = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -180,14 +180,15 @@ class Throughput(StepCallback):
         self._clock.pause()
         self._fetch_seconds_at_pause = self._timer.seconds
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Restart a clock that was stopped."""
         if self._clock.is_paused:  # fetching a batch counts as training time, also during the pause
             self._clock.resume(self._timer.seconds - self._fetch_seconds_at_pause)
 
     def _after_save(self) -> None:
         """Restart the clock after a checkpoint that was saved within a batch; otherwise the next batch restarts it."""
         if self._in_batch:
-            self._resume()
+            self.resume()
 
     def _detach(self) -> None:
         """Stop watching checkpoints: those saved after training, or by another `fit`, must not change this clock."""

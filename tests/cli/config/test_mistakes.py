@@ -116,7 +116,7 @@ AT_ONCE = [
 GRAPH_ON_TWO = ["trainer.cuda_graph=true", "trainer.devices=2", "parallel=ddp"]
 UNAVAILABLE = (
     *(["attention=flash"], ["hardware=cuda"]),
-    *(["trainer.cuda_graph=true"], GRAPH_ON_TWO),
+    *(["trainer.cuda_graph=true"], GRAPH_ON_TWO, ["callbacks.kernel_times.every=10"]),
     *(["hardware=cpu", f"precision={precision}"] for precision in ("fp16-mixed", "fp8")),
 )
 
@@ -176,6 +176,7 @@ WHEN_BUILT = [
     (["model.rope_scaling.factor=2.0"], ["model.rope_scaling.kind"]),
     (["attention=flash"], ["attention=flash: the flash backend cannot run here: there is no NVIDIA GPU", "sdpa, "]),
     (["hardware=cuda"], ["trainer.accelerator=cuda", "auto, cpu"]),
+    (["callbacks.kernel_times.every=10"], ["callbacks.kernel_times.every=10: times the kernels", "allowed: null"]),
     (["trainer.cuda_graph=true"], ["trainer.cuda_graph=true: there is no NVIDIA GPU; allowed: auto or false"]),
     (GRAPH_ON_TWO, ["trainer.cuda_graph=true: there is no NVIDIA GPU; allowed: auto or false"]),
     (["model.rope_scaling.kind=ntk", "model.rope_scaling.factor=1e300"], ["model.rope_scaling.factor=1e+300", "ntk"]),
