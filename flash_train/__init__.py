@@ -4,6 +4,6 @@ Import from the packages: `flash_train.attention`, `.model`, `.data`, `.training
 that each loads only what it needs.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = ["__version__"]

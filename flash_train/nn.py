@@ -15,7 +15,8 @@ from flash_train.checks import check_name
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` without a matrix of all pairs: same arguments, results and names in a state dict.
 
-    `nn.TransformerEncoderLayer` can use it: ``layer.self_attn = MultiheadAttention(...)``.
+    Pass ``need_weights=False``: with PyTorch's default, True, the result includes this matrix.
+    `nn.TransformerEncoderLayer` passes it, and can use this class: ``layer.self_attn = MultiheadAttention(...)``.
 
     The operator computes full attention, with `key_padding_mask`, and causal attention (`is_causal=True`), both with
     dropout. PyTorch's own forward computes the rest, which needs all pairs or has them as its argument: `need_weights`,

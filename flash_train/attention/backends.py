@@ -21,7 +21,7 @@ def backend_names() -> tuple[str, ...]:
     """Return every value that ``backend`` may have.
 
     ``flash`` means this project's kernels: each call uses the first family in ``kernels.families`` that can run it. The
-    name of a family selects only its kernels, but the portable family runs a backward that this family cannot.
+    name of a family selects its kernels alone.
     """
     return ("auto", "flash", *reversed(FAMILIES), "sdpa", "standard", "chunked", "reference")
 

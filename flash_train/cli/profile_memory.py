@@ -40,9 +40,9 @@ With trainer.devices=2 or more it records the first device's part of the step.
 finds the longest row that trains here, for each find_max.memory=[none,selective,checkpoint] and
 find_max.attention=[flash,standard], to 2 %, in at most 4 trials each. No row is longer than find_max.limit=1048576;
 without CUDA the defaults are find_max.attention=[sdpa,standard] and find_max.limit=16384. The answer says if the limit
-ended the search. Writes find_max.json, find_max.md and find_max.png. A second start with the same run_dir repeats no
-trial that has ended. The exit status is 1 if nothing was found and some trials failed, 3 if nothing can run here, 4 if
-nothing fitted.
+ended the search. Writes find_max.json, find_max.md and find_max.png. A second start with the same run_dir repeats
+only trials that failed. The exit status is 1 if nothing was found and some trials failed, 3 if nothing can run here, 4
+if nothing fitted.
 
 Documentation: docs/memory.md
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 Write = Callable[[Mapping[str, Any]], None]
+
+
+def write_with(storage_options: Any, checkpoint: Mapping[str, Any], write: Callable[..., None], **options: Any) -> None:
+    """Write a checkpoint now, or with a `BackgroundWriter`.
+
+    Args:
+        storage_options: as `Trainer.save_checkpoint` passes it on: None or a `BackgroundWriter`.
+        write: takes the checkpoint and `options`.
+
+    Raises:
+        TypeError: `storage_options` is something else.
+    """
+    if storage_options is None:
+        write(checkpoint, **options)
+    elif isinstance(storage_options, BackgroundWriter):
+        storage_options.start(checkpoint, partial(write, **options))
+    else:
+        raise TypeError(f"storage_options={storage_options!r}: must be None or a BackgroundWriter")
 
 
 class BackgroundWriter:

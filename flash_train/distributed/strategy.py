@@ -9,7 +9,6 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from flash_train.attention.parallel import Method
-from flash_train.distributed.background import BackgroundWriter
+from flash_train.distributed.background import BackgroundWriter, write_with
 from flash_train.distributed.checkpoint import Place, is_sharded_checkpoint, load_sharded, save_sharded
 from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.launcher import WatchedLauncher, end_with_parent
@@ -268,12 +267,8 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         path = Path(self.broadcast(filepath))
-        if isinstance(storage_options, BackgroundWriter):
-            storage_options.start(checkpoint, partial(save_sharded, path=path, group=storage_options.group))
-        elif storage_options is None:
-            save_sharded(checkpoint, path)
-        else:
-            raise TypeError(f"storage_options={storage_options!r}: must be None or a BackgroundWriter")
+        group = storage_options.group if isinstance(storage_options, BackgroundWriter) else None
+        write_with(storage_options, checkpoint, save_sharded, path=path, group=group)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))

@@ -108,7 +108,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, packing: Layout, batch_size: int) -> Tensor:
-        """Attend: x is (tokens, width) three times, for q, k and v.
+        """Attend: x has three references to the normed input (tokens, width), for q, k and v.
+
+        Their gradients are added in the kernel of the norm's backward.
 
         Without packing, the tokens are `batch_size` equal rows.
         """

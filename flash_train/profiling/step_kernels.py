@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+from flash_train.attention.kernels.families import FAMILIES
 from flash_train.records.markdown import markdown_table, number
 
 OTHER = "other"
+OWN = "|".join(("attention", *FAMILIES))  #: how the names of our kernels for attention begin
 #: What a kernel's name contains, by kind. The first kind that matches counts: names of attention's kernels may also
 #: contain "cutlass".
 KINDS = {
     "communication": r"nccl|sum_shared_rows",
-    "attention, forward": r"attention_(forward|decode)|hopper_forward|list_tiles|flash_fwd|(sdpa|fmha).*(fprop|fwd)",
-    "attention, backward": r"attention_backward|hopper_(prepare|backward|finish)|flash_bwd|(sdpa|fmha).*(bprop|bwd)",
+    "attention, forward": rf"({OWN})_(forward|decode)|list_tiles|flash_fwd|(sdpa|fmha).*(fprop|fwd)",
+    "attention, backward": rf"({OWN})_(prepare|backward|finish)|flash_bwd|(sdpa|fmha).*(bprop|bwd)",
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitK|gemv",
     "gated products": r"product_kernel|gradients_kernel",
     "norms": r"norm_(forward|backward)_kernel|sum_rows_kernel|rms_?norm|layer_norm",

@@ -153,8 +153,8 @@ class CausalLMModule(pl.LightningModule):
         Args:
             tokens: int64 (batch, seq_len).
             positions: int64 (batch, seq_len), from each document's start; None derives them.
-            packing: the documents' boundaries in the rows; None makes one causal document of each row. `context`
-                returns both arguments for a batch.
+            packing: the documents' boundaries in the rows; None makes one causal document of each row.
+                `model_arguments` returns both arguments for a batch.
 
         Returns:
             (batch, seq_len, vocab_size), in the dtype that the model computes in.

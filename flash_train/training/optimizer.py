@@ -23,8 +23,8 @@ FUSED_DEVICES = ("cuda", "cpu")
 class OptimizerConfig:
     """Settings of AdamW and of its learning-rate schedule.
 
-    The defaults of all optimizer settings; those in `conf/optimizer/adamw.yaml` and in the configuration's schema must
-    be equal (a test compares them).
+    `conf/optimizer/adamw.yaml` has the same defaults (a test compares them), except where it lets the run choose: `lr`,
+    `warmup_steps` and `in_backward`.
 
     Args:
         lr: peak learning rate, reached after `warmup_steps`.

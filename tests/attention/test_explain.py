@@ -43,17 +43,19 @@ def test_explain_names_the_forward_and_backward_kernels():
     per_head = AttentionSpec(BlockSparse(torch.ones(2, 1, 1, dtype=torch.bool)))
     spec = AttentionSpec(Causal(), dropout=0.1)
     assert on_hopper(narrow, narrow, narrow, spec, rng=RngState(1)) == (
-        "flash: forward by Hopper's kernels, backward by Hopper's kernels"
+        "flash: forward by the Hopper kernels, backward by the Hopper kernels"
     )
     assert on_hopper(narrow, narrow[:, :, :1], narrow[:, :, :1], per_head) == (
-        "flash: forward by Hopper's kernels, backward by the portable ones "
+        "flash: forward by the Hopper kernels, backward by the portable kernels "
         "(heads that share keys have block patterns of their own)"
     )
-    assert "forward by the portable ones (dtype torch.float32 is neither" in on_hopper(x, x, x)
-    assert on_hopper(narrow, narrow, narrow, asked="triton").startswith("triton: forward by the portable ones (they w")
+    assert "forward by the portable kernels (dtype torch.float32 is neither" in on_hopper(x, x, x)
+    assert on_hopper(narrow, narrow, narrow, asked="triton").startswith(
+        "triton: forward by the portable kernels (they w"
+    )
     with pytest.raises(ValueError, match="the hopper backend cannot run this: dtype torch.float32"):
         on_hopper(x, x, x, asked="hopper")
     cut = torch.zeros(1, 32, 2, 64, dtype=torch.bfloat16)[..., :60]
-    assert "forward by the portable ones (q's head_dim 60 is not a multiple of 8)" in on_hopper(cut, cut, narrow)
+    assert "forward by the portable kernels (q's head_dim 60 is not a multiple of 8)" in on_hopper(cut, cut, narrow)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert on_hopper(x, x, x).startswith("flash: forward by Hopper's kernels")
+        assert on_hopper(x, x, x).startswith("flash: forward by the Hopper kernels")

@@ -128,8 +128,8 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
     """Return dropout for a kernel whose steps have ``walked`` keys (or queries, if it loops over queries).
 
     A tile draws whole Philox calls if it is aligned with them, except if steps have 16 keys and the mask has terms.
-    In that case Triton looks through the draws for the width of the loaded elements. If a term loaded bytes,
-    it mistakes weights for packed halves of them, and weights enter the product over 16 keys twice or not at all.
+    There Triton has a bug: if a term loads bytes, it chooses the wrong layout for the weights as an operand of the
+    product, and counts some of them twice and others not at all. So such a tile draws each element by itself.
     """
     if call.rng is None:
         return Dropout(None, None, None, None, None, None, None)

@@ -118,14 +118,14 @@ def device_unavailable(device: torch.device, capability: tuple[int, int], chip: 
 
 PORTABLE = KernelFamily(
     name="triton",
-    title="the portable ones",
+    title="the portable kernels",
     module="flash_train.attention.kernels.portable.launch",
     has_decode=True,
     repeatable=True,
 )
 HOPPER = KernelFamily(
     name="hopper",
-    title="Hopper's kernels",
+    title="the Hopper kernels",
     module="flash_train.attention.kernels.hopper.launch",
     capability=(9, 0),
     chip="Hopper",
@@ -148,5 +148,5 @@ def fastest_on(device: torch.device) -> KernelFamily:
 
 
 def families_of(backend: str) -> tuple[KernelFamily, ...]:
-    """Return the families to try for a call's forward, in order; ``backend`` must satisfy ``is_own``."""
+    """Return the families to try for a call, in order; ``backend`` must satisfy ``is_own``."""
     return tuple(FAMILIES.values()) if backend == "flash" else (FAMILIES[backend],)

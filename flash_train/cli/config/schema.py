@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 @dataclass
 class AttentionSchema:
-    backend: str = "auto"  # which implementation computes attention; auto: flash if it runs here, else sdpa
+    backend: str = "auto"  # what computes attention; auto: flash if it runs here, else sdpa, else chunked
     dropout: float = 0.0  # probability that an attention weight is dropped while training
 
 

@@ -79,8 +79,11 @@ def run_job(config: DictConfig, multirun: Multirun | None = None) -> None:
         if multirun and stopped_by:
             raise Interrupted(stopped_by)
     free_memory()  # for the next run of `-m`
-    if stopped_by and is_first_process() and is_unfinished(run_dir):
-        sys.exit(128 + stopped_by)
+    if stopped_by and is_first_process():
+        from flash_train.training.callbacks.record import is_unfinished
+
+        if is_unfinished(run_dir):
+            sys.exit(128 + stopped_by)
 
 
 def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
@@ -138,13 +141,6 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
     if (reason := unsaved_reason(run)) is not None:
         raise UsageError(reason)
     return stopped_by or received_signal(run)
-
-
-def is_unfinished(run_dir: Path) -> bool:
-    """Whether the run's record says that steps or the last validation are still missing."""
-    from flash_train.training.callbacks.record import is_unfinished
-
-    return is_unfinished(run_dir)
 
 
 def unsaved_reason(run: "Run") -> str | None:

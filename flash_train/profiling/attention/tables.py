@@ -67,7 +67,7 @@ def abbreviated(label: str) -> str:
 
 
 def on_flash_attention_3(records: Records) -> str:
-    """A sentence on the versions of FlashAttention for Hopper without records."""
+    """A sentence on the versions of FlashAttention without records."""
     if "fa4" in measured(NAMES, records):
         return "FlashAttention-3 is not measured."
     return "FlashAttention-3 and FlashAttention-4 are not measured."

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from flash_train.checks import as_integer
-from flash_train.distributed.background import BackgroundWriter
+from flash_train.distributed.background import BackgroundWriter, write_with
 from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
@@ -229,12 +229,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        if isinstance(storage_options, BackgroundWriter):
-            storage_options.start(checkpoint, partial(_write, path=path))
-        elif storage_options is None:
-            _write(checkpoint, path)
-        else:
-            raise TypeError(f"storage_options={storage_options!r}: must be None or a BackgroundWriter")
+        write_with(storage_options, checkpoint, _write, path=path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = "cpu", weights_only: bool | None = None

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
 from flash_train.training.callbacks.base import find_callback
-from flash_train.training.callbacks.record import RunRecord
+from flash_train.training.callbacks.record import RunRecord, is_unfinished
 
 DUE = "validation_due"  # an entry of a checkpoint: whether a validation was due right after it was written
 
@@ -64,7 +64,7 @@ class CompletingFitLoop(_FitLoop):
     def _lacks_end(self) -> bool:
         trainer = self.trainer
         record = find_callback(trainer, RunRecord)
-        unfinished = record is not None and trainer.ckpt_path is not None and record.is_unfinished()
+        unfinished = record is not None and trainer.ckpt_path is not None and is_unfinished(record.run_dir)
         return trainer.strategy.broadcast(unfinished and trainer.global_step == trainer.max_steps)
 
 

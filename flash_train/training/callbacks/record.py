@@ -96,10 +96,6 @@ class RunRecord(Callback):
         """Whether the run was resumed and its table has no validation at `step`; False on all ranks but the first."""
         return self._is_resumed and self.table is not None and not _has_validation(self.table.rows.get(step, {}))
 
-    def is_unfinished(self) -> bool:
-        """Whether `run_dir` has the summary of a run that did not finish."""
-        return is_unfinished(self.run_dir)
-
     # -- summary.json and plots
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

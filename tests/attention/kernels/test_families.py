@@ -71,10 +71,14 @@ def test_explain_names_the_registered_family(fake):
     q, k, v = inputs()
     assert explain(q, k, v, backend="flash") == "flash: forward by the fake kernels, backward by the fake kernels"
     assert explain(q, k, v, sinks=torch.zeros(2), backend="fake") == (
-        "fake: forward by the fake kernels, backward by the portable ones (it has no gradient of sinks)"
+        "fake: forward by the fake kernels, backward by none (it has no gradient of sinks)"
+    )
+    assert explain(q, k, v, sinks=torch.zeros(2), backend="flash") == (
+        "flash: forward by the fake kernels, "
+        "backward by the portable kernels (it has no gradient of sinks; the tensors are on cpu)"
     )
     words = explain(q, k, v, AttentionSpec(softcap=5.0), backend="flash")
-    assert words.startswith("flash: forward by the portable ones (it has no softcap; the tensors are on cpu)")
+    assert words.startswith("flash: forward by the portable kernels (it has no softcap; the tensors are on cpu)")
 
 
 def test_named_family_refuses_calls_that_it_cannot_run(fake):
@@ -82,6 +86,15 @@ def test_named_family_refuses_calls_that_it_cannot_run(fake):
     for call in (attention, explain):
         with pytest.raises(ValueError, match="the fake backend cannot run this: it has no softcap; flash can"):
             call(q, k, v, AttentionSpec(softcap=5.0), backend="fake")
+
+
+def test_named_family_refuses_a_backward_that_it_cannot_run(fake):
+    q, k, v = inputs()
+    out = attention(q, k, v, sinks=torch.zeros(2), backend="fake")
+    message = "the fake backend cannot run the backward: it has no gradient of sinks; flash can"
+    with pytest.raises(ValueError, match=message):
+        out.sum().backward()
+    assert fake == ["forward"] and q.grad is None
 
 
 def test_backend_names_come_from_the_registry(fake):
@@ -149,5 +162,5 @@ print(explain(x, x, x, backend="flash"))
 print([name for name in sys.modules if "kernels.hopper" in name])
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    chosen = "the portable ones (the tensors are on cpu)"
+    chosen = "the portable kernels (the tensors are on cpu)"
     assert run.stdout.splitlines() == [f"flash: forward by {chosen}, backward by {chosen}", "[]"]

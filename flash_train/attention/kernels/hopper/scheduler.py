@@ -184,11 +184,8 @@ def key_block_start(visits, mask, seq, j, BLOCK_N: gl.constexpr):
 def is_reversed(tile_id, scheduler):
     """Whether a tile of keys goes through its blocks of queries from the last to the first.
 
-    The direction alternates between rounds of work tiles, so that the programs of a round read the same queries at the
-    same time. In the first round all programs begin together, with the last queries, which all keys see. Programs with
-    short tiles end first, and so begin the long tiles of the second round first. In this order the tiles of the second
-    round would end together. So they go from the first query to the last, and the programs meet at every query. The
-    third round begins together again.
+    The direction alternates between rounds of work tiles, so that programs that run at the same time read the same
+    queries from the second-level cache. docs/hopper_log.md explains why, under "Order of the work tiles".
     """
     return tile_id // scheduler.n_sms % 2 == 0
 
