@@ -67,7 +67,7 @@ def pictures() -> dict[str, str]:
     )  # fmt: skip
     return {
         "packing.svg": packing((21, 9, 6, 7, 5), 16),
-        "tiles.svg": tiles((832, 608, 352, 256), FORWARD[128].portable),
+        "tiles.svg": tiles((832, 608, 352, 256), FORWARD[128].as_tile),
         "dropout.svg": dropout(2, 4),
         "memory.svg": memory(step, name),
         "row_split.svg": row_split((2544, 16000, 2128, 2080, 2848, 2576, 1696, 2896), 4),
@@ -349,7 +349,7 @@ def schedule(tile: ForwardTile, blocks: int) -> str:
     of_memory = [lane for lane in lanes if not lane.startswith("consumer")]
     drawing = Drawing(162 + 38 * len(of_memory) + 84 * tile.consumers, CAPTIONS["schedule.svg"])
     left, scale = 158, 526 / max(end for pieces in lanes.values() for _, end, _ in pieces)
-    queries = tile.portable.block_m // tile.consumers
+    queries = tile.as_tile.block_m // tile.consumers
     drawing.text(20, 36, f"{tile.consumers} consumers of {queries} queries, blocks of {tile.block_n} keys", bold=True)
 
     def show(lane: str, y: float, words: str, **style: Any) -> None:

@@ -24,7 +24,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, kernels: str) -> t
     """Return the output and the natural log-sum-exp; ``kernels`` is the backend name that ``kernels.select`` reads."""
     from flash_train.attention.kernels.select import forward_of
 
-    call = call.readable()
+    call = call.contiguous()
     return forward_of(kernels, q, k, v, call)(q, k, v, call)
 
 
@@ -42,7 +42,7 @@ def _run_backward(
 ) -> Gradients:
     from flash_train.attention.kernels.select import backward_of
 
-    call = call.readable()
+    call = call.contiguous()
     return backward_of(kernels, q, k, v, call)(dout, dlse, q, k, v, out, lse, call, needs_slopes)
 
 

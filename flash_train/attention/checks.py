@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 
 def integer(value: Any) -> int | None:
@@ -50,7 +50,7 @@ def integer_tensor(name: str, values: Any, device: torch.device | None = None) -
         index = torch.empty(1)  # a float tensor, which the next line rejects
     if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
         raise TypeError(f"{name}={values!r}: must be integers, or an int32 tensor")
-    known = index.numel() > 0 and not unreadable(index)
+    known = index.numel() > 0 and not has_no_values(index)
     if known and not -(2**31) <= int(index.min()) <= int(index.max()) < 2**31:
         raise ValueError(f"{name}={values!r}: must be integers between -2**31 and 2**31 - 1")
     return index.to(device=device, dtype=torch.int32)

@@ -31,7 +31,7 @@ import torch
 
 from flash_train.attention.checks import integer
 from flash_train.attention.index_tensors import check_range
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 PHILOX_ROUNDS = 7
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -59,7 +59,7 @@ class EntryOrigins(NamedTuple):
             found = f"{first.dtype} of shape {tuple(first.shape)} on {first.device}"
             raise ValueError(f"EntryOrigins.first is {found}: must be torch.int32 of shape ({entries}, 3) on {device}")
         check_range("EntryOrigins.first", first, 2**31)
-        if self.aligned and device.type == "cpu" and not unreadable(first) and bool((first[:, 1:] % 16).any()):
+        if self.aligned and device.type == "cpu" and not has_no_values(first) and bool((first[:, 1:] % 16).any()):
             raise ValueError("EntryOrigins(aligned=True): every query and key must be a multiple of 16")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_train.attention.kernels.call import Bounds, Call
 from flash_train.attention.masks import SKIPPED, Causal, Full, Mask, Window
 from flash_train.attention.packing import Entry
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 
 def attended_pairs(
@@ -91,12 +91,12 @@ def call_pairs(
     n_heads = q.shape[-2]
     if cu_seqlens_q is None:
         entries = [Entry(i, i, 0, 0, q.shape[1], k.shape[1]) for i in range(q.shape[0])]
-    elif cu_seqlens_k is None or unreadable(cu_seqlens_q) or unreadable(cu_seqlens_k):
+    elif cu_seqlens_k is None or has_no_values(cu_seqlens_q) or has_no_values(cu_seqlens_k):
         entries = [Entry.of_lengths(q.shape[0], k.shape[0])]
     else:
         lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
         entries = [Entry(i, 0, 0, 0, len_q, len_k) for i, (len_q, len_k) in enumerate(lengths)]
-    if block_map is None or unreadable(block_map):
+    if block_map is None or has_no_values(block_map):
         return sum(mask.pairs(entry, n_heads) for entry in entries)
     visited = block_map.cpu() != SKIPPED
     pairs = 0

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer_tensor
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 IntegerData = Tensor | Sequence[int] | Sequence[Sequence[int]]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, None, Tensor | None)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def readable(x: MaybeTensor) -> MaybeTensor:
+def contiguous_tensor(x: MaybeTensor) -> MaybeTensor:
     """Return the tensor if it is contiguous, as the kernels require, else a contiguous copy; return None for None."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
@@ -41,7 +41,7 @@ def index_tensor(name: str, x: IntegerData, shape: tuple[int, ...], device: torc
         raise ValueError(f"{name} is {found}: must be int32 {shape} on {device}")
     if given.dtype == torch.int64:
         check_range(name, given, 2**31, low=-(2**31))
-    return readable(given.to(torch.int32))
+    return contiguous_tensor(given.to(torch.int32))
 
 
 def check_range(name: str, x: Tensor, limit: int, where: Tensor | None = None, low: int = 0) -> None:
@@ -52,7 +52,7 @@ def check_range(name: str, x: Tensor, limit: int, where: Tensor | None = None, l
     Args:
         where: bool, broadcastable to x, True for the elements to check; None checks all.
     """
-    if x.device.type != "cpu" or unreadable(x):
+    if x.device.type != "cpu" or has_no_values(x):
         return
     if where is not None:
         x = x[where.expand(x.shape)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_train.attention.checks import integer_tensor
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 
 class Entry(NamedTuple):
@@ -112,7 +112,7 @@ class Packing:
                 f"cu_seqlens_q has {self.cu_seqlens_q.numel() - 1} entries and cu_seqlens_k "
                 f"{self.cu_seqlens_k.numel() - 1}: must be equal"
             )
-        if device.type == "cpu" and not unreadable(self.cu_seqlens_q):
+        if device.type == "cpu" and not has_no_values(self.cu_seqlens_q):
             self.check(rows_q, rows_k)
 
     def check(self, rows_q: int | None = None, rows_k: int | None = None) -> None:

@@ -20,7 +20,7 @@ def assume_constant_result(function: F) -> F:
     return function
 
 
-def unreadable(x: torch.Tensor) -> bool:
+def has_no_values(x: torch.Tensor) -> bool:
     """Whether a tensor has no values to read: ``torch.compile`` is tracing, or it is a fake or a meta tensor."""
     if torch.compiler.is_compiling():
         return True

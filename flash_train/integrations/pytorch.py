@@ -280,7 +280,7 @@ def _spec_and_packing(
 
 
 def _call(q: Tensor, k: Tensor, spec: AttentionSpec, packing: Packing | None, state: Tensor | None) -> Call:
-    return operands_of(q, k, spec, packing, state, (0, 0, 0, 0), None, None).readable()
+    return operands_of(q, k, spec, packing, state, (0, 0, 0, 0), None, None).contiguous()
 
 
 def _empty(query: Tensor, width: int) -> Tensor:

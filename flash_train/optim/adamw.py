@@ -159,10 +159,10 @@ class AdamW(torch.optim.AdamW):
 
     def _step_some(self, key: tuple[str, int], group: dict[str, Any], numbers: dict[Tensor, int]) -> None:
         """Update a group's weights that have a gradient; `numbers` counts weights over all groups."""
-        for index, ((step, found), weights) in enumerate(self._alike(numbers).items()):
+        for index, ((step, storage), weights) in enumerate(self._alike(numbers).items()):
             update = Update(
                 key=(*key, index),
-                found=found,
+                storage=storage,
                 weights=[local(weight) for weight in weights],
                 gradients=[local(weight.grad).contiguous() for weight in weights],
                 states=[_parts(self.state[weight]) for weight in weights],

@@ -37,7 +37,7 @@ class Launcher:
     def __call__(self, update: Update) -> None:
         if not sum(weight.numel() for weight in update.weights):  # this rank has no part of these weights
             return
-        if update.found.on_host:
+        if update.storage.on_host:
             self._launch_pieces(update)
         else:
             whole = [Piece(number, 0, weight.numel()) for number, weight in enumerate(update.weights)]
@@ -75,7 +75,7 @@ class Launcher:
         gradients = [update.gradients[piece.weight] for piece in pieces]
         numbers = [update.numbers[piece.weight] for piece in pieces]
         device = weights[0].device
-        name = (*update.key, *key, update.found, device)
+        name = (*update.key, *key, update.storage, device)
         table, layout = self._tables.get(name), ([weight.numel() for weight in weights], numbers, list(pieces))
         if table is None or table.layout != layout:
             table = self._tables[name] = BlockTable.of(*layout, device)
@@ -86,7 +86,7 @@ class Launcher:
             table.set_addresses(addresses)
         scale = update.grad_scale
         scale = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
-        (beta1, beta2), step, found = update.betas, update.step, update.found
+        (beta1, beta2), step, storage = update.betas, update.step, update.storage
         with torch.cuda.device_of(weights[0]):
             # Without fused multiply-adds: the compiler fuses other products in each format of the weights, and an exact
             # master must get the bits that an fp32 weight gets.
@@ -94,8 +94,8 @@ class Launcher:
                 table.addresses, len(weights), table.device_sizes, table.device_numbers, table.tensor, table.start,
                 scale, update.lr * update.weight_decay, update.lr / (1 - beta1**step), beta1, beta2,
                 (1 - beta2**step) ** -0.5, update.eps, step, update.seed & 0xFFFFFFFF, update.seed >> 32 & 0xFFFFFFFF,
-                2 * update.part, WEIGHT=kernel.TYPES[found.weight], MOMENT=kernel.TYPES[found.moment],
-                MASTER=found.master, ALIGNED=table.aligned, PLANE=kernel.PLANE, **OPTIONS,
+                2 * update.part, WEIGHT=kernel.TYPES[storage.weight], MOMENT=kernel.TYPES[storage.moment],
+                MASTER=storage.master, ALIGNED=table.aligned, PLANE=kernel.PLANE, **OPTIONS,
             )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ CHUNK = 2**16  # elements that are updated at a time, a multiple of `formats.DRA
 def update_by_operations(update: Update) -> None:
     """Update the weights and their states, a chunk at a time."""
     update.check()
-    if update.found.on_host and update.weights[0].device.type != "cpu":
+    if update.storage.on_host and update.weights[0].device.type != "cpu":
         raise ValueError(f"offload=True on {update.weights[0].device}: needs an NVIDIA GPU and Triton")
     for weight, gradient, state, number in zip(
         update.weights, update.gradients, update.states, update.numbers, strict=True
@@ -48,8 +48,8 @@ class Draws(NamedTuple):
 
 
 def _update_chunk(chunk: dict[str, Tensor], update: Update, draws: Draws) -> None:
-    found, weight, gradient = update.found, chunk["weight"], chunk["gradient"].float()
-    master = formats.join_master(weight, chunk[LOWER]) if found.master == "exact" else weight.float()
+    storage, weight, gradient = update.storage, chunk["weight"], chunk["gradient"].float()
+    master = formats.join_master(weight, chunk[LOWER]) if storage.master == "exact" else weight.float()
     if update.grad_scale is not None:
         gradient = gradient / update.grad_scale.to(gradient)
     averages = [_moment(chunk, name) for name in AVERAGES]
@@ -59,17 +59,17 @@ def _update_chunk(chunk: dict[str, Tensor], update: Update, draws: Draws) -> Non
         fused=weight.device.type == "cpu", amsgrad=False, maximize=False, beta1=update.betas[0], beta2=update.betas[1],
         lr=update.lr, weight_decay=update.weight_decay, eps=update.eps,
     )  # fmt: skip
-    if found.master == "exact":
+    if storage.master == "exact":
         rounded, lower = formats.split_master(master)
         weight.copy_(rounded)
         chunk[LOWER].copy_(lower)
-    elif found.master == "stochastic":
+    elif storage.master == "stochastic":
         weight.copy_(formats.round_stochastic(master, _bits(draws.words(master, stream=1), 0)))
     else:
         weight.copy_(master)
-    words = draws.words(master, stream=0) if found.moment == torch.bfloat16 else None
+    words = draws.words(master, stream=0) if storage.moment == torch.bfloat16 else None
     for shift, name, average in zip((0, 16), AVERAGES, averages, strict=True):
-        if found.moment == torch.uint8:
+        if storage.moment == torch.uint8:
             codes, scale = formats.encode(average, signed=SIGNED[name])
             chunk[name].copy_(codes)
             chunk[SCALES[name]].copy_(scale)

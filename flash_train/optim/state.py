@@ -39,45 +39,45 @@ class Format(NamedTuple):
 State = dict[str, Tensor]
 
 
-def new_state(weight: Tensor, found: Format) -> State:
+def new_state(weight: Tensor, storage: Format) -> State:
     """Return the state before the first step."""
     own = local(weight)
-    device = torch.device("cpu") if found.on_host else own.device
+    device = torch.device("cpu") if storage.on_host else own.device
     state: State = {}
     for name in AVERAGES:
-        if found.moment == torch.uint8:
+        if storage.moment == torch.uint8:
             zero, blocks = 127 if SIGNED[name] else 0, own.shape[-1] // formats.CODE_BLOCK
             state[name] = torch.full(own.shape, zero, dtype=torch.uint8, device=device)
             state[SCALES[name]] = torch.zeros((*own.shape[:-1], blocks), dtype=torch.float32, device=device)
         else:
-            state[name] = torch.zeros(own.shape, dtype=found.moment, device=device)
-    if found.master == "exact":
+            state[name] = torch.zeros(own.shape, dtype=storage.moment, device=device)
+    if storage.master == "exact":
         state[LOWER] = torch.zeros(own.shape, dtype=torch.int16, device=device)
-    return {"step": torch.zeros((), dtype=torch.float32), **_placed(weight, state, found)}
+    return {"step": torch.zeros((), dtype=torch.float32), **_placed(weight, state, storage)}
 
 
-def adopted_state(weight: Tensor, saved: dict[str, Any], found: Format) -> State:
-    """Convert a saved state of any format to the format ``found``, on the device where that keeps it."""
+def adopted_state(weight: Tensor, saved: dict[str, Any], storage: Format) -> State:
+    """Convert a saved state of any format to the format ``storage``, on the device where that keeps it."""
     own = local(weight)
     state: State = {}
-    device = torch.device("cpu") if found.on_host else own.device
+    device = torch.device("cpu") if storage.on_host else own.device
     for name in AVERAGES:
         value, scale = local(saved[name]).to(device), saved.get(SCALES[name])
         if scale is not None:
             scale = local(scale).to(device)
-            if found.moment == torch.uint8:
+            if storage.moment == torch.uint8:
                 state |= {name: value, SCALES[name]: scale}
                 continue
             value = formats.decode(value, scale, signed=SIGNED[name])
-        if found.moment == torch.uint8:
+        if storage.moment == torch.uint8:
             state[name], state[SCALES[name]] = formats.encode(value.float(), signed=SIGNED[name])
         else:
-            state[name] = value.to(found.moment)
-    if found.master == "exact":
+            state[name] = value.to(storage.moment)
+    if storage.master == "exact":
         lower = local(saved[LOWER]) if LOWER in saved else torch.zeros(own.shape, dtype=torch.int16)
         state[LOWER] = lower.to(device, torch.int16)
     state = {name: value.contiguous() for name, value in state.items()}
-    return {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu(), **_placed(weight, state, found)}
+    return {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu(), **_placed(weight, state, storage)}
 
 
 def part_of(weight: Tensor) -> int:
@@ -90,8 +90,8 @@ def part_of(weight: Tensor) -> int:
     return part
 
 
-def _placed(weight: Tensor, own: State, found: Format) -> State:
+def _placed(weight: Tensor, own: State, storage: Format) -> State:
     """Return this rank's parts as tensors that are sharded as the weight is."""
-    if found.on_host:
+    if storage.on_host:
         own = {name: to_host(value) for name, value in own.items()}
     return {name: place_as(weight, value) for name, value in own.items()}

@@ -24,7 +24,7 @@ class Update:
     """
 
     key: tuple[str, int, int]
-    found: Format
+    storage: Format
     weights: list[Tensor]
     gradients: list[Tensor]
     states: list[State]
@@ -41,12 +41,12 @@ class Update:
     def check(self) -> None:
         """Raise ValueError for tensors that do not have the format's dtypes or are not where they should be."""
         device = self.weights[0].device
-        state_device = torch.device("cpu") if self.found.on_host else device
+        state_device = torch.device("cpu") if self.storage.on_host else device
         for tensor in (*self.weights, *self.gradients):
-            _check(tensor, self.found.weight, device)
+            _check(tensor, self.storage.weight, device)
         for state in self.states:
             for name in ("exp_avg", "exp_avg_sq"):
-                _check(state[name], self.found.moment, state_device)
+                _check(state[name], self.storage.moment, state_device)
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:

@@ -83,7 +83,7 @@ def test_packing_shows_the_rows_of_pack(site_pictures, lengths, seq_len):
     assert fills_of(svg).count(site_pictures.PALE) == hidden
 
 
-@pytest.mark.parametrize("tile", [TABLES.FORWARD[128].portable, TABLES.Tile(64, 128, 4, 2)])
+@pytest.mark.parametrize("tile", [TABLES.FORWARD[128].as_tile, TABLES.Tile(64, 128, 4, 2)])
 def test_tiles_are_counted_pair_by_pair(site_pictures, tile):
     lengths, counts = (500, 384, 140), {"skipped": 0, "full": 0, "partial": 0}
     for document, length in enumerate(lengths):

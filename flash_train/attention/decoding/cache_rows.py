@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.checks import integer_tensor
-from flash_train.attention.index_tensors import IntegerData, check_range, index_tensor, readable
+from flash_train.attention.index_tensors import IntegerData, check_range, contiguous_tensor, index_tensor
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def gather_packed(pages: Tensor, cu_seqlens: Tensor, longest: int | None, block_
         (batch * min(longest, capacity), kv_heads, head_dim), in the dtype of pages, with the capacity per row of
         ``block_table``. Rows from ``cu_seqlens[-1]`` on belong to no sequence and have arbitrary values.
     """
-    batch, page_size, cu_seqlens = block_table.shape[0], pages.shape[1], readable(cu_seqlens)
+    batch, page_size, cu_seqlens = block_table.shape[0], pages.shape[1], contiguous_tensor(cu_seqlens)
     capacity = block_table.shape[1] * page_size
     total = batch * (capacity if longest is None else min(capacity, longest))
     check_range("cu_seqlens", cu_seqlens, total + 1)

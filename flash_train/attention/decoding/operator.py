@@ -23,7 +23,7 @@ from flash_train.attention.masks import Mask
 from flash_train.attention.masks.parts import mask_from_parts, mask_to_parts
 from flash_train.attention.packing import Entry
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 # The kernels are imported inside the operators: the package imports, and the other backends run, without Triton.
 
@@ -72,7 +72,7 @@ def attend_by_rows(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the output and log-sum-exp with a backend in plain PyTorch."""
-    if not unreadable(q):
+    if not has_no_values(q):
         return _by_rows(backend, q, k_cache, v_cache, rows, spec, state, origin, alibi_slopes, sinks)
     parts = mask_to_parts(spec.mask)
     call = _DenseCall(
@@ -84,7 +84,7 @@ def attend_by_rows(
 
 def is_traced(x: Tensor) -> bool:
     """Whether a compiler, fake tensors or a dispatch mode observe the operators that are called."""
-    return unreadable(x) or torch._C._len_torch_dispatch_stack() > 0
+    return has_no_values(x) or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _run_flash(

@@ -22,7 +22,7 @@ from flash_train.attention.kernels.call import schema_of
 from flash_train.attention.masks.parts import mask_from_parts, mask_to_parts
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 #: the implementations in PyTorch; without an rng, ``standard`` and ``chunked`` draw from PyTorch's generator
 DENSE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -34,7 +34,7 @@ DENSE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 def needs_operator(name: str, q: Tensor, packing: Packing | None) -> bool:
     """Whether a traced program cannot contain the steps of a backend of ``DENSE``."""
-    if not unreadable(q):
+    if not has_no_values(q):
         return False
     if packing is not None and packing.lengths is None:
         return True

@@ -13,7 +13,7 @@ from flash_train.attention.dropout import EntryOrigins, entry_origin, keep_mask
 from flash_train.attention.packing import Entry, Packing
 from flash_train.attention.packing import entries as entries_of
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 
 def reference_attention(
@@ -139,6 +139,6 @@ def dropout_mask(
     keys = torch.arange(first_key, first_key + entry.len_k)
     heads = range(first_head, first_head + n_heads)
     # Heads at once: several take less time, but many take memory. A traced program must not depend on the lengths.
-    step = 1 if unreadable(rng) else max(1, 2**20 // max(1, entry.len_q * entry.len_k))
+    step = 1 if has_no_values(rng) else max(1, 2**20 // max(1, entry.len_q * entry.len_k))
     groups = [heads[i : i + step] for i in range(0, n_heads, step)]
     return torch.cat([keep_mask(rng, number, group, queries, keys, spec.keep_threshold) for group in groups])

@@ -22,11 +22,11 @@ from flash_train.attention.dense.sequences import (
     visible_pairs,
     zero_unseen,
 )
-from flash_train.attention.index_tensors import readable
+from flash_train.attention.index_tensors import contiguous_tensor
 from flash_train.attention.masks import Band, Causal
 from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
-from flash_train.attention.tracing import assume_constant_result, unreadable
+from flash_train.attention.tracing import assume_constant_result, has_no_values
 
 
 def sdpa_unavailable(spec: AttentionSpec, *, sinks: bool, exact: bool = False) -> str | None:
@@ -120,7 +120,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
 
 def _is_square(q: Tensor, k: Tensor) -> bool:
     """Whether there are as many queries as keys; for symbolic lengths, whether this holds for all values."""
-    if not unreadable(q):
+    if not has_no_values(q):
         return q.shape[1] == k.shape[1]
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
@@ -157,7 +157,7 @@ def _has_packed_kernel(device: torch.device) -> bool:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_q, cu_k = readable(packing.cu_seqlens_q), readable(packing.cu_seqlens_k)
+    cu_q, cu_k = contiguous_tensor(packing.cu_seqlens_q), contiguous_tensor(packing.cu_seqlens_k)
     longest_q, longest_k = packing.max_seqlen_q, packing.max_seqlen_k
     if packing.lengths is not None:  # non-empty entries come first: drop the empty ones
         cu_q, cu_k = cu_q[: len(packing.lengths) + 1], cu_k[: len(packing.lengths) + 1]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_train.attention.rows import put_rows, take_rows
-from flash_train.attention.tracing import unreadable
+from flash_train.attention.tracing import has_no_values
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     if indices.dim() != 1:
         raise ValueError(f"indices have shape {tuple(indices.shape)}: must be (total,)")
     needs_gradient = input.requires_grad and torch.is_grad_enabled()
-    if needs_gradient and indices.device.type == "cpu" and not unreadable(indices):
+    if needs_gradient and indices.device.type == "cpu" and not has_no_values(indices):
         repeated = indices.numel() - indices.unique().numel()
         if repeated:
             raise ValueError(f"{repeated} of {indices.numel()} indices repeat a row: must be distinct for the gradient")

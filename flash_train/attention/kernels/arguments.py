@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_train.attention.index_tensors import readable
+from flash_train.attention.index_tensors import contiguous_tensor
 from flash_train.attention.kernels.call import UNUSED, Call
 from flash_train.attention.kernels.compiler_options import FEW_REGISTERS, FUSED
 from flash_train.attention.kernels.device import mask as device_mask
@@ -118,7 +118,7 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
 
 
 def score_arguments(call: Call) -> Score:
-    slopes = readable(call.alibi_slopes)
+    slopes = contiguous_tensor(call.alibi_slopes)
     stride = slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0
     plain = not call.softcap and slopes is None
     return Score(call.scale, LOG2_E * (call.scale if plain else 1), call.softcap or None, slopes, stride)

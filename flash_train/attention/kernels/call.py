@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torch import Tensor
 
 from flash_train.attention.dropout import EntryOrigins
-from flash_train.attention.index_tensors import readable
+from flash_train.attention.index_tensors import contiguous_tensor
 from flash_train.attention.spec import AttentionSpec
 
 UNUSED = -1  #: the mask does not have this bound
@@ -108,14 +108,14 @@ class Call(NamedTuple):
     def keep_rate(self) -> float:
         return self.keep_threshold / 256
 
-    def readable(self) -> Call:
+    def contiguous(self) -> Call:
         """Return the call with contiguous tensors; strided views are copied.
 
         A block map keeps its strides, because the kernels take them as arguments.
         """
         for x in self.tensors:  # runs in every call; `any` with a generator is slower
             if x is not None and not x.is_contiguous():
-                tensors = [x if x is self.block_map else readable(x) for x in self.tensors]
+                tensors = [x if x is self.block_map else contiguous_tensor(x) for x in self.tensors]
                 return Call.of(tensors, self.settings)
         return self
 

@@ -120,7 +120,7 @@ class GroupAttention:
     def _call(self, entries: Entries, q: Tensor, k: Tensor, sinks: Tensor | None, head: int) -> Call:
         origin = (0 if entries.origins is not None else self.entry, self.head + head, 0, 0)
         origins = None if self.state is None else entries.origins
-        return operands_of(q, k, self.spec, entries.packing, self.state, origin, None, sinks, origins).readable()
+        return operands_of(q, k, self.spec, entries.packing, self.state, origin, None, sinks, origins).contiguous()
 
     def _run(self, entries: Entries, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, head: int) -> Tensor:
         rng = None

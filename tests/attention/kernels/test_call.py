@@ -83,9 +83,9 @@ def test_packing_and_unpacking_give_the_same_call():
 
 def test_strided_tensors_are_copied_except_the_block_map():
     call = a_call()
-    assert call.readable() is call
+    assert call.contiguous() is call
     strided = call._replace(alibi_slopes=torch.rand(8)[::2], block_map=call.block_map.expand(2, 4, 2, 2))
-    found = strided.readable()
+    found = strided.contiguous()
     assert found.alibi_slopes.is_contiguous() and torch.equal(found.alibi_slopes, strided.alibi_slopes)
     assert found.block_map is strided.block_map and found.rng is call.rng and found.settings == call.settings
 

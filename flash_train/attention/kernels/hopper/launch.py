@@ -218,7 +218,7 @@ def forward_launch(
     tile = tile or forward_tile(columns, grid.mean_seqlen(k, call.cu_seqlens_k), call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
-    rule = mask_rule(call, tile.portable, walks_keys=True)
+    rule = mask_rule(call, tile.as_tile, walks_keys=True)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(out, 64, columns), stats(lse), counter, call.cu_seqlens_q, call.cu_seqlens_k, rule,
@@ -352,13 +352,13 @@ def dq_launch(
     tile = dq_tile(columns, call)
     n_heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     entries, rows_q, rows_k = lengths_of(q, k, call)
-    rule = mask_rule(call, tile.portable, walks_keys=True)
+    rule = mask_rule(call, tile.as_tile, walks_keys=True)
     arguments = (
         describe(q, 64, columns), describe(k, tile.block_n, columns), describe(v, tile.block_n, columns),
         describe(dout, 64, columns), buffers.lse2, buffers.delta, describe(dq, 64, columns),
         None if dslope is None else stats(dslope), call.cu_seqlens_q, call.cu_seqlens_k, rule, score_arguments(call),
         dropout_arguments(call), call.scale / call.keep_rate, call.keep_rate, entries, rows_q, rows_k, n_heads,
-        grid.heads_at_once(q, k, call, tile.portable.block_m), buffers.padded,
+        grid.heads_at_once(q, k, call, tile.as_tile.block_m), buffers.padded,
     )  # fmt: skip
     constants = {
         "GROUP": group,
@@ -369,7 +369,7 @@ def dq_launch(
         "num_warps": 4,
         "maxnreg": 168,
     }
-    programs = (grid.count_work_tiles(q, call.cu_seqlens_q, tile.portable.block_m),)
+    programs = (grid.count_work_tiles(q, call.cu_seqlens_q, tile.as_tile.block_m),)
     return Launch(hopper_backward_dq, programs, arguments, constants, lists_launch(call, rule, walks_keys=True))
 
 

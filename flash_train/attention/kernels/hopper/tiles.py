@@ -21,7 +21,7 @@ class ForwardTile:
     pingpong: bool = True
 
     @property
-    def portable(self) -> Tile:
+    def as_tile(self) -> Tile:
         """The same sizes as a ``Tile``, for the mask's lists of tiles."""
         return Tile(64 * self.consumers, self.block_n, 4, self.k_stages)
 
@@ -35,7 +35,7 @@ class DQTile:
     v_stages: int
 
     @property
-    def portable(self) -> Tile:
+    def as_tile(self) -> Tile:
         return Tile(128, self.block_n, 4, self.k_stages)
 
 

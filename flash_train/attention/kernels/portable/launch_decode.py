@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from flash_train.attention.decoding.cache_rows import CacheRows, capacity_of
-from flash_train.attention.index_tensors import readable
+from flash_train.attention.index_tensors import contiguous_tensor
 from flash_train.attention.kernels.arguments import (
     Launch,
     constants,
@@ -44,7 +44,7 @@ def decode(
     if out.shape[:3].numel() == 0:
         return out, lse
     q, k_cache, v_cache = map(contiguous_columns, (q, k_cache, v_cache))
-    call = call.readable()
+    call = call.contiguous()
     n_rows = len_q * n_heads // k_cache.shape[2]
     tile = decode_tile(q.device, q.dtype, max(q.shape[-1], v_cache.shape[-1]), n_rows)
     programs = batch * k_cache.shape[2] * cdiv(n_rows, tile.block_m)
@@ -75,7 +75,7 @@ def decode_launch(
     group = n_heads // n_kv_heads
     grid = (part.shape[0] * cdiv(len_q * group, tile.block_m) * batch, n_kv_heads)
     arguments = (
-        strided(q), k, v, part, part_lse, readable(seqlens), mask_rule(call), score_arguments(call),
+        strided(q), k, v, part, part_lse, contiguous_tensor(seqlens), mask_rule(call), score_arguments(call),
         dropout_arguments(call), len_q, part.shape[0],
     )  # fmt: skip
     fixed = constants(q, head_dim_v, group, tile)
@@ -98,7 +98,11 @@ def merge_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, sinks
 def cache_argument(x: Tensor, rows: CacheRows) -> Cache:
     """Return a cache and its rows for the kernel, with contiguous index tensors."""
     batch, row, head = x.stride()[:3]
-    batch_idx, leftpad, pages = readable(rows.batch_idx), readable(rows.leftpad), readable(rows.block_table)
+    batch_idx, leftpad, pages = (
+        contiguous_tensor(rows.batch_idx),
+        contiguous_tensor(rows.leftpad),
+        contiguous_tensor(rows.block_table),
+    )
     if pages is None:
         return Cache(x, batch, row, head, batch_idx, leftpad, None, None, None)
     return Cache(x, batch, row, head, batch_idx, leftpad, pages, pages.stride(0), x.shape[1])
