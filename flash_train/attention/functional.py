@@ -155,6 +155,12 @@ def explain(
 ) -> str:
     """Say what runs ``attention`` with the same arguments, and why nothing faster runs it. No kernel is launched.
 
+    Args:
+        q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse: as in ``attention``.
+
+    Returns:
+        One line: the backend and the reason, or the kernels of the forward and of the backward.
+
     Raises:
         ValueError, TypeError: the same errors as ``attention``.
     """

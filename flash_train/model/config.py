@@ -121,8 +121,24 @@ class RopeScaling:
 class ModelConfig:
     """Shape of a decoder: pre-norm blocks of grouped-query attention and SwiGLU, rotary positions.
 
-    Counts are plain integers. `width` is the size of the residual stream; attention works in `n_heads * head_dim`,
-    which need not equal it. Raises ValueError, naming the key, for a shape that cannot be built.
+    Args:
+        vocab_size: rows of the embedding.
+        n_layers: transformer blocks.
+        width: of the residual stream.
+        n_heads, n_kv_heads: of queries, and of keys and values; `n_heads` is a multiple of `n_kv_heads`.
+        head_dim: even, at most 256. Attention works in `n_heads * head_dim` columns, which need not equal `width`.
+        mlp_width: columns of the gate and of the up projection in SwiGLU.
+        name: for records and pictures.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how rotary positions are scaled to longer rows; None does not scale them.
+        norm_eps: added to the mean square in RMSNorm.
+        qk_norm: RMSNorm of each head's queries and keys before the rotary embedding.
+        tied_embeddings: the head's weights are the embedding's.
+        attention_dropout: probability that an attention weight is dropped, rounded to a multiple of 1/256.
+        residual_dropout: probability that an element of a block's output is dropped.
+
+    Raises:
+        ValueError, TypeError: names the key of a shape that cannot be built.
     """
 
     vocab_size: int

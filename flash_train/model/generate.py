@@ -23,13 +23,22 @@ def generate(
 ) -> list[int]:
     """Continue `tokens` and return only the new ids.
 
-    It draws `max_new_tokens` ids, or as many as fit into `max_seconds`, but at least one. Temperature 0 takes the
-    likeliest id. Ids from `vocab_limit` on, which pad the vocabulary, are never drawn. `generator` must be on the
-    model's device; None takes PyTorch's default. Each id costs a forward over all ids before it. This forward runs
-    eagerly even if the model is compiled, since each length would compile a new graph.
+    Each id costs a forward over all ids before it. This forward runs eagerly even if the model is compiled, since each
+    length would compile a new graph.
 
-    `model` is a Transformer, or a module with the same forward. If its weights are sharded, all ranks generate
-    together; `agree` then takes whether this rank's time is over and returns whether any rank's is.
+    Args:
+        model: a Transformer, or a module with the same forward. If its weights are sharded, all ranks generate
+            together.
+        tokens: the ids to continue, at least one.
+        max_new_tokens: how many ids to draw.
+        temperature: divides the logits; 0 takes the likeliest id.
+        generator: on the model's device; None takes PyTorch's default.
+        vocab_limit: ids from here on, which pad the vocabulary, are never drawn.
+        max_seconds: stop after this time, but not before the first id.
+        agree: takes whether this rank's time is over, and returns whether any rank's is.
+
+    Raises:
+        ValueError: no token to continue, or a negative temperature.
     """
     if not len(tokens):
         raise ValueError("tokens=[]: must be at least one token to start from")

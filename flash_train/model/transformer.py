@@ -22,11 +22,14 @@ from flash_train.model.rope import rope_tables
 class Transformer(nn.Module):
     """A pre-norm decoder in the Llama layout.
 
-    `attention` names the backend (of `flash_train.attention.BACKENDS`); `memory` says what each block keeps for its
-    backward (none: everything; selective: its input, and the attention's output and log-sum-exp; checkpoint: its input
-    alone). The last blocks, a share `keep` of all, keep everything in every mode (see `first_kept`). The inputs of the
-    first blocks, a share `offload` of all, are in the host's memory until their backward (see
-    `flash_train.model.offload`).
+    Args:
+        config: the shape.
+        attention: the backend, one of `flash_train.attention.BACKENDS`.
+        memory: what each block keeps for its backward. none: everything; selective: its input, and the attention's
+            output and log-sum-exp; checkpoint: its input alone.
+        keep: the share of the blocks, the last ones, that keep everything in every mode (see `first_kept`).
+        offload: the share of the blocks, the first ones, whose inputs are in the host's memory until their backward
+            (see `flash_train.model.offload`).
 
     Every call takes `tokens`, int64 (batch, seq). With `packing`, the batch is one stream of batch·seq tokens, cut into
     documents that do not see each other; without, each row is one causal document. `positions` int64 (batch, seq) count

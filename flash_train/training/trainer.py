@@ -75,7 +75,8 @@ def build_trainer(
     """Assemble the `Trainer` of a run.
 
     Args:
-        run_dir: folder for metrics.csv, summary.json, plots, and checkpoints/.
+        run_dir: folder for metrics.csv, summary.json, plots, and checkpoints/; it is made when the run begins.
+        accelerator, devices, strategy: as in Lightning's `Trainer`.
         max_steps: optimizer steps of the whole schedule; `stop_after` ends this run earlier with the same schedule.
         seed: for all random numbers during training (see `StepSeed`).
         accumulate: micro-batches per optimizer step.
@@ -87,6 +88,7 @@ def build_trainer(
         async_checkpoints: write checkpoints while training continues (see `StepCheckpoint`).
         checkpoints: False saves none.
         deterministic: raise where PyTorch has no deterministic implementation.
+        progress: show a progress bar, and at the end a summary.
         inference_mode: give False if validation shares compiled code with training.
         step_times: measure forward, backward, optimizer and attention separately (see `StepTimes`).
         cuda_graph: `auto`, True or False: replay the launches of a micro-batch (see `CudaGraph`).

@@ -74,7 +74,10 @@ def flash_attn_func(
     rng: RngState | None = None,
     s_aux: Tensor | None = None,
 ) -> Result:
-    """Compute the attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, kv_heads, head_dim)."""
+    """Compute the attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, kv_heads, head_dim).
+
+    The module's docstring has the arguments, results and errors.
+    """
     spec = spec_of(dropout_p, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, spec, None, alibi_slopes, deterministic, return_attn_probs, backend, rng, s_aux)
 
@@ -93,7 +96,10 @@ def flash_attn_qkvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Compute the self-attention of qkv (batch, seqlen, 3, heads, head_dim), without copies of q, k and v."""
+    """Compute the self-attention of qkv (batch, seqlen, 3, heads, head_dim), without copies of q, k and v.
+
+    The module's docstring has the arguments, results and errors.
+    """
     q, k, v = _split_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
     return flash_attn_func(
         q, k, v,
@@ -117,7 +123,10 @@ def flash_attn_kvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Compute the attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
+    """Compute the attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, kv_heads, head_dim).
+
+    The module's docstring has the arguments, results and errors.
+    """
     k, v = _split_packed("kv", kv, "(batch, seqlen, 2, kv_heads, head_dim)")
     return flash_attn_func(
         q, k, v,
@@ -183,7 +192,10 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Compute the self-attention of packed qkv (total, 3, heads, head_dim); see ``flash_attn_varlen_func``."""
+    """Compute the self-attention of packed qkv (total, 3, heads, head_dim); see ``flash_attn_varlen_func``.
+
+    The module's docstring has the arguments, results and errors.
+    """
     q, k, v = _split_packed("qkv", qkv, "(total, 3, heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
@@ -211,7 +223,10 @@ def flash_attn_varlen_kvpacked_func(
     backend: str = "auto",
     rng: RngState | None = None,
 ) -> Result:
-    """Compute the attention of packed q (total_q, heads, head_dim) to packed kv (total_k, 2, kv_heads, head_dim)."""
+    """Compute the attention of packed q (total_q, heads, head_dim) to packed kv (total_k, 2, kv_heads, head_dim).
+
+    The module's docstring has the arguments, results and errors.
+    """
     k, v = _split_packed("kv", kv, "(total, 2, kv_heads, head_dim)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
