@@ -125,7 +125,7 @@ def ablation_summary(records: Records) -> str:
     words = paragraph(
         "Milliseconds of an optimizer step and peak GiB, by attention.",
         "[All measurements](measurements.md#attention-backends-in-a-training-step) has the parts of each step.",
-        without_graph(rows),
+        about_graphs(rows),
     )
     text = f"{words}\n{ablation.by_length(rows)}"
     if saved := saved_by_flash(rows):
@@ -140,20 +140,24 @@ def saved_by_flash(rows: list[ablation.Row]) -> list[str]:
     by_setting: dict[tuple[Any, ...], dict[str, ablation.Row]] = {row.without("attention"): {} for row in rows}
     for row in rows:
         by_setting[row.without("attention")][row.axes["attention"]] = row
-    found: dict[float, dict[str, list[float]]] = {}
+    found: dict[float, dict[str, dict[int, float]]] = {}
     for setting in by_setting.values():
         own, other = setting.get("flash"), setting.get("sdpa")
         if own is None or other is None or own.axes["seq_len"] < LONG or {own.status, other.status} != {"ok"}:
             continue
         for name in ("attention_seconds", "step_seconds"):
             if name in own.measured and name in other.measured:
-                saved = 1 - own.measured[name] / other.measured[name]
-                found.setdefault(own.axes["dropout"], {}).setdefault(name, []).append(saved)
+                by_length = found.setdefault(own.axes["dropout"], {}).setdefault(name, {})
+                by_length[own.axes["seq_len"]] = 1 - own.measured[name] / other.measured[name]
+
+    def over(saved: dict[int, float]) -> str:
+        return f"over {min(saved):,} tokens or more {percents([*saved.values()])} less time"
+
     return [
-        f"Over {LONG:,} tokens or more with dropout {dropout:g}, `flash` takes {percents(times['attention_seconds'])} "
-        f"less time for attention than `sdpa`, and {percents(times['step_seconds'])} less for a step."
-        for dropout, times in found.items()
-        if len(times) == 2
+        f"With dropout {dropout:g}, `flash` takes {over(saved['step_seconds'])} for a step than `sdpa`, "
+        f"and {over(saved['attention_seconds'])} for attention."
+        for dropout, saved in found.items()
+        if len(saved) == 2
     ]
 
 
@@ -162,13 +166,20 @@ def percents(shares: list[float]) -> str:
     return f"{round(100 * min(shares))} to {round(100 * max(shares))} %"
 
 
-def without_graph(rows: list[ablation.Row]) -> str:
-    """Why trials whose steps were split into parts ran without a CUDA graph."""
-    if not any("forward_seconds" in row.measured for row in rows):
+def about_graphs(rows: list[ablation.Row]) -> str:
+    """Which trials could run with a CUDA graph: those whose steps were not split into parts."""
+    split = {row.axes["seq_len"] for row in rows if "forward_seconds" in row.measured}
+    whole = {row.axes["seq_len"] for row in rows if row.measured} - split
+    if not split:
         return ""
+    if not whole:
+        return (
+            "The trials split each step into its parts (`callbacks.step_times=true`), which prevents CUDA graphs. "
+            "Without a graph a step of 4,096 tokens is launch-bound."
+        )
     return (
-        "The trials split each step into its parts (`callbacks.step_times=true`), which prevents CUDA graphs. "
-        "Without a graph a step of 4,096 tokens is launch-bound."
+        f"Rows of up to {max(whole):,} tokens run as in a training, `flash` with a CUDA graph. Steps of longer rows are "
+        "split into their parts (`callbacks.step_times=true`), which prevents a graph, but they are not launch-bound."
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from flash_train.profiling.ablation.row import Row
 from flash_train.profiling.attention.plot import plot_attention
 from flash_train.profiling.sources import source_line
-from scripts.update_readme import INDEX, TABLES, fill, main, outdated, saved_by_flash, update
+from scripts.update_readme import INDEX, TABLES, about_graphs, fill, main, outdated, saved_by_flash, update
 from tests.support.pages import marked
 
 ROOT = Path(__file__).parents[2]
@@ -165,16 +165,29 @@ def test_recall(results):
     assert "| 256 | sdpa | CPU | 600 | 98.7% | 1.6% |\n" in filled
 
 
-def test_the_time_that_flash_saves_over_long_rows():
-    def trial(seq_len, attention, seconds, status="ok"):
-        measured = {"attention_seconds": seconds, "step_seconds": 2 * seconds - 0.5}
-        return Row({"dropout": 0.1, "seq_len": seq_len, "attention": attention}, status, None, measured)
+def trial(seq_len, attention, seconds, status="ok", **parts):
+    measured = {"step_seconds": 2 * seconds - 0.5, **parts}
+    return Row({"dropout": 0.1, "seq_len": seq_len, "attention": attention}, status, None, measured)
 
+
+def test_the_time_that_flash_saves_over_long_rows():
     rows = [trial(1024, "flash", 0.1), trial(1024, "sdpa", 1.0)]  # too short
-    rows += [trial(8192, "flash", 0.9), trial(8192, "sdpa", 1.0), trial(16384, "flash", 1.0), trial(16384, "sdpa", 2.0)]
-    rows += [trial(32768, "flash", 0.1), trial(32768, "sdpa", 1.0, "oom")]
-    (sentence,) = saved_by_flash(rows)
-    assert "dropout 0.1, `flash` takes 10 to 50 % less time for attention" in sentence and "13 to 57 % less" in sentence
+    rows += [trial(8192, "flash", 0.9), trial(8192, "sdpa", 1.0)]  # without parts
+    for flash, n in ((0.9, 16384), (1.0, 32768)):
+        sdpa = 1.0 if n == 16384 else 2.0
+        rows += [trial(n, "flash", flash, attention_seconds=flash), trial(n, "sdpa", sdpa, attention_seconds=sdpa)]
+    rows += [trial(65536, "flash", 0.1), trial(65536, "sdpa", 1.0, "oom")]
+    assert saved_by_flash(rows) == [
+        "With dropout 0.1, `flash` takes over 8,192 tokens or more 13 to 57 % less time for a step than `sdpa`, "
+        "and over 16,384 tokens or more 10 to 50 % less time for attention."
+    ]
+
+
+def test_an_ablation_says_which_trials_have_a_graph():
+    whole, split = trial(4096, "flash", 1.0), trial(16384, "flash", 1.0, forward_seconds=0.5)
+    assert about_graphs([whole]) == ""
+    assert about_graphs([split]).startswith("The trials split each step into its parts")
+    assert about_graphs([split, whole]).startswith("Rows of up to 4,096 tokens run as in a training, `flash` with a")
 
 
 def test_memory_results_fill_every_part(results):
