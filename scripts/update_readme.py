@@ -150,12 +150,12 @@ def saved_by_flash(rows: list[ablation.Row]) -> list[str]:
                 by_length = found.setdefault(own.axes["dropout"], {}).setdefault(name, {})
                 by_length[own.axes["seq_len"]] = 1 - own.measured[name] / other.measured[name]
 
-    def over(saved: dict[int, float]) -> str:
-        return f"over {min(saved):,} tokens or more {percents([*saved.values()])} less time"
+    def less(saved: dict[int, float]) -> str:
+        return f"{percents([*saved.values()])} less time ({min(saved):,} tokens or more)"
 
     return [
-        f"With dropout {dropout:g}, `flash` takes {over(saved['step_seconds'])} for a step than `sdpa`, "
-        f"and {over(saved['attention_seconds'])} for attention."
+        f"With dropout {dropout:g}, a step with `flash` takes {less(saved['step_seconds'])} than with `sdpa`, "
+        f"and attention alone {less(saved['attention_seconds'])}."
         for dropout, saved in found.items()
         if len(saved) == 2
     ]
@@ -178,8 +178,8 @@ def about_graphs(rows: list[ablation.Row]) -> str:
             "Without a graph a step of 4,096 tokens is launch-bound."
         )
     return (
-        f"Rows of up to {max(whole):,} tokens run as in a training, `flash` with a CUDA graph. Steps of longer rows are "
-        "split into their parts (`callbacks.step_times=true`), which prevents a graph, but they are not launch-bound."
+        f"Rows of up to {max(whole):,} tokens run as in a training, `flash` with a CUDA graph. Steps of longer rows "
+        "are split into their parts (`callbacks.step_times=true`), which prevents a graph; they are not launch-bound."
     )
 
 

@@ -178,8 +178,8 @@ def test_the_time_that_flash_saves_over_long_rows():
         rows += [trial(n, "flash", flash, attention_seconds=flash), trial(n, "sdpa", sdpa, attention_seconds=sdpa)]
     rows += [trial(65536, "flash", 0.1), trial(65536, "sdpa", 1.0, "oom")]
     assert saved_by_flash(rows) == [
-        "With dropout 0.1, `flash` takes over 8,192 tokens or more 13 to 57 % less time for a step than `sdpa`, "
-        "and over 16,384 tokens or more 10 to 50 % less time for attention."
+        "With dropout 0.1, a step with `flash` takes 13 to 57 % less time (8,192 tokens or more) than with `sdpa`, "
+        "and attention alone 10 to 50 % less time (16,384 tokens or more)."
     ]
 
 
