@@ -89,8 +89,9 @@ def test_attention(results):
     assert "| d128-h16-n2048-causal | 400 · 333 | 320 · – | 1.25 · – |\n" in filled
     records.append({**CASE, "implementation": "hopper", "direction": "forward", "tflops": 640.6})
     filled = fill(marked("attention_h200"), results("attention_h200", records))
-    assert "| case | this project | portable | cuDNN | ours / cuDNN |\n" in filled
-    assert "| d128-h16-n2048-causal | 641 · – | 400 · 333 | 320 · – | 2.00 · – |\n" in filled
+    assert "| case | this project | cuDNN | ours / cuDNN |\n" in filled
+    assert "| d128-h16-n2048-causal | 641 · – | 320 · – | 2.00 · – |\n" in filled
+    assert "| case | portable |\n| --- | ---: |\n| d128-h16-n2048-causal | 400 · 333 |\n" in filled
 
 
 def test_more_peers_have_columns_where_they_were_measured(results):
@@ -103,21 +104,26 @@ def test_more_peers_have_columns_where_they_were_measured(results):
         {**packed, "implementation": "varlen_attn", "direction": "forward", "tflops": 300.0},
     ]
     filled = fill(marked("attention_h200"), results("attention_h200", records))
-    assert "| case | this project | cuDNN | Flex | varlen_attn | ours / cuDNN |\n" in filled
-    assert "| d128-h16-n2048-causal | 400 · – | 200 · – | 300 · – | – · – | 2.00 · – |\n" in filled
-    assert "| d128-h16-packed65536-causal | 330 · – | – · – | – · – | 300 · – | – · – |\n" in filled
+    assert "| case | this project | cuDNN | ours / cuDNN |\n" in filled
+    assert "| d128-h16-n2048-causal | 400 · – | 200 · – | 2.00 · – |\n" in filled
+    assert "| d128-h16-packed65536-causal | 330 · – | – · – | – · – |\n" in filled
+    assert "| case | FlexAttention | varlen_attn |\n" in filled
+    assert "| d128-h16-packed65536-causal | – · – | 300 · – |\n" in filled
+    packed_cudnn = {**packed, "implementation": "cudnn_packed", "direction": "forward", "tflops": 220.0}
+    filled = fill(marked("attention_h200"), results("attention_h200", [*records, packed_cudnn]))
+    assert "| d128-h16-packed65536-causal | 330 · – | 220 · – | 1.50 · – |\n" in filled
 
 
 def test_flash_attention_4_has_a_column_and_a_ratio_where_it_was_measured(results):
     names = {"hopper": 650.0, "fa4": 520.0, "cudnn": 500.0, "flex": 300.0}
     records = [{**CASE, "implementation": name, "direction": "forward", "tflops": rate} for name, rate in names.items()]
     filled = fill(marked("attention_h200"), results("attention_h200", records))
-    assert "| FA-4 | cuDNN | Flex | ours / cuDNN | ours / FA-4 |\n" in filled
-    assert "| 650 · – | 520 · – | 500 · – | 300 · – | 1.30 · – | 1.25 · – |\n" in filled
+    assert "| case | this project | cuDNN | FlashAttention-4 | ours / cuDNN | ours / FlashAttention-4 |\n" in filled
+    assert "| 650 · – | 500 · – | 520 · – | 1.30 · – | 1.25 · – |\n" in filled
     assert "FlashAttention-3 is not measured." in filled
     without = [record for record in records if record["implementation"] != "fa4"]
     filled = fill(marked("attention_h200"), results("attention_h200", without))
-    assert "ours / FA-4" not in filled
+    assert "ours / FlashAttention-4" not in filled
     assert "FlashAttention-3 and FlashAttention-4 are not measured." in " ".join(filled.split())
     longer = [{**record, "case": "d128-h16-n16384-causal", "tflops": 4 * record["tflops"]} for record in records[:2]]
     longer[1]["tflops"] /= 2  # twice the ratio
@@ -136,7 +142,7 @@ def test_sparse_cases_have_a_table_of_their_own(results):
     ]
     dense, _, below = fill(marked("attention_h200"), results("attention_h200", records)).partition("\n\n")
     assert "| d128-h16-n2048-causal | 400 · – |" in dense and "sparse" not in dense
-    assert "| case | blocks attended | this project | Flex |\n" in below
+    assert "| case | blocks attended | this project | FlexAttention |\n" in below
     assert "| d128-h16-n16384-full-sparse0.125 | 12.5% | 0.157 · 0.200 | – · – |\n" in below
 
 

@@ -15,7 +15,7 @@ OURS = "this project"
 OWN = dict.fromkeys(FAMILIES, OURS) | {PORTABLE.name: "portable"}
 NAMES = {
     "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flex": "FlexAttention",
-    "flex_fa4": "FlexAttention on FlashAttention-4", "varlen_attn": "varlen_attn", "cudnn_packed": "cuDNN, packed",
+    "flex_fa4": "FlexAttention on FlashAttention-4", "varlen_attn": "varlen_attn", "cudnn_packed": "cuDNN",
 }  # fmt: skip
 #: cases of the short table of attention, in the words of a reader who does not know the names of the cases
 SHORT_CASES = {
@@ -26,44 +26,45 @@ SHORT_CASES = {
     "d128-h16-n16384-causal-dropout0.1": "head_dim 128, causal, dropout 0.1",
 }
 SHORT_PEERS = ("fa2", "fa4", "cudnn", "flex")
-#: the peers that our rate is divided by, and the implementations that count as each: the first one with a rate is used
+#: the peers that our rate is divided by, and the implementations that count as each: the first one with a rate counts
 RATIOS = {"cuDNN": ("cudnn", "cudnn_packed"), "FlashAttention-4": ("fa4",)}
 
 
 def full_table(records: Records) -> str:
-    """A row per case: each implementation's rates, forward · backward, and our ratios to the peers of ``RATIOS``.
+    """A row per case, forward · backward: our rate, those of the peers in ``RATIOS``, and our ratios to them.
 
-    Sparse cases follow in a table of their own, as fractions of the time without the pattern.
+    A second table has the rates of all other implementations, and a third one the sparse cases, as fractions of the
+    time without the pattern.
     """
     sparse = [record for record in records if record.get("density", 1) < 1]
     records = dense(records)
-    names = own_names(records) | measured(NAMES, records)
-    ratios = ratios_of_cases(records)
+    first, *others = own_names(records)
+    peers, ratios = rates_of_peers(records), ratios_of_cases(records)
+    cases = by_case(records, "tflops")
     rows = [
         (
             case,
-            *(joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names),
+            joined([found.get((first, way)) for way in DIRECTIONS], ".0f"),
+            *(joined(rates[case], ".0f") for rates in peers.values()),
             *(joined(by_name[case], ".2f") for by_name in ratios.values()),
         )
-        for case, found in by_case(records, "tflops").items()
+        for case, found in cases.items()
     ]
-    labels = [*map(abbreviated, names.values()), *(f"ours / {abbreviated(peer)}" for peer in ratios)]
-    text = table(("case", *labels), rows)
+    text = table(("case", OURS, *peers, *(f"ours / {peer}" for peer in peers)), rows)
+    compared = {name for names in RATIOS.values() for name in names}
+    names = {name: own_names(records)[name] for name in others}
+    names |= {name: label for name, label in measured(NAMES, records).items() if name not in compared}
+    if names:
+        rest = [
+            (case, *(joined([found.get((name, way)) for way in DIRECTIONS], ".0f") for name in names))
+            for case, found in cases.items()
+        ]
+        text += f"\nThe other implementations:\n\n{table(('case', *names.values()), rest)}"
     if sparse:
-        text += (
-            f"\nBlock-sparse cases: the time as a fraction of the time without the pattern.\n\n{sparse_table(sparse)}"
-        )
-    after = [
-        "FA is FlashAttention, Flex is FlexAttention." if "flex" in names else "",
-        on_flash_attention_3(records) if "flex" in names else "",
-        mean_ratios(records),
-    ]
+        words = "Block-sparse cases: the time as a fraction of the time without the pattern."
+        text += f"\n{words}\n\n{sparse_table(sparse)}"
+    after = [on_flash_attention_3(records) if "flex" in names else "", mean_ratios(records)]
     return f"{text}\n{paragraph(*after)}"
-
-
-def abbreviated(label: str) -> str:
-    """The label of an implementation in a wide table."""
-    return label.replace("FlashAttention-", "FA-").replace("FlexAttention", "Flex")
 
 
 def on_flash_attention_3(records: Records) -> str:
@@ -73,20 +74,32 @@ def on_flash_attention_3(records: Records) -> str:
     return "FlashAttention-3 and FlashAttention-4 are not measured."
 
 
+def rates_of_peers(records: Records) -> dict[str, dict[str, list[float | None]]]:
+    """Rates, forward and backward, by peer of ``RATIOS`` that was measured, then by case."""
+    present = measured(NAMES, records)
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for peer, names in RATIOS.items():
+        if present.keys() & names:
+            found[peer] = {}
+            for case, rates in by_case(records, "tflops").items():
+                theirs = next((name for name in names if rates.get((name, "forward"))), "")
+                found[peer][case] = [rates.get((theirs, way)) for way in DIRECTIONS]
+    return found
+
+
 def ratios_of_cases(records: Records) -> dict[str, dict[str, list[float | None]]]:
     """Our rate divided by a peer's, forward and backward: by peer of ``RATIOS`` that was measured, then by case."""
-    names = own_names(records) | measured(NAMES, records)
-    ours = next(iter(names))
-    found: dict[str, dict[str, list[float | None]]] = {}
-    for peer, columns in RATIOS.items():
-        if not names.keys() & columns:
-            continue
-        found[peer] = {}
-        for case, rates in by_case(records, "tflops").items():
-            theirs = next((name for name in columns if rates.get((name, "forward"))), None)
-            pairs = [(rates.get((ours, way)), rates.get((theirs or "", way))) for way in DIRECTIONS]
-            found[peer][case] = [a / b if a and b else None for a, b in pairs]
-    return found
+    ours = next(iter(own_names(records)))
+    cases = by_case(records, "tflops")
+
+    def ratios(case: str, theirs: list[float | None]) -> list[float | None]:
+        own = [cases[case].get((ours, way)) for way in DIRECTIONS]
+        return [a / b if a and b else None for a, b in zip(own, theirs, strict=True)]
+
+    return {
+        peer: {case: ratios(case, theirs) for case, theirs in by_name.items()}
+        for peer, by_name in rates_of_peers(records).items()
+    }
 
 
 def mean_ratios(records: Records) -> str:
@@ -136,7 +149,7 @@ def sparse_table(records: Records) -> str:
         )
         for case, found in by_case(records, "time_to_dense").items()
     ]
-    return table(("case", "blocks attended", *map(abbreviated, names.values())), rows)
+    return table(("case", "blocks attended", *names.values()), rows)
 
 
 def own_names(records: Records) -> dict[str, str]:
