@@ -31,7 +31,7 @@ RATIOS = {"cuDNN": ("cudnn", "cudnn_packed"), "FlashAttention-4": ("fa4",)}
 
 
 def full_table(records: Records) -> str:
-    """A row per case, forward · backward: our rate, those of the peers in ``RATIOS``, and our ratios to them.
+    """A row per case, forward · backward: our rate, the peers' in ``RATIOS``, and our ratios to them.
 
     A second table has the rates of all other implementations, and a third one the sparse cases, as fractions of the
     time without the pattern.
