@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,29 +24,39 @@ def blocks_on_host(n_layers: int, recomputed: int, share: float) -> int:
     return min(round(share * n_layers), recomputed, n_layers - 1)
 
 
-@dataclass(frozen=True)
 class _OnHost:
-    """A placeholder in the autograd graph for a block's input, which is on the host."""
+    """A placeholder in the autograd graph for a block's input, which is on the host.
 
-    block: int
+    Attributes:
+        memory: a list with the memory that holds the input, or an empty one after a later forward has taken it.
+        arriving: the copy on the GPU and the event after which it is complete, once it was fetched.
+    """
+
+    def __init__(self, block: int, memory: Tensor) -> None:
+        self.block, self.memory = block, [memory]
+        self.arriving: tuple[Tensor, Event] | None = None
 
 
 class HostInputs:
     """Copies a block's input to the host during its forward, and back during the backward of the next block.
 
-    The host memory is pinned, allocated once, and used again in each step. At most two of the inputs are on the GPU at
-    a time: the input of the running block, and one that is being copied.
+    The host memory is pinned. A forward takes the memory of inputs whose backward has run, or whose graph is gone, and
+    allocates more only if there is none. At most two of the inputs are on the GPU at a time: the input of the running
+    block, and one that is being copied.
     """
 
     def __init__(self) -> None:
-        self._memory: dict[int, Tensor] = {}  # by block
+        self._free: list[Tensor] = []
+        self._taken: list[weakref.ref[_OnHost]] = []  # inputs that a backward has asked for
+        self._sent: dict[int, weakref.ref[_OnHost]] = {}  # the newest input of each block
         self._leaving: tuple[Tensor, Event] | None = None  # an input that is copied to the host
-        self._sent: set[int] = set()  # blocks whose input the backward has not asked for
-        self._arriving: dict[int, tuple[Tensor, Event]] = {}
         self._streams: dict[torch.device, tuple[CopyStream, CopyStream]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostInputs:
         return HostInputs()  # a copy of the model has a graph of its own
+
+    def __reduce__(self) -> tuple[type[HostInputs], tuple[()]]:
+        return HostInputs, ()
 
     @contextmanager
     def keeping(self, block: int, x: Tensor) -> Iterator[None]:
@@ -56,11 +66,10 @@ class HostInputs:
         def pack(saved: Tensor) -> Any:
             if saved.data_ptr() != address or saved.shape != shape:
                 return saved
-            self._send(block, saved)
-            return _OnHost(block)
+            return self._send(block, saved)
 
         def unpack(saved: Any) -> Tensor:
-            return self._take(saved.block, device) if isinstance(saved, _OnHost) else saved
+            return self._take(saved, device) if isinstance(saved, _OnHost) else saved
 
         with saved_tensors_hooks(pack, unpack):
             yield
@@ -73,36 +82,59 @@ class HostInputs:
 
     def fetch_before(self, block: int, output: Tensor) -> None:
         """Begin to copy a block's input back when the gradient of a later block's output is known."""
-        device = output.device
-        output.register_hook(lambda gradient: self._fetch(block, device) if block in self._sent else None)
+        device, sent = output.device, self._sent.get(block)
 
-    def _send(self, block: int, x: Tensor) -> None:
+        def fetch(gradient: Tensor) -> None:
+            if sent is not None and (place := sent()) is not None and place.memory:
+                self._fetch(place, device)
+
+        output.register_hook(fetch)
+
+    def _send(self, block: int, x: Tensor) -> _OnHost:
         self.settle()
-        memory = self._memory.get(block)
-        if memory is None or memory.shape != x.shape or memory.dtype != x.dtype:
-            memory = self._memory[block] = empty_on_host(x.shape, x.dtype)
+        memory = self._memory_for(x)
         stream, _ = self._streams_of(x.device)
         stream.wait(computed(x.device))
         with stream.running():
             memory.copy_(x.detach(), non_blocking=True)
         self._leaving = x.detach(), stream.event()
-        self._sent.add(block)
+        place = _OnHost(block, memory)
+        weakref.finalize(place, self._free.extend, place.memory).atexit = False
+        self._sent[block] = weakref.ref(place)
+        return place
 
-    def _fetch(self, block: int, device: torch.device) -> None:
-        if block in self._arriving:
-            return
-        memory = self._memory[block]
-        x = torch.empty(memory.shape, dtype=memory.dtype, device=device)
-        _, stream = self._streams_of(device)
-        stream.wait(computed(device))  # the memory of x may still be in use
-        with stream.running():
-            x.copy_(memory, non_blocking=True)
-        self._arriving[block] = x, stream.event()
+    def _memory_for(self, x: Tensor) -> Tensor:
+        """Return memory on the host that no backward needs any more, or new memory."""
+        while self._taken:  # their graphs may still exist, as the loss of the step before does in many loops
+            if (place := self._taken.pop()()) is not None:
+                self._free += place.memory
+                place.memory.clear()
+        for i, memory in enumerate(self._free):
+            if memory.shape == x.shape and memory.dtype == x.dtype:
+                return self._free.pop(i)
+        self._free.clear()  # of other shapes
+        return empty_on_host(x.shape, x.dtype)
 
-    def _take(self, block: int, device: torch.device) -> Tensor:
-        self._fetch(block, device)
-        x, arrived = self._arriving.pop(block)
-        self._sent.discard(block)
+    def _fetch(self, place: _OnHost, device: torch.device) -> tuple[Tensor, Event]:
+        if place.arriving is None:
+            if not place.memory:
+                raise RuntimeError(
+                    f"memory.offload: a later forward has taken the host memory of the input of block {place.block}; "
+                    "run a second backward (retain_graph=True) before the next forward"
+                )
+            (memory,) = place.memory
+            x = torch.empty(memory.shape, dtype=memory.dtype, device=device)
+            _, stream = self._streams_of(device)
+            stream.wait(computed(device))  # the memory of x may still be in use
+            with stream.running():
+                x.copy_(memory, non_blocking=True)
+            place.arriving = x, stream.event()
+        return place.arriving
+
+    def _take(self, place: _OnHost, device: torch.device) -> Tensor:
+        x, arrived = self._fetch(place, device)
+        place.arriving = None
+        self._taken.append(weakref.ref(place))
         compute_after(arrived)
         return x
 

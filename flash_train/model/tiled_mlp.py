@@ -35,7 +35,8 @@ def tiled_mlp(
         weights: every weight that `half` uses.
         tile_tokens: None takes `TILE_TOKENS`.
     """
-    held = _Held.apply(x, mask)
+    # Where nothing before the MLP is trained, x needs no gradient, but `_Held` must be in the graph.
+    held = _Held.apply(x, mask, None if x.requires_grad else x.new_empty(0).requires_grad_())
     return _TiledMLP.apply(held, mask, half, tile_tokens, *weights)
 
 
@@ -51,13 +52,13 @@ class _Held(torch.autograd.Function):
     `torch.utils.checkpoint` stops the recomputation here, and does not run the MLP's forward again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, anchor: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, mask)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx, None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx, None, None
 
 
 class _TiledMLP(torch.autograd.Function):

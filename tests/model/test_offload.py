@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,13 @@ CONFIG = ModelConfig(
     residual_dropout=0.1,
 )  # fmt: skip
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def buffers(model):
+    """The buffers in the host's memory: free ones, and those of inputs that a backward has asked for."""
+    gc.collect()
+    inputs = model._host_inputs
+    return len(inputs._free) + sum(len(place.memory) for known in inputs._taken if (place := known()) is not None)
 
 
 def gradients(device, **options):
@@ -34,8 +43,7 @@ def test_gradients_are_the_same(device, memory, offload, keep, expected):
     _, plain = gradients(device, memory=memory)
     model, offloaded = gradients(device, memory=memory, offload=offload, keep=keep)
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
-    assert sorted(model._host_inputs._memory) == list(range(expected))
-    assert not model._host_inputs._arriving and not model._host_inputs._sent
+    assert buffers(model) == expected
 
 
 def test_which_blocks():
@@ -74,9 +82,70 @@ def test_a_graph_can_be_used_twice():
         torch.testing.assert_close(parameter.grad, 2 * gradient)
 
 
+def loss_of(model, seed):
+    tokens = torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(seed))
+    return model.loss(tokens, tokens)[0]
+
+
+def without_dropout(**options):
+    torch.manual_seed(0)
+    config = replace(CONFIG, attention_dropout=0.0, residual_dropout=0.0)
+    return Transformer(config, attention="standard", memory="checkpoint", **options)
+
+
+def gradients_of(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_two_forwards_before_a_backward():
+    """As in DPO: the second forward must not overwrite what the backward of the first needs."""
+    plain, model = without_dropout(), without_dropout(offload=1.0)
+    for _ in range(2):
+        expected = gradients_of(plain, loss_of(plain, 1) - loss_of(plain, 2))
+        found = gradients_of(model, loss_of(model, 1) - loss_of(model, 2))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert buffers(model) == 10
+
+
+def test_a_loss_that_is_still_there_takes_no_second_memory():
+    model = without_dropout(offload=1.0)
+    kept = []
+    for seed in range(3):
+        kept.append(loss_of(model, seed))
+        kept[-1].backward()
+    assert buffers(model) == 5
+
+
+def test_a_backward_that_ends_early_leaves_nothing_behind():
+    plain, model = without_dropout(), without_dropout(offload=1.0)
+    torch.autograd.grad(loss_of(model, 1), list(model.blocks[3].parameters()))
+
+    def fail(gradient):
+        raise FloatingPointError
+
+    handle = model.blocks[2].register_full_backward_pre_hook(lambda *_: fail(None))
+    with pytest.raises(FloatingPointError):
+        loss_of(model, 1).backward()
+    handle.remove()
+    expected, found = gradients_of(plain, loss_of(plain, 2)), gradients_of(model, loss_of(model, 2))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_second_backward_after_another_forward_is_an_error():
+    model = without_dropout(offload=1.0)
+    loss = loss_of(model, 1)
+    loss.backward(retain_graph=True)
+    loss_of(model, 2)
+    with pytest.raises(RuntimeError, match="a later forward has taken the host memory of the input of block"):
+        loss.backward()
+
+
 def test_models_can_be_copied_and_used_without_gradients():
     model, _ = gradients("cpu", memory="checkpoint", offload=1.0)
-    assert not copy.deepcopy(model)._host_inputs._memory
+    assert buffers(model) == 5 and buffers(copy.deepcopy(model)) == 0
+    assert buffers(pickle.loads(pickle.dumps(model))) == 0
     with torch.no_grad():
         model(torch.randint(64, (1, 8)))
     with pytest.raises(ValueError, match=r"memory.offload=1.5: must be in \[0, 1\]"):

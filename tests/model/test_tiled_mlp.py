@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flash_train.model import Transformer
 from flash_train.model.layers import Block
 from flash_train.model.tiled_mlp import tile_size, tiled_mlp
 from tests.support.model.tiny import tiny_config
@@ -112,3 +113,22 @@ def test_the_last_product_is_not_computed_again():
     assert update.shape == x.shape and update.untyped_storage().nbytes() < x.nbytes
     for got, expected in zip(run(block, x, mask, dout, 512), run(block, x, mask, dout, None), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("memory", ["selective", "checkpoint"])
+@pytest.mark.parametrize("trained", ["mlp", "mlp.down", "attention", "norm", "blocks.1", "embedding", "head"])
+def test_frozen_weights_change_no_gradient(memory, trained):
+    """Also where nothing before the first MLP is trained."""
+    found = []
+    for mode in ("none", memory):
+        torch.manual_seed(0)
+        model = Transformer(tiny_config(tied_embeddings=False), attention="sdpa", memory=mode)
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(trained in name)
+        tokens = torch.randint(31, (2, 24), generator=torch.Generator().manual_seed(1))
+        model.loss(tokens, tokens)[0].backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
+        assert all(weight.grad is None for weight in model.parameters() if not weight.requires_grad)
+    assert found[0] and all(gradient is not None for gradient in found[1].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
