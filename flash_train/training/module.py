@@ -168,7 +168,7 @@ class CausalLMModule(pl.LightningModule):
         self.first_weights(self.model)
 
     def on_train_start(self) -> None:
-        self._token_mean.reset()  # an earlier fit may have ended between the micro-batches of a step
+        self._token_mean.begin()  # an earlier fit may have ended between the micro-batches of a step
         self._finished = None
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -177,15 +177,16 @@ class CausalLMModule(pl.LightningModule):
         self._is_replayed = sums is not None
         if sums is None:
             batch, context = self.own_part(batch)
+            self._token_mean.agree(batch["labels"].numel(), self.trainer, self.device)
             with self._adding_gradients():
                 sums = self.model.loss(batch["tokens"], batch["labels"], **context)
-        return self._token_mean.add(*sums, batch["labels"].numel())
+        return self._token_mean.add(*sums)
 
     def loss_with_sums(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute what a `StepGraph` captures: the loss that `backward` gets, and the sums that it is made of."""
         with self._adding_gradients():
             loss_sum, n_tokens = self.model.loss(batch["tokens"], batch["labels"], **self.model_arguments(batch))
-        loss = loss_sum / batch["labels"].numel() / self.trainer.accumulate_grad_batches
+        loss = loss_sum / self._token_mean.divisor / self.trainer.accumulate_grad_batches
         return loss, (loss_sum, n_tokens)
 
     def _adding_gradients(self) -> AbstractContextManager[None]:

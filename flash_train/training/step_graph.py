@@ -66,6 +66,7 @@ class StepGraph:
         capture: Capture | None = None,
     ) -> None:
         self._loss, self._required = loss, required
+        self._all = list(parameters)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._capture = capture or CudaCapture()
         self._is_on = True
@@ -82,6 +83,9 @@ class StepGraph:
         self._seen += 1
         is_first = all(parameter.grad is None for parameter in self._parameters)
         if not self._is_on or self._seen <= WARM_UP or not (is_first or self._are_given()):
+            return None
+        if sum(parameter.requires_grad for parameter in self._all) != len(self._parameters):
+            self._end(RuntimeError("weights were frozen or unfrozen since training began"))
             return None
         if self._batch is None:
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -108,6 +112,13 @@ class StepGraph:
         self._batch = self._gradients = None
         self._is_on = False
 
+    def _end(self, error: RuntimeError) -> None:
+        """Run without graphs from now on, or raise the error if graphs are required."""
+        if self._required:
+            raise error
+        self.release()
+        LOGGER.warning("trainer.cuda_graph=auto: runs without a CUDA graph (%s)", str(error).partition("\n")[0])
+
     def _are_given(self) -> bool:
         pairs = zip(self._parameters, self._gradients or (), strict=False)
         return self._gradients is not None and all(parameter.grad is gradient for parameter, gradient in pairs)
@@ -126,12 +137,9 @@ class StepGraph:
         try:
             self._replays[is_first] = self._capture(forward_and_backward)
         except RuntimeError as error:
-            if self._required:
-                raise
             for parameter in self._parameters if is_first else ():
                 parameter.grad = None
-            self.release()
-            LOGGER.warning("trainer.cuda_graph=auto: runs without a CUDA graph (%s)", str(error).partition("\n")[0])
+            self._end(error)
             return False
         if is_first:
             self._gradients = [parameter.grad for parameter in self._parameters]

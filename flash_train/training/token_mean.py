@@ -1,5 +1,7 @@
 """The mean loss per labelled token of an optimizer step, exact over micro-batches and ranks."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -17,24 +19,39 @@ class TokenMean:
     Lightning averages losses over micro-batches and gradients over ranks, which would weigh a micro-batch with few
     labels as much as one with many. Here each micro-batch contributes its sum over tokens, divided by a constant. When
     the step's true token count is known, `finish` returns the factor that replaces the constant by this count.
+
+    Attributes:
+        rank_loss: of the last step, this rank's part of the loss: a sum over its tokens.
+        divisor: the constant, the same on all ranks; 0 before `agree`. It is a power of two, so that no bit of the
+            result depends on it, and near the positions of a micro-batch, so that an fp16 loss is near its mean.
     """
 
     def __init__(self) -> None:
-        self.rank_loss: Tensor | None = None  # of the last step, this rank's part of the loss: a sum over its tokens
-        self.reset()
+        self.rank_loss: Tensor | None = None
+        self.begin()
 
-    def reset(self) -> None:
-        """Forget the micro-batches so far."""
+    def begin(self) -> None:
+        """Begin a training: forget the micro-batches so far, and the constant."""
         self._sums: Tensor | None = None  # (2,): loss, labelled tokens
-        self._divisor = 0
+        self.divisor = 0.0
 
-    def add(self, loss_sum: Tensor, n_tokens: Tensor, n_positions: int) -> Tensor:
+    def agree(self, n_positions: int, trainer: Trainer, device: torch.device) -> None:
+        """Choose the constant at the first micro-batch of a training; all ranks call it together.
+
+        Args:
+            n_positions: positions of this rank's micro-batch, with and without labels.
+        """
+        if self.divisor == 0:
+            total = torch.tensor(float(n_positions), device=device)
+            total = _sum_over_ranks(total, trainer)
+            self.divisor = 2.0 ** round(math.log2(max(1.0, total.item() / trainer.world_size)))
+
+    def add(self, loss_sum: Tensor, n_tokens: Tensor) -> Tensor:
         """Count a micro-batch.
 
         Args:
             loss_sum: scalar, nats summed over the labelled tokens.
             n_tokens: scalar, the number of labelled tokens.
-            n_positions: positions of the batch, with and without labels.
 
         Returns:
             The scalar to run backward from.
@@ -42,9 +59,7 @@ class TokenMean:
         dtype = sum_dtype(loss_sum.device)
         sums = torch.stack([loss_sum.detach().to(dtype), n_tokens.to(dtype)])
         self._sums = sums if self._sums is None else self._sums + sums
-        # `finish` cancels the divisor, so any constant would do. This one keeps an fp16 loss near its mean.
-        self._divisor = self._divisor or n_positions
-        return loss_sum / self._divisor
+        return loss_sum / self.divisor
 
     def finish(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
         """End the step; all ranks call it together.
@@ -55,14 +70,18 @@ class TokenMean:
         """
         assert self._sums is not None
         self.rank_loss = self._sums[0].clone()  # the reduction changes the sums
-        if trainer.world_size > 1:
-            if dist.is_initialized():
-                dist.all_reduce(self._sums)  # the strategy's `reduce` would have the host wait for all ranks first
-            else:
-                self._sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
-        loss_sum, n_tokens = self._sums.unbind()
+        loss_sum, n_tokens = _sum_over_ranks(self._sums, trainer).unbind()
+        self._sums = None
         n_tokens = n_tokens.clamp(min=1)  # a step without any label has loss 0 and gradient 0
         # Lightning divided the loss by the number of micro-batches, and averaged the gradients over the ranks.
-        factor = self._divisor * trainer.accumulate_grad_batches * trainer.world_size / n_tokens
-        self.reset()
+        factor = self.divisor * trainer.accumulate_grad_batches * trainer.world_size / n_tokens
         return loss_sum / n_tokens, factor
+
+
+def _sum_over_ranks(x: Tensor, trainer: Trainer) -> Tensor:
+    """Return the sum of a tensor over all ranks, in the same memory where that is possible."""
+    if trainer.world_size > 1:
+        if not dist.is_initialized():
+            return trainer.strategy.reduce(x, reduce_op="sum")
+        dist.all_reduce(x)  # the strategy's `reduce` would have the host wait for all ranks first
+    return x

@@ -1,8 +1,12 @@
 """StepGraph: replayed micro-batches give the losses, gradients and weights of others, bit for bit."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from flash_train.training import CausalLMModule, CudaGraph, OptimizerConfig, StepSeed, StepTimes, build_trainer
@@ -43,7 +47,7 @@ class Rerun:
             for x, again in zip(sums, run(), strict=True):
                 x.copy_(again)
             for parameter, gradient, given in zip(self.parameters, gradients, before, strict=True):
-                if given is None:
+                if given is None and gradient is not None:  # a frozen weight has none
                     gradient.copy_(parameter.grad)
                     parameter.grad = None
 
@@ -56,7 +60,7 @@ class Replaying(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         parameters = [*pl_module.parameters()]
         self.capture = Rerun(parameters)
-        pl_module.step_graph = StepGraph(pl_module.loss_with_sums, parameters, capture=self.capture)
+        pl_module.step_graph = StepGraph(pl_module.loss_with_sums, parameters, required=False, capture=self.capture)
 
 
 class Results(pl.Callback):
@@ -133,6 +137,49 @@ def test_what_prevents_a_graph_is_named(tmp_path):
     with pytest.raises(ValueError, match="cuda_graph='yes': must be auto, true or false"):
         CudaGraph("yes")
     fit(batches, CudaGraph())
+
+
+class OwnStep(CausalLMModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.model.norm.weight.pow(2).sum()
+
+
+class OwnMetric(CausalLMModule):
+    def validation_step(self, batch, batch_idx):
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "says"),
+    [
+        (OwnStep, (), "OwnStep has a training_step of its own, which a replay would leave out"),
+        (CausalLMModule, (GradientAccumulationScheduler({0: 1, 1: 2}),), "GradientAccumulationScheduler changes the"),
+        (OwnMetric, (), "attention=sdpa needs the lengths"),
+    ],
+)
+def test_what_a_replay_would_leave_out(kind, callbacks, says):
+    """These had wrong gradients from the third micro-batch on."""
+    strategy = SingleDeviceStrategy(torch.device("cuda", 0))
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[*callbacks], precision_plugin=None)
+    module = kind(NO_DROPOUT, OptimizerConfig(), attention="sdpa")
+    assert CudaGraph().obstacle(trainer, module, 32).startswith(says)
+
+
+class Unfreezing(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        pl_module.model.embedding.weight.requires_grad_(False)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.model.embedding.weight.requires_grad_(trainer.global_step >= 4)
+
+
+def test_weights_that_are_unfrozen_end_the_graph(caplog):
+    batches = [plain_row(index) for index in range(8)]
+    replaying = Replaying()
+    found = fit(batches, Unfreezing(), replaying, max_steps=8)
+    assert_same(found, fit(batches, Unfreezing(), max_steps=8))
+    assert "weights were frozen or unfrozen since training began" in caplog.text
+    assert replaying.capture.replays == 4 - WARM_UP
 
 
 @pytest.mark.gpu

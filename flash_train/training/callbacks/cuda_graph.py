@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from flash_train.checks import AUTO_OR_BOOL, check
@@ -45,6 +46,10 @@ class CudaGraph(Callback):
             return "several devices exchange tensors within a step"
         if not isinstance(model, Transformer):
             return f"{type(model).__name__} is no Transformer of flash_train"
+        if own := _changed_methods(pl_module):
+            return f"{type(pl_module).__name__} has a {own} of its own, which a replay would leave out"
+        if find_callback(trainer, GradientAccumulationScheduler):
+            return "GradientAccumulationScheduler changes the number of micro-batches in a step"
         if not uses_own_kernels(model.attention, device, model.config.head_dim):
             return f"attention={model.attention} needs the lengths of a batch's documents on the host"
         if has_compiled_blocks(pl_module):
@@ -86,3 +91,12 @@ class CudaGraph(Callback):
         if graph := getattr(pl_module, "step_graph", None):
             graph.release()
             pl_module.step_graph = None
+
+
+def _changed_methods(pl_module: Any) -> str | None:
+    """Return which of the methods that a replay stands for a subclass of `CausalLMModule` has replaced, or None."""
+    from flash_train.training.module import CausalLMModule
+
+    names = ("training_step", "backward", "loss_with_sums", "model_arguments")
+    changed = [name for name in names if getattr(type(pl_module), name, None) is not getattr(CausalLMModule, name)]
+    return " and ".join(changed) or None
