@@ -109,7 +109,8 @@ def attention(
         return (jagged.out(results[0]), jagged.lse(results[1])) if return_lse else jagged.out(results)
     (q, k, v), (name, _) = prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
     if name == "sdpa":
-        return _connect_gradients(sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes), q, k, v)
+        out = sdpa_attention(q, k, v, spec, packing, alibi_slopes=alibi_slopes)
+        return _connect_gradients(out, q, k, v, alibi_slopes)
 
     state, origin, parts = None, (0, 0, 0, 0), None
     if spec.dropout > 0 and rng is not None:
@@ -124,7 +125,8 @@ def attention(
             out, lse = DENSE[name](
                 q, k, v, spec, packing, state, origin=origin, entries=parts, alibi_slopes=alibi_slopes, sinks=sinks
             )
-        out, lse = _connect_gradients(out, q, k, v), lse.float() if lse.dtype.itemsize < 4 else lse
+        out = _connect_gradients(out, q, k, v, alibi_slopes, sinks)
+        lse = lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
             state = draw_state(q.device)
@@ -133,11 +135,12 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _connect_gradients(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+def _connect_gradients(out: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     """Return the output, connected to the inputs so that they get zero gradients even if nothing was computed."""
-    if out.requires_grad or not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+    learned = [x for x in inputs if x is not None and x.requires_grad]
+    if out.requires_grad or not (torch.is_grad_enabled() and learned):
         return out
-    return out + sum(x[..., :0].sum() for x in inputs)
+    return out + sum(x[..., :0].sum().to(out.dtype) for x in learned)
 
 
 def explain(

@@ -1,6 +1,7 @@
 """Export a checkpoint to a folder that `transformers` loads: config.json, model.safetensors and tokenizer.json."""
 
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """`python scripts/export.py runs/… folder`."""
     parser = ArgumentParser(description=__doc__, page="docs/models.md#export")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory, for its newest checkpoint")
-    parser.add_argument("folder", type=Path, help="where to write; created if it doesn't exist")
+    parser.add_argument("folder", type=folder_named, help="where to write; created if it doesn't exist")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: the checkpoint's")
     parser.add_argument("--force", action="store_true", help="replace the model that the folder holds")
     with one_line_errors():
@@ -32,6 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_target(folder, args.force)
         with blame(f"checkpoint={source}"):
             print(export(read(source), folder, DTYPES.get(args.dtype)))
+
+
+def folder_named(text: str) -> Path:
+    """Argparse's type of a folder; an empty name would be the current one."""
+    if not text:
+        raise ArgumentTypeError("is empty; allowed: the name of a folder, or . for this one")
+    return Path(text)
 
 
 def check_target(folder: Path, force: bool) -> None:
@@ -69,6 +77,7 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     from flash_train.data.special_tokens import MODEL_CONFIG
     from flash_train.files import whole_folder
     from flash_train.model import ModelConfig, save_pretrained
+    from flash_train.model.pretrained import dtype_name
 
     kind = getattr(torch, dtype) if dtype else None
     weights = {name.removeprefix(PREFIX): weight.to(kind) for name, weight in checkpoint["state_dict"].items()}
@@ -76,8 +85,7 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     try:
         with whole_folder(folder, earlier=EARLIER, last=MODEL_CONFIG) as staged:
             files = Files.of(checkpoint)
-            (written,) = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
-            save_pretrained(weights, model, staged, values=files.config(model, written))
+            save_pretrained(weights, model, staged, values=files.config(model, dtype_name(weights)))
             files.write(staged)
     except OSError as error:
         raise UsageError(f"folder={folder}: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flash_train.checks import at_least, check
+from flash_train.checks import at_least, check, integer_at_least
 
 
 @torch.no_grad()
@@ -38,11 +38,13 @@ def generate(
         agree: takes whether this rank's time is over, and returns whether any rank's is.
 
     Raises:
-        ValueError: no token to continue, or a negative temperature.
+        ValueError: no token to continue, or an argument is out of range.
     """
     if not len(tokens):
         raise ValueError("tokens=[]: must be at least one token to start from")
     check("temperature", temperature, at_least(0))
+    check("max_new_tokens", max_new_tokens, integer_at_least(0))
+    check("vocab_limit", vocab_limit, integer_at_least(1), or_none="or None for the whole vocabulary")
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
     stream = torch.as_tensor(tokens, dtype=torch.int64, device=next(model.parameters()).device).view(1, -1)
     start, was_training = stream.shape[1], model.training
@@ -54,7 +56,8 @@ def generate(
                 if temperature == 0:
                     token = logits.argmax(keepdim=True)
                 else:
-                    token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                    relative = (logits - logits.max()) / temperature  # 0 for the likeliest id, however small it is
+                    token = torch.multinomial(relative.softmax(-1), 1, generator=generator)
                 stream = torch.cat((stream, token[None]), dim=1)
                 if deadline is not None and agree(_time_when_ready(token) >= deadline):
                     break

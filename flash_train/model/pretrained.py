@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,15 @@ def load_pretrained(path: str | Path, *, rope_scaling: bool = True) -> tuple[Mod
     state: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         for name, tensor in read_weights(file).items():
-            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
-                continue  # rope.py computes the frequencies; the head is a second copy of the embedding
-            state[_to_ours(name, file)] = tensor
+            if not name.endswith("rotary_emb.inv_freq"):  # rope.py computes the frequencies
+                state[_to_ours(name, file)] = tensor
+    if config.tied_embeddings and (head := state.pop("head.weight", None)) is not None:
+        embedding = state.get("embedding.weight")
+        if embedding is not None and not (head.shape == embedding.shape and torch.equal(head, embedding)):
+            raise ValueError(
+                f"init_from={path}: config.json says tie_word_embeddings=true, but lm_head.weight is not the "
+                "embedding; set it to false in config.json to read both"
+            )
     expected = _expected_shapes(config)
     if wrong := sorted(expected.keys() ^ state.keys()):
         fault = "lacks" if wrong[0] in expected else "has an unexpected"
@@ -136,9 +144,8 @@ def save_pretrained(
         files.append(INDEX)
     for stale in {folder / WEIGHTS, folder / INDEX, *folder.glob(SHARDS)} - {folder / file for file in files}:
         stale.unlink(missing_ok=True)  # weights of an earlier save, which a reader might prefer
-    (dtype,) = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
     if values is None:
-        values = config_to_llama(config, dtype, max_seq_len) | (token_ids or {})
+        values = config_to_llama(config, dtype_name(tensors), max_seq_len) | (token_ids or {})
     _write_json(folder / CONFIG, values)
     return folder
 
@@ -177,7 +184,8 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of a config.json, with the defaults that `transformers` fills in."""
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    # Where both are given, `transformers` takes rope_scaling, which a model card may tell its users to add.
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if _rope_type(rope) in ("yarn", "llama3"):
         length = values.get("max_position_embeddings") or LLAMA_LENGTH
         original = rope.get("original_max_position_embeddings") or length
@@ -265,6 +273,14 @@ def _weight_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise FileNotFoundError(f"init_from={folder}: {file.name} is missing (only .safetensors weights are read)")
     return files
+
+
+def dtype_name(tensors: Mapping[str, Tensor]) -> str:
+    """Return the dtype of most elements, as config.json names it."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors.values():
+        elements[tensor.dtype] += tensor.numel()
+    return str(max(elements, key=elements.__getitem__)).removeprefix("torch.")
 
 
 def _shards(tensors: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:

@@ -38,7 +38,8 @@ class AdamW(torch.optim.AdamW):
     Random numbers depend only on the seed, the step, the weight's number and the place in it. So a resumed run draws
     the same ones.
 
-    The state has PyTorch's names, and its checkpoints load both ways: a state in another format is converted.
+    The state has PyTorch's names, and a state of another format, also of PyTorch's AdamW, is converted when it is
+    loaded. PyTorch's AdamW loads a state of this one too, after `without_codes` if its moments have 8 bits.
     ``exp_avg_scale`` and ``exp_avg_sq_scale`` are the scales of 8-bit moments, and ``weight_lower`` the further bits.
 
     Weights must be contiguous; of sharded weights (`DTensor`) each rank updates its own part.
@@ -80,10 +81,18 @@ class AdamW(torch.optim.AdamW):
         # With fused=True in the state, PyTorch's optimizer is fused when it loads a checkpoint from this one.
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         self.defaults |= {"master": master, "moments": moments, "offload": offload, "seed": seed}
-        for weight in (weight for group in self.param_groups for weight in group["params"]):
+        self._begin()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for weight in self.param_groups[-1]["params"]:
             if weight.dtype not in (torch.bfloat16, torch.float32, torch.float16):
                 raise ValueError(f"AdamW: weights must be in bf16, fp32 or fp16, and one is {weight.dtype}")
-        self._begin()
+            if not local(weight).is_contiguous():
+                raise ValueError(
+                    f"AdamW: weights must be contiguous, and one of shape {tuple(weight.shape)} has strides "
+                    f"{weight.stride()}; make it so with weight.data = weight.data.contiguous()"
+                )
 
     def _begin(self) -> None:
         # A fused step that supports AMP scaling divides by the loss scale itself, after clipping. With False,

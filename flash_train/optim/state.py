@@ -80,6 +80,23 @@ def adopted_state(weight: Tensor, saved: dict[str, Any], storage: Format) -> Sta
     return {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu(), **_placed(weight, state, storage)}
 
 
+def without_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with 8-bit moments as fp32 numbers, for `torch.optim.AdamW.load_state_dict`.
+
+    The further bits of exact bf16 weights are left out, since PyTorch's AdamW has no use for them.
+    """
+
+    def plain(saved: dict[str, Any]) -> dict[str, Any]:
+        found = {name: value for name, value in saved.items() if name not in (*SCALES.values(), LOWER)}
+        for name, scale in SCALES.items():
+            if scale in saved:
+                numbers = formats.decode(local(saved[name]), local(saved[scale]), signed=SIGNED[name])
+                found[name] = place_as(saved[name], numbers)
+        return found
+
+    return {**state_dict, "state": {number: plain(saved) for number, saved in state_dict["state"].items()}}
+
+
 def part_of(weight: Tensor) -> int:
     """Return which part of a sharded weight this rank has; 0 for a whole one."""
     part = 0

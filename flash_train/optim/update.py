@@ -50,7 +50,9 @@ class Update:
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+    if not tensor.is_contiguous():
+        raise ValueError("AdamW: a weight or a moment is no longer contiguous; build the optimizer after the change")
+    if tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
             f"AdamW was built for other weights: {dtype} on {device}, and a tensor is {tensor.dtype} on "
             f"{tensor.device}; build the optimizer after the model is moved and cast"

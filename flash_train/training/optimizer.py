@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from flash_train.checks import above, at_least, check, check_name, within
 from flash_train.distributed.sharding import local, shard_group
-from flash_train.optim import MASTERS, MOMENTS, AdamW
+from flash_train.optim import MASTERS, MOMENTS, AdamW, without_codes
 from flash_train.optim.adamw import has_kernel
 
 FUSED_DEVICES = ("cuda", "cpu")
@@ -116,6 +116,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         )
     fused = {parameter.device.type for parameter in parameters} <= set(FUSED_DEVICES)
     optimizer = torch.optim.AdamW(groups, fused=fused, **settings)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: without_codes(state_dict))
     # A fused step that supports AMP scaling divides by the loss scale itself, after clipping. With False, GradScaler
     # unscales before clipping, as for any other optimizer, and Lightning does not refuse to clip.
     optimizer._step_supports_amp_scaling = False
@@ -198,12 +199,13 @@ def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: 
 
 
 def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the Euclidean norm of all elements, an fp32 scalar on the device; all ranks call it if some are sharded.
+    """Return the Euclidean norm of all elements, a scalar on the device; all ranks call it if some are sharded.
 
-    Sums are in fp32 for every dtype: a sum over bf16 norms would be accurate to two digits.
+    Sums are in fp32 at least: a sum over bf16 norms would be accurate to two digits. The norm is fp64 if a tensor is.
     """
     parts = [local(tensor) for tensor in tensors]
-    norms = torch._foreach_norm(parts, 2.0, dtype=torch.float32)
+    has_fp64 = any(part.dtype == torch.float64 for part in parts)
+    norms = torch._foreach_norm(parts, 2.0, dtype=torch.float64 if has_fp64 else torch.float32)
     total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     group = shard_group(tensors)
     if group is None:

@@ -289,3 +289,19 @@ def test_boundaries_must_be_tensors():
         Packing(cu(8), 8)
     with pytest.raises(TypeError, match=r"cu_seqlens_k=\[0, 8.5\]: must be integers, or an int32 tensor"):
         Packing(cu(8), [0, 8.5])
+
+
+@pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
+def test_gradients_reach_slopes_and_sinks_without_queries(backend):
+    q, k, v = (x.detach() for x in qkv(2, 0, 4, 8))
+    for name in ("alibi_slopes", "sinks"):
+        learned = torch.ones(4, requires_grad=True)
+        attention(q, k, v, backend=backend, **{name: learned}).sum().backward()
+        assert learned.grad is not None and not learned.grad.any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])
+def test_tensors_of_inference_mode(backend):
+    with torch.inference_mode():
+        q, k, v = (x.detach() for x in qkv(1, 8, 2, 8))
+    assert attention(q, k, v, CAUSAL, backend=backend).shape == q.shape

@@ -196,3 +196,11 @@ def test_the_checkpoint_of_another_module(tmp_path, capsys, hyper_parameters):
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 1 and "other.ckpt does not describe its model" in line
     assert not (tmp_path / "llama").exists()
+
+
+def test_an_empty_folder_is_a_mistake(trained, capsys):
+    line = refused(capsys, trained(), "")
+    assert (
+        line
+        == "argument folder: is empty; allowed: the name of a folder, or . for this one; --help lists what is allowed"
+    )

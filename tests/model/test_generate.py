@@ -82,3 +82,13 @@ def test_generate_stops_at_its_time_limit(monkeypatch):
         clock = iter(range(100))
         new = generate(tiny_model(), [1, 2], max_new_tokens=6, temperature=0, max_seconds=seconds)
         assert new == everything[:tokens]
+
+
+def test_a_tiny_temperature_and_wrong_arguments():
+    model = tiny_model()
+    options = {"max_new_tokens": 5}
+    assert generate(model, [1], temperature=1e-39, **options) == generate(model, [1], temperature=0, **options)
+    assert generate(model, [1], max_new_tokens=0) == []
+    for name, value in (("vocab_limit", 0), ("vocab_limit", -1), ("max_new_tokens", -1), ("max_new_tokens", 1.5)):
+        with pytest.raises(ValueError, match=f"^{name}={value}: must be an integer of at least"):
+            generate(model, [1], **options | {name: value})

@@ -272,3 +272,31 @@ def test_error_is_at_most_twice_the_error_in_transformers(tmp_path, dtype):
     exact = run(ours(tmp_path), torch.float64)
     for got, peer, reference, factor in zip(run(ours(tmp_path), dtype), run(theirs, dtype), exact, (2, 3), strict=True):
         assert (got - reference).abs().max() <= factor * (peer - reference).abs().max()
+
+
+def test_rope_scaling_wins_over_rope_parameters(tmp_path):
+    """As a model card says to add it to a config.json of transformers 5."""
+    llama().save_pretrained(tmp_path)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    edit_config(tmp_path, rope_scaling=yarn)
+    assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    assert ours(tmp_path).config.rope_scaling.kind == "yarn"
+    assert_same_logits(ours(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path):
+    llama(tie_word_embeddings=False).save_pretrained(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="says tie_word_embeddings=true, but lm_head.weight is not the embedding"):
+        load_pretrained(tmp_path)
+
+
+def test_weights_of_several_dtypes_are_saved(tmp_path):
+    state = tiny_model().to(torch.bfloat16).state_dict()
+    state = {name: weight.float() if "norm" in name else weight for name, weight in state.items()}
+    save_pretrained(state, tiny_config(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    _, loaded = load_pretrained(tmp_path)
+    assert all(
+        torch.equal(loaded[name], weight) and loaded[name].dtype == weight.dtype for name, weight in state.items()
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_train.optim import AdamW, formats
+from flash_train.optim import AdamW, formats, without_codes
 from flash_train.profiling.memory.weights_walk import OPTIMIZER_BLOCK
 from tests.support.pages import ROOT
 
@@ -199,3 +199,39 @@ def test_the_kernels_formats_are_those_of_pytorchs_operations():
 
     for case in FORMATS:
         assert max(format_differences(*case, device="cuda").values()) <= MAY_DIFFER, case
+
+
+def test_pytorchs_adamw_loads_a_state_of_this_one():
+    """It would take the codes of 8-bit moments for numbers."""
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(4, 512), torch.randn(4, 512)
+    for moments in ("fp32", "bf16", "8bit"):
+        own = torch.nn.Parameter(weight.clone())
+        own.grad = gradient.clone()
+        optimizer = AdamW([own], lr=1e-3, moments=moments)
+        optimizer.step()
+        theirs = torch.optim.AdamW([torch.nn.Parameter(weight.clone())], lr=1e-3)
+        theirs.load_state_dict(without_codes(optimizer.state_dict()))
+        (state,) = theirs.state.values()
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["step"] == 1
+        for name, expected in (("exp_avg", 0.1 * gradient), ("exp_avg_sq", 1e-3 * gradient.square())):
+            assert (state[name] - expected).norm() < 0.03 * expected.norm(), (moments, name)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (
+            torch.zeros(2, 3, dtype=torch.float64),
+            "AdamW: weights must be in bf16, fp32 or fp16, and one is torch.float64",
+        ),
+        (torch.zeros(3, 2).t(), "AdamW: weights must be contiguous, and one of shape"),
+    ],
+)
+def test_weights_that_it_cannot_update(weight, message):
+    parameter = torch.nn.Parameter(weight)
+    with pytest.raises(ValueError, match=message):
+        AdamW([parameter])
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [parameter]})

@@ -19,6 +19,7 @@ from flash_train.training.optimizer import (
     learning_rate_factor,
     parameter_groups,
     rescale_and_clip,
+    total_norm,
     warmup_cosine,
 )
 from tests.support.training.tiny_run import tiny_config
@@ -174,3 +175,22 @@ def test_defaults_of_the_configuration_are_the_defaults_of_optimizer_config():
     conf = OmegaConf.load(Path(__file__).parents[2] / "conf" / "optimizer" / "adamw.yaml")
     for values in (schema, OmegaConf.to_container(conf)):
         assert values == {**defaults, **dict.fromkeys(derived)}
+
+
+def test_pytorchs_adamw_takes_a_checkpoint_with_8_bit_moments():
+    torch.manual_seed(0)
+    model, gradient = nn.Linear(512, 4, bias=False), torch.randn(4, 512)
+    own = build_adamw(model, OptimizerConfig(moments="8bit"))
+    model.weight.grad = gradient
+    own.step()
+    plain = build_adamw(model, OptimizerConfig())
+    assert type(plain) is torch.optim.AdamW
+    plain.load_state_dict(own.state_dict())
+    torch.testing.assert_close(plain.state[model.weight]["exp_avg"], 0.1 * gradient, rtol=0.1, atol=5e-3)
+
+
+def test_the_norm_of_fp64_gradients_is_fp64():
+    tensors = [torch.full((3,), 1 / 3, dtype=torch.float64), torch.ones(2)]
+    norm = total_norm(tensors, torch.device("cpu"))
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(math.sqrt(3 / 9 + 2), rel=1e-15)
+    assert total_norm(tensors[1:], torch.device("cpu")).dtype == torch.float32

@@ -116,7 +116,8 @@ class _ChunkedPart(NamedTuple):
 
     def checkpointed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the function so that the backward recomputes it; ``torch.func`` has no checkpoints and saves all."""
-        if transforming():
+        tensors = (x for x in arguments if isinstance(x, Tensor))
+        if transforming() or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return function(*arguments)
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.draws_from_generator)
 

@@ -23,6 +23,7 @@ COMPARED_SETTINGS = (
     *("parallel.mode", "parallel.shard", "parallel.context"),
     *("attention.backend", "attention.dropout", "model.residual_dropout"),
     *("optimizer.warmup_steps", "optimizer.min_lr_ratio", "optimizer.gradient_clip"),
+    *("optimizer.master", "optimizer.moments"),
 )
 RESTORED = ("lr", "betas", "eps", "weight_decay")  # PyTorch saves and loads them with the optimizer's state
 

@@ -18,15 +18,22 @@ class StepCallback(Callback):
     Hooks annotate `pl_module` as Any because callbacks read attributes that only a `CausalLMModule` has.
     """
 
-    _seen_step = 0
+    _seen_step = _step_before = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._seen_step = trainer.global_step
+        self._seen_step = self._step_before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._seen_step:
-            self._seen_step = trainer.global_step
+            self._step_before, self._seen_step = self._seen_step, trainer.global_step
             self.on_step_end(trainer, pl_module)
+
+    def has_reached(self, every: int) -> bool:
+        """Whether a multiple of `every` has been reached since the call of `on_step_end` before.
+
+        With several optimizers a batch can take several steps, and `global_step` then misses multiples.
+        """
+        return self._seen_step // every > self._step_before // every
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Called after an optimizer step; `trainer.global_step` already counts it."""

@@ -153,7 +153,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         step = trainer.global_step
-        due = self.every is not None and step % self.every == 0
+        due = self.every is not None and self.has_reached(self.every)
         if due or trainer.should_stop or step == trainer.max_steps:
             self.save(trainer)
 

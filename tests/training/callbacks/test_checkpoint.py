@@ -187,3 +187,32 @@ def test_checkpoint_io_refuses(tmp_path):
     torch.save({"callable": print}, tmp_path / "unsafe.ckpt")
     with pytest.raises(Exception, match="[Ww]eights.only"):
         io.load_checkpoint(tmp_path / "unsafe.ckpt", weights_only=False)
+
+
+class TwoOptimizers(pl.LightningModule):
+    """The first batch takes one optimizer step, every later one takes two."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers()[: 1 if batch_idx == 0 else 2]:
+            optimizer.zero_grad()
+            self.manual_backward(self.weights[0].sum() + self.weights[1].sum())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([weight], lr=0.1) for weight in self.weights]
+
+
+def test_multiples_that_a_batch_steps_over_are_saved(tmp_path):
+    checkpoints = StepCheckpoint(tmp_path, every=4, keep=None)
+    trainer = pl.Trainer(
+        max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        plugins=[AtomicCheckpointIO()], callbacks=[checkpoints],
+    )  # fmt: skip
+    trainer.fit(TwoOptimizers(), torch.utils.data.DataLoader(range(8)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06}.ckpt" for step in (5, 9, 13, 15)]
