@@ -215,8 +215,15 @@ def write_tokens(
     if skipped:
         say(f"data.errors=skip: documents that are not UTF-8, left out: {skipped:,}")
     for name, index in zip(INDICES, (offsets, sizes, keys), strict=True):
-        np.save(folder / name, np.asarray(index))  # int64 or uint64, as the array is; not copied
+        _save_index(folder / name, np.asarray(index))  # int64 or uint64, as the array is; not copied
     return is_end
+
+
+def _save_index(file: Path, index: np.ndarray) -> None:
+    """Write an array as `np.save` does, whose error does not say that a disk is full."""
+    with open(file, "wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(index))
+        stream.write(index.data)
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:

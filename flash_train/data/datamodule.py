@@ -11,6 +11,7 @@ from flash_train.checks import Allowed, as_integer, check, check_name, within
 from flash_train.data.cache import TokenCache, tokenize
 from flash_train.data.corpora.corpus import Corpus, check_corpus
 from flash_train.data.dataset import Batch, PackedRows, PlacedRows
+from flash_train.data.errors import check_equal_on_ranks
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
 from flash_train.data.order.consumed import ConsumedRows
@@ -151,6 +152,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self._info: dict[str, Any] = {}
         self._consumed = ConsumedRows()
         self._order: TrainingOrder | None = None
+        self._is_compared = False  # with the data of other ranks
 
     @property
     def vocab_size(self) -> int:
@@ -189,11 +191,18 @@ class PackedDataModule(lightning.LightningDataModule):
             self._cache = tokenize(self.corpus, self.tokenizer, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
-        """Split and pack the corpus. Later calls do nothing."""
+        """Split and pack the corpus; later calls do nothing. In a training, all ranks call it together.
+
+        Raises:
+            DataError: the ranks read different data.
+        """
         if self._train is None:
             rows = self._prepare_rows()
             self._train, self._val, self._info = rows.train, rows.val, rows.info
             self._order = TrainingOrder(self._train, seq_len=self.seq_len, seed=self.seed)
+        if self.trainer is not None and not self._is_compared:
+            self._is_compared = True
+            check_equal_on_ranks(self._identity())
 
     def train_dataloader(self) -> BatchStream | DataLoader:
         """Return endless batches, from the first row that is not consumed.

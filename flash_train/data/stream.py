@@ -24,6 +24,7 @@ from flash_train.data.cache import (
 )
 from flash_train.data.corpora.corpus import Document, hash_strings
 from flash_train.data.dataset import PackedRows, Row
+from flash_train.data.errors import DataError
 from flash_train.data.notice import say_if_slow
 from flash_train.data.order.sampler import epoch_order
 from flash_train.data.packing import PackedIndex, PackingStrategy, pack
@@ -187,7 +188,13 @@ class StreamedRows(Dataset):
         """Return the token cache of a chunk; build it first if it is missing or damaged."""
         folder = self._folder.with_name(f"{self._folder.name}-{chunk:06d}")
         cache = TokenCache(folder, self.corpus_hash, self.tokenizer.dtype)
-        build_if_missing(cache, lambda scratch: self._write(chunk, scratch))
+        try:
+            build_if_missing(cache, lambda scratch: self._write(chunk, scratch))
+        except (ValueError, OSError) as error:
+            if chunk == 0:  # before training, where the caller names the key
+                raise
+            text = " ".join(str(error).split())
+            raise DataError(f"the next documents of the stream cannot be read: {text}") from error
         return cache
 
     def _write(self, chunk: int, folder: Path) -> None:

@@ -137,7 +137,12 @@ class JsonTokenizer:
         """Return ``[bos] tokens [eos]`` of each text, encoded in parallel; None for a text skipped as not UTF-8."""
         decoded = [self._decode_bytes(text, source, self.errors) for text, source in zip(texts, sources, strict=True)]
         kept = [text for text in decoded if text is not None]
-        encoded = iter(self._tokenizer.encode_batch_fast(kept, add_special_tokens=False))
+        try:
+            encoded = iter(self._tokenizer.encode_batch_fast(kept, add_special_tokens=False))
+        except Exception as error:
+            if type(error) is not Exception:  # `tokenizers` raises Exception itself
+                raise
+            raise ValueError(f"data.tokenizer={self.path}: cannot encode the corpus ({error})") from error
         return [None if text is None else _document(self, next(encoded).ids) for text in decoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -1,4 +1,5 @@
 import errno
+import io
 import multiprocessing
 import pickle
 import signal
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from flash_train.data import ByteTokenizer, JsonTokenizer, lock, notice
+from flash_train.data import cache as cache_module
 from flash_train.data.cache import tokenize
 from tests.support.data.corpora import ListCorpus, random_texts
 from tests.support.data.tokenizers import write_tokenizer
@@ -195,6 +197,30 @@ def test_full_disk_error_names_the_folder_and_the_key(tmp_path):
     with pytest.raises(OSError, match=said):
         tokenize(GatedCorpus(fill_disk), ByteTokenizer(), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy"])
+def test_a_disk_that_fills_up_in_any_file_is_named(tmp_path, monkeypatch, name):
+    """NumPy's own error does not say that the disk is full."""
+
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_full(file, mode="r", *options, **keywords):
+        found = Path(file).name if isinstance(file, str | Path) else ""
+        return io.BufferedWriter(FullDisk(file, mode)) if found == name else open(file, mode, *options, **keywords)
+
+    monkeypatch.setattr(cache_module, "open", open_full, raising=False)
+    with pytest.raises(OSError, match="No space left on device while tokenising into .*; give another folder by data"):
+        tokenize(GatedCorpus(lambda: None), ByteTokenizer(), tmp_path)
+
+
+def test_indices_are_read_by_numpy(tmp_path):
+    for index in (np.arange(5), np.arange(3, dtype=np.uint64), np.zeros(0, dtype=np.int64)):
+        cache_module._save_index(tmp_path / "index.npy", index)
+        found = np.load(tmp_path / "index.npy", mmap_mode="r" if len(index) else None)
+        assert found.dtype == index.dtype and np.array_equal(found, index)
 
 
 def test_unwritable_folder_error_names_the_key(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flash_train.data import ByteTokenizer, HubCorpus, PackedDataModule
+from flash_train.data.errors import DataError
 from flash_train.data.order.deal import deal
 from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.stream import StreamedRows, StreamOrder, limit_entries, tokens_of_chunk
@@ -312,3 +313,35 @@ def test_resumed_run_continues_a_hub_stream(tmp_path, monkeypatch, kind):
     fit(data(), tmp_path, steps=40, callbacks=[StopAtBatch(15, path)])
     shutil.rmtree(tmp_path / "cache")
     assert fit(data(), tmp_path, steps=40, resume=path) == whole[15:]
+
+
+class Breaking(StreamedList):
+    """Its documents from number `good` on cannot be read."""
+
+    good = 400
+
+    def stream(self, position=None):
+        return BreakingStream(self, super().stream(position))
+
+
+class BreakingStream:
+    def __init__(self, corpus, stream):
+        self.corpus, self.stream, self.position = corpus, stream, stream.position
+
+    def __iter__(self):
+        for document in self.stream:
+            if len(self.corpus.read) > self.corpus.good:
+                raise ValueError("data.path: broken.jsonl cannot be read as jsonl: line 6")
+            yield document
+
+
+def test_an_error_in_a_later_chunk_is_one_of_the_data(tmp_path):
+    data = make(tmp_path, Breaking(TEXTS))
+    with pytest.raises(DataError, match="next documents of the stream cannot be read: data.path: broken.jsonl cannot"):
+        for _ in islice(data.train_dataloader(), 1000):
+            pass
+    corpus = Breaking(TEXTS)
+    corpus.good = 3
+    with pytest.raises(ValueError, match="broken") as raised:  # before training, the caller names the key
+        make(tmp_path / "other", corpus).setup()
+    assert not isinstance(raised.value, DataError)

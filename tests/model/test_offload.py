@@ -20,7 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def buffers(model):
-    """The buffers in the host's memory: free ones, and those of inputs that a backward has asked for."""
+    """The number of buffers in the host's memory that a next forward can take."""
     gc.collect()
     inputs = model._host_inputs
     return len(inputs._free) + sum(len(place.memory) for known in inputs._taken if (place := known()) is not None)

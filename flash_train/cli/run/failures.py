@@ -18,6 +18,7 @@ from flash_train.cli.config.errors import OutOfMemoryError, UsageError, is_out_o
 from flash_train.cli.memory.check import alternatives, flash_runs, total_memory_of
 from flash_train.cli.run.build import Run
 from flash_train.cli.run.report import finish
+from flash_train.data.errors import DataError
 from flash_train.files import write_bytes, write_text
 from flash_train.profiling.memory.prediction import Prediction, predict
 from flash_train.profiling.memory.step import Step
@@ -51,7 +52,7 @@ class WatchedRun:
 
 @contextmanager
 def known_failures(config: DictConfig) -> Iterator[WatchedRun]:
-    """Turn a diverging loss and exhausted memory into a `UsageError`; other errors keep their traceback.
+    """Turn a diverging loss, exhausted memory and lost data into a `UsageError`; other errors keep their traceback.
 
     If the run has begun, exhausted memory leaves a table of the step's memory in `out_of_memory.md`, and on CUDA the
     allocator's snapshot for PyTorch's viewer. The error names a setting that takes less memory.
@@ -66,6 +67,9 @@ def known_failures(config: DictConfig) -> Iterator[WatchedRun]:
         if watched.rank > 0:
             sys.exit(UsageError.status)
         raise UsageError(str(error)) from error
+    except DataError as error:
+        # The message of a worker process begins with its traceback.
+        raise UsageError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]) from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -153,12 +153,19 @@ def _read_json(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -
     fields.end()
 
 
-def _read_table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
-    """Read comma-separated values (tab-separated in .tsv); the first line names the columns."""
+def _read_tabs(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -> Iterator[RowText]:
+    """Read tab-separated values; the first line names the columns."""
+    return _read_table(stream, file, text_field, errors, "\t")
+
+
+def _read_table(
+    stream: IO[bytes], file: Path, text_field: str, errors: Errors, delimiter: str = ","
+) -> Iterator[RowText]:
+    """Read comma-separated values; the first line names the columns."""
     limit = csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
     try:
         lines = io.TextIOWrapper(stream, "utf-8-sig", _error_handler(errors), newline="\n")
-        rows = csv.reader(lines, delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
         header = next(rows, None)
         if header is None:
             return
@@ -173,6 +180,11 @@ def _read_table(stream: IO[bytes], file: Path, text_field: str, errors: Errors) 
                 return
             except csv.Error as error:
                 raise ValueError(f"{place}: {error}") from None
+            if any(row[len(header) :]):
+                raise ValueError(
+                    f"{place}: has {len(row)} fields and the header {len(header)}; put text with a "
+                    f"{'tab' if delimiter == chr(9) else 'comma'} in quotes"
+                )
             if row:
                 text = row[column] if column < len(row) else None
                 yield fields.read({text_field: text or None}, place)
@@ -192,6 +204,8 @@ def _read_parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowTe
             return
         if text_field not in schema.names:
             raise _no_such_field(text_field, file, schema.names)
+        if schema.names.count(text_field) > 1:
+            raise ValueError(f"{schema.names.count(text_field)} columns have the name {text_field}")
         kind = schema.field(text_field).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
@@ -274,6 +288,6 @@ STREAM_READERS: dict[str, Callable[[IO[bytes], Path, str, Errors], Iterator[RowT
     ".ndjson": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_table,
-    ".tsv": _read_table,
+    ".tsv": _read_tabs,
 }
 KINDS = (*STREAM_READERS, ".parquet")

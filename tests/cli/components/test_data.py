@@ -9,6 +9,7 @@ import pytest
 from flash_train.cli.run.report import describe_data
 from flash_train.data import ByteTokenizer, PackedDataModule, TextCorpus
 from tests.support.cli.runs import losses_of, summary_of
+from tests.support.processes import start_ranks
 
 PART = {"documents": 1234, "tokens": 5_000_000, "bytes": 1, "rows": 80, "packing_efficiency": 0.95, "capacity": 8}
 INFO = {"corpus": "text", "corpus_hash": "0123456789abcdef", "seq_len": 16384, "train": PART}
@@ -92,3 +93,26 @@ def test_files_that_cannot_be_read_end_in_one_line(flash_train, tiny, tmp_path, 
     code, lines = flash_train(*tiny, f"data.path={tmp_path / name}")
     assert code == 1 and len(lines) == 1, lines
     assert all(words in lines[0] for words in says), lines
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_breaks_later_ends_in_one_line(flash_train, hub, tmp_path, workers):
+    (tmp_path / "set" / "train.jsonl").rename(tmp_path / "set" / "train-00000-of-00002.jsonl")
+    (tmp_path / "set" / "train-00001-of-00002.jsonl").write_text('{"body": "good"}\n{"body": broken}\n')
+    options = ["max_steps=200", "batch_size=40", f"data.num_workers={workers}"]
+    code, lines = flash_train(*hub, *options)
+    assert code == 1 and len(lines) == 1, lines
+    assert "the next documents of the stream cannot be read: data.path: " in lines[0]
+    assert "train-00001-of-00002.jsonl cannot be read as jsonl: line 2" in lines[0]
+
+
+def test_ranks_with_other_data_are_refused(tiny, tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(f'{{"text": "{rank} {i}"}}\n' for i in range(400)))
+    tiny = [text for text in tiny if not text.startswith("data.path")]
+    path = f"data.path='{tmp_path}/rank${{oc.env:LOCAL_RANK}}.jsonl'"
+    processes = start_ranks("flash_train.cli.train", 2, *tiny, path, "trainer.devices=2", "parallel=ddp")
+    ended = ["".join(process.communicate(timeout=200)) for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "rank 1 reads other data than rank 0: corpus_hash " in "".join(ended), ended
+    assert "Traceback" not in "".join(ended)

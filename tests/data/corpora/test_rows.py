@@ -228,6 +228,12 @@ def test_document_sources_give_the_line_in_the_file(tmp_path):
         ("x.json", b"version https://git-lfs.github.com", "x.json cannot be read as json: row 0: Expecting value"),
         ("x.csv", b'text\na\n"b', "cannot be read as csv: line 3: unexpected end of data"),
         ("x.csv", b"id;text\n1;a\n", "data.text_field=text: .*x.csv has only id;text"),
+        (
+            "x.csv",
+            b"id,text\n1,Hello, world\n",
+            "line 2: has 3 fields and the header 2; put text with a comma in quotes",
+        ),
+        ("x.tsv", b"id\ttext\n\n1\ta\tb\n", "line 3: has 3 fields and the header 2; put text with a tab in quotes"),
         ("x.csv", "text\na\n".encode("utf-16"), "data.text_field=text: .*x.csv has only "),
         ("x.parquet", b"", "x.parquet cannot be read as parquet"),
         ("x.parquet", b"PAR1 no PAR1", "x.parquet cannot be read as parquet"),
@@ -329,3 +335,24 @@ def test_random_json_lists_are_read_as_the_json_module_reads_them(tmp_path, monk
         indent = [None, 2][random.integers(2)]
         (tmp_path / "x.json").write_text(json.dumps(values, ensure_ascii=bool(random.integers(2)), indent=indent))
         assert texts(tmp_path / "x.json") == [value["text"].encode() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.TSV", b"text\nhello, world\n", [b"hello, world"]),
+        ("a.tsv", b"text\nhello, world\n", [b"hello, world"]),
+        ("a.tsv.csv", b"text\nc\td\n", [b"c\td"]),
+        ("a.CSV", b"text,id\nc,1,\n", [b"c"]),  # an empty last field holds no text
+    ],
+)
+def test_the_last_suffix_decides_what_separates_fields(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    assert texts(tmp_path / name) == expected
+
+
+def test_parquet_with_two_columns_of_the_name(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="x.parquet cannot be read as parquet: 2 columns have the name text"):
+        texts(tmp_path / "x.parquet")
