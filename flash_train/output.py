@@ -127,9 +127,10 @@ def lasting_output() -> Iterator[None]:
 
 def _flush_or_drop(stream: TextIO | None) -> None:
     """Flush `stream`, or drop its buffer: if Python fails to flush it at exit, the exit status becomes 120."""
+    if stream is None:
+        return
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):  # the stream is closed or has no file descriptor: nothing is buffered
             nowhere = os.open(os.devnull, os.O_WRONLY)

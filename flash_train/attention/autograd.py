@@ -148,7 +148,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 def _call_gradients(n_terms: int, dslopes: Tensor | None, dsinks: Tensor | None) -> Call:
     """Return a ``Call`` that holds each parameter's gradient, or None, in the parameter's field."""
     nothing: Any = [None] * len(Call._fields)
-    return Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, term_tensors=[None] * n_terms)
+    of_terms: Any = [None] * n_terms
+    return Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, term_tensors=of_terms)
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -31,8 +31,13 @@ def integers(values: Any) -> list[int] | None:
     """Convert a sequence, NumPy array or tensor with one dimension to Python ints; return None for anything else."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) != 1:
         return None
-    found = [integer(value) for value in values]
-    return None if None in found else found
+    found = []
+    for value in values:
+        number = integer(value)
+        if number is None:
+            return None
+        found.append(number)
+    return found
 
 
 def integer_tensor(name: str, values: Any, device: torch.device | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
+from typing import cast
 
 import torch
 
@@ -30,7 +31,7 @@ class AttentionSpec:
             0 or 1.
     """
 
-    mask: Mask = None  # becomes Full(): torch.compile cannot trace an object as a default
+    mask: Mask = cast(Mask, None)  # becomes Full(): torch.compile cannot trace an object as a default
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0

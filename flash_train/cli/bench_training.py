@@ -98,7 +98,7 @@ class Watch(Callback):
     """Collects the row of `Throughput`, which must be before it, at each step."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[dict[str, float | None]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         throughput = find_callback(trainer, Throughput, before=self)

@@ -73,8 +73,9 @@ def varlen_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with PyTorch's kernel for packed documents: an attention function of transformers.

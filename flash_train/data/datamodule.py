@@ -213,6 +213,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self.setup()
         self._check_whole_steps()
         self._consumed.begin_stream(self.trainer, self._rows_per_batch, self._accumulate)
+        assert self._train is not None
         rows = PlacedRows(self._train)
         if self.trainer is None:
             stream = BatchStream(rows, self._train_sampler, self.num_workers, on_batch=self._consumed.take)
@@ -377,6 +378,7 @@ class PackedDataModule(lightning.LightningDataModule):
             corpus = cast("StreamingCorpus", self.corpus)
             return prepare_stream(corpus, self.tokenizer, cache_dir=self.cache_dir, **options)
         self.prepare_data()
+        assert self._cache is not None
         return prepare_text(self.corpus.name, self._cache, self.tokenizer, **options)
 
     def _identity(self) -> dict[str, Any]:

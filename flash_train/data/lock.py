@@ -6,6 +6,7 @@ a process holds the lock or waits for it. A killed holder leaves the file behind
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import IO
 
 from flash_train.data.notice import say_if_slow
 
-try:
-    import fcntl
-except ImportError:  # Windows
+if sys.platform == "win32":
     fcntl = None
+else:
+    import fcntl
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # the errors of network file systems without locks
 UNLINKED = (errno.ENOENT, errno.ESTALE)

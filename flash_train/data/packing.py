@@ -177,10 +177,11 @@ class _OpenRows:
         word = least >> self.shift
         low = _lowest_bit(self.words[word], least & ((1 << self.shift) - 1))
         if low is None:
-            word = _lowest_bit(self.summary, word + 1)
-            if word is None:
+            following = _lowest_bit(self.summary, word + 1)
+            if following is None:
                 return None
-            low = _lowest_bit(self.words[word], 0)
+            word, low = following, _lowest_bit(self.words[following], 0)
+            assert low is not None  # the summary has words that are not empty
         room = (word << self.shift) | low
         rows = self.rows[room]
         row = rows.pop()

@@ -160,7 +160,9 @@ class _Search:
         return self.limit is None or id < self.limit
 
     def _token(self, id: int) -> str:
-        return self.tokenizer.id_to_token(id)
+        token = self.tokenizer.id_to_token(id)
+        assert token is not None  # every id in here is from the vocabulary
+        return token
 
 
 def read_side_file(file: Path) -> dict[str, Any]:

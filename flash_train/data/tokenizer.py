@@ -26,10 +26,21 @@ def check_errors(errors: str) -> None:
 class Tokenizer(Protocol):
     """What the data layer needs from a tokenizer."""
 
-    vocab_size: int
-    bos: int | None
-    eos: int
-    pad: int
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a document; None if there is no such token."""
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def pad(self) -> int:
+        """The id that fills the rest of a row."""
 
     @property
     def fingerprint(self) -> str:
@@ -130,8 +141,9 @@ class JsonTokenizer:
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Return the token ids of `text`, without bos and eos: (n,). Raises ValueError for bytes that are not UTF-8."""
-        text = text if isinstance(text, str) else self._decode_bytes(text, "the text", "strict")
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+        decoded = text if isinstance(text, str) else self._decode_bytes(text, "the text", "strict")
+        assert decoded is not None  # only "skip" returns None
+        return np.asarray(self._tokenizer.encode(decoded, add_special_tokens=False).ids, dtype=self.dtype)
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
         """Return ``[bos] tokens [eos]`` of each text, encoded in parallel; None for a text skipped as not UTF-8."""

@@ -250,7 +250,9 @@ def _expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 def llama_name(name: str) -> str:
     """Return the name that a Llama of `transformers` has for one of `Transformer`'s weights."""
-    layer, part = _OURS.fullmatch(name).groups()
+    match = _OURS.fullmatch(name)
+    assert match is not None  # the weights of `Transformer` have no other names
+    layer, part = match.groups()
     return f"model.layers.{layer}.{_TO_LLAMA[part]}.weight" if layer else f"{_TO_LLAMA[part]}.weight"
 
 

@@ -49,10 +49,11 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | s
 
     A pair is slow with fewer than `beta_slow` turns over the original length, fast with more than `beta_fast`.
     """
+    length = _original_length(scaling)
 
     def dimension(turns: float) -> float:
         """Return the dimension, not rounded, whose pair makes this many turns over the original length."""
-        return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(dimension(scaling.beta_fast)), 0)
     high = min(math.ceil(dimension(scaling.beta_slow)), dim - 1)
@@ -64,9 +65,16 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling, device: torch.device | s
     return frequencies, yarn_attention_factor(scaling.factor) if scale is None else scale
 
 
+def _original_length(scaling: RopeScaling) -> int:
+    """Return the length in tokens that the model was trained at, of a rule that needs it."""
+    length = scaling.original_max_position_embeddings
+    assert length is not None  # `RopeScaling` has checked it
+    return length
+
+
 def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide the frequencies of long wavelengths by `factor`, keep high frequencies, and blend between them."""
-    turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+    turns = _original_length(scaling) * inverse / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * inverse / scaling.factor + keep * inverse

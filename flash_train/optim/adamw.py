@@ -173,7 +173,7 @@ class AdamW(torch.optim.AdamW):
                 key=(*key, index),
                 storage=storage,
                 weights=[local(weight) for weight in weights],
-                gradients=[local(weight.grad).contiguous() for weight in weights],
+                gradients=[_gradient(weight) for weight in weights],
                 states=[_parts(self.state[weight]) for weight in weights],
                 numbers=[numbers[weight] for weight in weights],
                 part=part_of(weights[0]),
@@ -218,6 +218,13 @@ def has_kernel(parameters: list[nn.Parameter]) -> bool:
     from flash_train.optim.kernel import TYPES
 
     return all(parameter.dtype in TYPES and local(parameter).is_contiguous() for parameter in parameters)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    """Return this rank's part of a weight's gradient, contiguous."""
+    gradient = weight.grad
+    assert gradient is not None  # `AdamW._alike` takes only weights that have one
+    return local(gradient).contiguous()
 
 
 def _parts(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -59,6 +59,7 @@ def step_in_backward(optimizer: AdamW) -> Iterator[GradientNorms]:
 
     def update(weight: Tensor) -> None:
         number, group = places[weight]
+        assert weight.grad is not None  # the hook runs once it is accumulated
         norms.add(number, weight.grad)
         optimizer.step_one(weight, number, group)
         torch.autograd.graph.increment_version(weight)  # a graph that still needs the old weight raises

@@ -88,11 +88,13 @@ class CacheRows:
         used = lengths >= 0
         check_range("cache_seqlens", lengths, capacity + 1, used)
         if cache_batch_idx is not None:
-            rows = replace(rows, batch_idx=index_tensor("cache_batch_idx", cache_batch_idx, (batch,), device))
-            check_range("cache_batch_idx", rows.batch_idx, k_cache.shape[0], used)
+            batch_idx = index_tensor("cache_batch_idx", cache_batch_idx, (batch,), device)
+            check_range("cache_batch_idx", batch_idx, k_cache.shape[0], used)
+            rows = replace(rows, batch_idx=batch_idx)
         if cache_leftpad is not None:
-            rows = replace(rows, leftpad=index_tensor("cache_leftpad", cache_leftpad, (batch,), device))
-            check_range("cache_leftpad", rows.leftpad, 2**31, used)
+            leftpad = index_tensor("cache_leftpad", cache_leftpad, (batch,), device)
+            check_range("cache_leftpad", leftpad, 2**31, used)
+            rows = replace(rows, leftpad=leftpad)
         return rows
 
     def padding(self, cache: Tensor, new: int = 0) -> Tensor:
@@ -124,10 +126,11 @@ class CacheRows:
             padding: bool (batch,).
         """
 
-        def zero_padding(x: Tensor | None) -> Tensor | None:
-            return None if x is None else torch.where(padding.view(-1, *[1] * (x.dim() - 1)), 0, x)
+        def zero_padding(x: Tensor) -> Tensor:
+            return torch.where(padding.view(-1, *[1] * (x.dim() - 1)), 0, x)
 
-        return CacheRows(*map(zero_padding, (self.lengths, self.batch_idx, self.leftpad, self.block_table)))
+        given = (self.batch_idx, self.leftpad, self.block_table)
+        return CacheRows(zero_padding(self.lengths), *[None if x is None else zero_padding(x) for x in given])
 
     def extended(self, new: int) -> CacheRows:
         """Return the rows with ``new`` more keys; rows of negative length stay padding."""

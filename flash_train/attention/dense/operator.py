@@ -173,10 +173,8 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     grads = iter(attention_dense_backward(dout, dlse, q, k, v, *call))
     dq, dk, dv, dslopes, dsinks = (None if x is None else next(grads) for x in (q, k, v, call.alibi_slopes, call.sinks))
     nothing: Any = [None] * len(_Call._fields)
-    call_gradients = _Call(*nothing)._replace(
-        alibi_slopes=dslopes, sinks=dsinks, mask_tensors=[None] * len(call.mask_tensors)
-    )
-    return dq, dk, dv, *call_gradients
+    of_mask: Any = [None] * len(call.mask_tensors)
+    return dq, dk, dv, *_Call(*nothing)._replace(alibi_slopes=dslopes, sinks=dsinks, mask_tensors=of_mask)
 
 
 attention_dense.register_autograd(_backward, setup_context=_setup_context)

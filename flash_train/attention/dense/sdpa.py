@@ -162,6 +162,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packi
     if packing.lengths is not None:  # non-empty entries come first: drop the empty ones
         cu_q, cu_k = cu_q[: len(packing.lengths) + 1], cu_k[: len(packing.lengths) + 1]
         longest_q = longest_k = max(packing.lengths, default=1)
+    assert longest_q is not None and longest_k is not None  # `_varlen_applies`
     band = cast(Band, spec.mask)
     window = tuple(-1 if bound is None else bound for bound in (band.left, band.right))
     options: dict[str, Any] = {"window_size": window, "scale": spec.scale}

@@ -127,6 +127,7 @@ class _Standard(torch.autograd.Function):
             capped = scores.div_(softcap).tanh_()
             scores = capped * softcap
         if slopes is not None:
+            assert distance is not None  # it is given with the slopes
             scores.addcmul_(slopes[:, :, None, None], distance, value=-1)
         if mask is not None:
             scores.masked_fill_(~mask, float("-inf"))

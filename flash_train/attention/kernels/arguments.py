@@ -106,13 +106,15 @@ def _lists(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
     There is one list for each row of blocks or, if the kernel loops over queries, for each column.
     """
     block_q, block_k = call.bounds.block
-    entries, heads, rows, columns = call.block_map.shape
+    block_map = call.block_map
+    assert block_map is not None  # `Call.has_lists`
+    entries, heads, rows, columns = block_map.shape
     if walks_keys:
         row_size, capacity = block_q, columns * (block_k // tile.block_n)
     else:
         row_size, rows, capacity = block_k, columns, rows * (block_q // tile.block_m)
-    tiles = call.block_map.new_empty((entries, heads, rows, capacity), dtype=torch.int32)
-    counts = call.block_map.new_empty((entries, heads, rows), dtype=torch.int32)
+    tiles = block_map.new_empty((entries, heads, rows, capacity), dtype=torch.int32)
+    counts = block_map.new_empty((entries, heads, rows), dtype=torch.int32)
     strides = (heads * rows if entries > 1 else 0, rows if heads > 1 else 0)
     return tiles, counts, *strides, rows, row_size, capacity
 

@@ -91,12 +91,14 @@ def launch_all(
         made: tensors allocated for this call. Their shapes, strides and dtypes must follow from the other arguments.
         options: hashable.
     """
+    first = inputs[0]
+    assert first is not None  # see `inputs` above
     key = _key(build, inputs, made, call, options)
     tensors = (*inputs, *made) if call is None else (*inputs, *made, *call.tensors)
     call_plan = None if key is None else _plans.get(key)
     if call_plan is not None:
         if call_plan.made:
-            tensors = (*tensors, *(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in call_plan.made))
+            tensors = (*tensors, *(first.new_empty(shape, dtype=dtype) for shape, dtype in call_plan.made))
         for plan in call_plan.plans:
             plan.compiled[plan.grid](*_fill_arguments(plan, tensors))
         return
@@ -143,7 +145,9 @@ def _key(
     None if they are not cached: the device is not CUDA, or the ``LaunchOptions`` allow no cached plans.
     """
     tensors = inputs if call is None else (*inputs, *call.tensors)
-    device, planning = inputs[0].device, present_options()
+    first, planning = inputs[0], present_options()
+    assert first is not None
+    device = first.device
     if device.type != "cuda" or not planning.cached_plans:
         return None
     return (

@@ -53,6 +53,7 @@ def lists_launch(call: Call, rule: MaskRule, walks_keys: bool) -> tuple[Launch, 
     if rule.tiles is None:
         return ()
     states = call.block_map
+    assert states is not None  # the lists are of its blocks
     of_entry, of_head, of_row, of_block = states.stride()
     entries, heads, rows, n_blocks = states.shape
     if not walks_keys:

@@ -114,7 +114,9 @@ def _importable_name(role: str, function: Any) -> tuple[str, str]:
         PicklingError: importing that name gives another object.
     """
     python = getattr(function, "fn", function)  # Triton's kernels hold their Python function
-    module, name = getattr(python, "__module__", None), getattr(python, "__qualname__", None)
+    # any object, such as a callable without a name: the import below raises then
+    module: Any = getattr(python, "__module__", None)
+    name: Any = getattr(python, "__qualname__", None)
     try:
         found = _imported(module, name)
     except (AttributeError, ImportError, TypeError):

@@ -144,6 +144,7 @@ def backward(
             (dq[rows], dk[rows], dv[rows]),
         )  # fmt: skip
         if dsinks is not None:
+            assert for_sinks is not None  # the sinks are given
             dsinks.add_(for_sinks)
 
     rows = held.shared.rows
@@ -160,6 +161,7 @@ def backward(
                 lse[heads, rows], sinks_of(sinks, heads), heads.start, (dq[rows, heads], None, None),
             )  # fmt: skip
             if dsinks is not None:
+                assert for_sinks is not None
                 dsinks[heads] += for_sinks
             yield group, dkeys, dvalues, held.bring_back.start(dkeys, dvalues)
         for documents in held.whole[1:]:  # while the last gradients travel

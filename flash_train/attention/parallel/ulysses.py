@@ -90,6 +90,7 @@ def backward(
     shared, ranks, entries = row.cached(SharedHeads.of), row.plan.ranks, Entries(row.row_packing)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dsinks = None if sinks is None else torch.zeros_like(sinks)
+    own_dsinks = _own(dsinks, row)  # a view
 
     def computed() -> Iterator[tuple[HeadGroup, Transfer]]:
         for group, (q_own, out_own, dout_own, k_own, v_own) in _exchanged((q, out, dout), (k, v), row):
@@ -97,8 +98,9 @@ def backward(
             dq_own, dk_own, dv_own, found = attend.backward(
                 entries, dout_own, q_own, k_own, v_own, out_own, lse[heads], mine, heads.start
             )
-            if dsinks is not None:
-                _own(dsinks, row)[heads] = found
+            if own_dsinks is not None:
+                assert found is not None  # the sinks are given
+                own_dsinks[heads] = found
             yield group, shared.to_tokens.start(dq_own, dk_own, dv_own)
 
     for group, transfer in one_ahead(computed()):

@@ -145,7 +145,7 @@ def step_of(case: ParallelCase, ranks: int, device: torch.device) -> Step:
     step = Step(
         case.shape(), case.seq_len, precision="bf16-true", memory="none", attention="flash" if on_cuda else "sdpa",
         fused=on_cuda, family=fastest_on(device).name, workspace=workspace_of(device), dims=case.dims(ranks),
-        master=case.optimizer.master, lengths=case.lengths,
+        master=case.optimizer.master or "exact", lengths=case.lengths,
     )  # fmt: skip
     limit = total_memory_of_rank(device, ranks, ranks)
     if case.memory == "auto":

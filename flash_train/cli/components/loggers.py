@@ -95,6 +95,7 @@ def log_table(
     import wandb
 
     run = _wandb_run(settings, run_dir, {})
+    assert run is not None  # only the first rank is here
     run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)})
     if files:
         run.log_artifact(_artifact(name, files))

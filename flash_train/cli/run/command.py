@@ -118,6 +118,7 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
         if config.validate_only:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=run.checkpoint, verbose=False)
         else:
+            assert step is not None  # `plan_run` made it
             if config.parallel.check and run.plan.dims.ranks > 1:
                 check_parallel(config, step, run)
             watched.begin(step, run, run_dir)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -14,10 +15,10 @@ from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.config.paths import make_folder
 from flash_train.output import LOGGER
 
-try:
-    import fcntl
-except ImportError:  # Windows
+if sys.platform == "win32":
     fcntl = None
+else:
+    import fcntl
 
 LOCK = ".lock"
 

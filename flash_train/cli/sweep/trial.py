@@ -144,9 +144,11 @@ def end_with_parent() -> None:
 
     The parent holds the other end of this process's standard input, so standard input then ends.
     """
+    stdin = sys.__stdin__
+    assert stdin is not None  # that is the pipe from the parent
 
     def wait() -> None:
-        os.read(sys.__stdin__.fileno(), 1)
+        os.read(stdin.fileno(), 1)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -176,6 +178,8 @@ class _Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        assert self.process.stdin is not None  # it is a pipe
+        self._stdin = self.process.stdin
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # it has ended
@@ -188,12 +192,12 @@ class _Child:
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL)
             self.process.wait()
-        self.process.stdin.close()
+        self._stdin.close()
 
     def result(self) -> Result:
         """The result of the process, which has ended."""
         seconds, code = time.monotonic() - self._start, self.process.returncode
-        self.process.stdin.close()
+        self._stdin.close()
         try:
             summary = json.loads((self.trial.folder / "summary.json").read_text(encoding="utf-8"))
         except FileNotFoundError:

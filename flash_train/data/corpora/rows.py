@@ -129,7 +129,9 @@ def _read_json(stream: IO[bytes], file: Path, text_field: str, errors: Errors) -
     decode = codecs.getincrementaldecoder("utf-8-sig")(_error_handler(errors)).decode
     decoder, buffer, offset, is_end, in_list = json.JSONDecoder(), "", 0, False, False
     while True:
-        offset = SEPARATORS.match(buffer, offset).end()
+        separators = SEPARATORS.match(buffer, offset)
+        assert separators is not None  # there may be none of them: it matches the empty string
+        offset = separators.end()
         if offset < len(buffer) and buffer[offset] == ("]" if in_list else "["):
             in_list, offset = not in_list, offset + 1
             continue

@@ -75,7 +75,7 @@ def walk(root: Path, skipped: SkippedFiles) -> Iterator[Entry]:
             try:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError as error:
-                skipped.add(error.strerror, _key(folder, root))
+                skipped.add(error.strerror or str(error), _key(folder, root))
                 continue
             for entry in entries:
                 key = _key(entry.path, root)
@@ -85,7 +85,7 @@ def walk(root: Path, skipped: SkippedFiles) -> Iterator[Entry]:
                 try:
                     mode = entry.stat().st_mode
                 except OSError as error:
-                    skipped.add("broken link" if entry.is_symlink() else error.strerror, key)
+                    skipped.add("broken link" if entry.is_symlink() else error.strerror or str(error), key)
                     continue
                 if stat.S_ISDIR(mode):
                     if entry.is_symlink():

@@ -212,6 +212,7 @@ class RotaryEmbedding(nn.Module):
         angles = positions[:, None] * _in_fp32(self.inv_freq, self._compute_inv_freq, device)
         cos, sin = angles.cos(), angles.sin()
         if self.scale is not None:
+            assert self.scale_base is not None  # the scale was computed because it is given
             # centred, so that the powers stay small; the product of a query and a key does not depend on the centre
             powers = (positions - seqlen // 2) / self.scale_base
             growth = _in_fp32(self.scale, self._compute_scale, device) ** powers[:, None]

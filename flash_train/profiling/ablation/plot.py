@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeGuard
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -177,11 +177,15 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
     values: list[float] = []
     n_out_of_memory = 0
     for series_name, rows in series.items():
-        trials = {row.axes["seq_len"]: row for row in rows if row.status == "ok" and _drawable(row.measured.get(name))}
-        points = {length: row.measured[name] for length, row in trials.items()}
+        trials = {
+            row.axes["seq_len"]: (row, value)
+            for row in rows
+            if row.status == "ok" and _drawable(value := row.measured.get(name))
+        }
+        points = {length: value for length, (_, value) in trials.items()}
         values += points.values()
         timed = name == "step_seconds"
-        disturbed = {length: points[length] for length, row in trials.items() if timed and row.disturbed}
+        disturbed = {length: value for length, (row, value) in trials.items() if timed and row.disturbed}
         sound = {length: value for length, value in points.items() if length not in disturbed}
         fits = fitted and len(sound) > 2  # two points fit any line
         power = fit_exponent(list(sound), list(sound.values())) if fits else None
@@ -193,7 +197,7 @@ def _panel(panel: Axes, series: Series, name: str, heading: str, fitted: bool) -
             hollow = style | {"linestyle": "", "markerfacecolor": "white"}
             panel.plot(list(disturbed), list(disturbed.values()), markersize=5, zorder=3, **hollow)
         if timed:
-            spreads = {length: row.measured.get("step_spread") or 0.0 for length, row in trials.items()}
+            spreads = {length: row.measured.get("step_spread") or 0.0 for length, (row, _) in trials.items()}
             low, high = ([x * (1 + sign * spreads[n] / 2) for n, x in points.items()] for sign in (-1, 1))
             panel.vlines(list(points), low, high, color=style["color"], linewidth=1)
             values += finite(x for x in (*low, *high) if x > 0)
@@ -220,7 +224,7 @@ def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
     """Draw a bar with its figure for each trial; for a trial that did not run, say how it ended."""
     styles = _styles(series)
     values = [row.measured.get(name) if row.status == "ok" else None for (row,) in series.values()]
-    lengths = [value if value is not None and _drawable(value) else 0.0 for value in values]
+    lengths = [value if _drawable(value) else 0.0 for value in values]
     for place, (series_name, (row,)) in enumerate(series.items()):
         color, value, length = styles[series_name]["color"], values[place], lengths[place]
         disturbed = name == "step_seconds" and row.disturbed
@@ -238,9 +242,9 @@ def _bars(panel: Axes, series: Series, name: str, heading: str) -> None:
     panel.set_axisbelow(True)
 
 
-def _drawable(value: float | None) -> bool:
+def _drawable(value: float | None) -> TypeGuard[float]:
     """Whether a logarithmic axis can show it."""
-    return bool(finite([value])) and value > 0
+    return value is not None and math.isfinite(value) and value > 0
 
 
 def _status(rows: Sequence[Row]) -> str:

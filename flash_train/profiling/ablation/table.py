@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from flash_train.profiling.ablation.repeats import combine_seeds
 from flash_train.profiling.ablation.row import DISTURBED, Row
@@ -243,19 +243,21 @@ def where_slower(rows: Sequence[Row], attention: str) -> list[str]:
     found = []
     rows = combine_seeds(rows)
     ran = [
-        row
+        (seconds, row)
         for row in rows
         if row.status == "ok"
-        and _is_finite(row.measured.get("step_seconds"))
+        and _is_finite(seconds := row.measured.get("step_seconds"))
         and not (_has_few_steps(row) or row.disturbed)
     ]
-    for own in (row for row in ran if row.axes["attention"] == attention):
-        same = [row for row in ran if row.without("attention") == own.without("attention")]
-        best = min(same, key=lambda row: row.measured["step_seconds"])
-        if best.measured["step_seconds"] < own.measured["step_seconds"]:
-            theirs, ours = (_milliseconds(row.measured["step_seconds"]) for row in (best, own))
+    for ours, own in ran:
+        if own.axes["attention"] != attention:
+            continue
+        same = [(seconds, row) for seconds, row in ran if row.without("attention") == own.without("attention")]
+        theirs, best = min(same, key=lambda pair: pair[0])
+        if theirs < ours:
             place = ", ".join(f"{name}={own.axes[name]}" for name in varying(rows) if name != "attention")
-            found.append(f"{place} ({ours} ms, {best.axes['attention']} {theirs} ms)")
+            times = f"{_milliseconds(ours)} ms, {best.axes['attention']} {_milliseconds(theirs)} ms"
+            found.append(f"{place} ({times})")
     return found
 
 
@@ -301,7 +303,7 @@ def _name(row: Row, group: Sequence[Row]) -> str:
     return " ".join(f"{name}={row.axes[name]}" for name in names)
 
 
-def _is_finite(value: float | None) -> bool:
+def _is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
@@ -337,6 +339,5 @@ def _figures(
         if column.ratio and compared:
             base = compared.get(row.without("attention"))
             theirs = base.measured.get(column.name) if base else None
-            known_both = _is_finite(value) and _is_finite(theirs) and theirs
-            figures.append(f"{value / theirs:.2f}" if known_both else "–")
+            figures.append(f"{value / theirs:.2f}" if _is_finite(value) and _is_finite(theirs) and theirs else "–")
     return figures

@@ -95,12 +95,12 @@ class MemorySnapshot(RecordingCallback):
             throughput.pause(trainer, pl_module)
         self._open.close()
         self.recording = None
-        element_bytes = lightning_compute_dtype(trainer.precision).itemsize
+        computes_in = lightning_compute_dtype(trainer.precision) or pl_module.dtype  # 64-true is not in our table
         peaks: tuple[int | None, int | None] = (None, None)
         if recording.device.type == "cuda":
             stats = torch.cuda.memory_stats(recording.device)
             peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-        profile = profile_of(recording, pl_module.model, element_bytes)
+        profile = profile_of(recording, pl_module.model, computes_in.itemsize)
         self.receive(RecordedStep(trainer.global_step, profile, *peaks, self._lengths, recording.snapshot))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:

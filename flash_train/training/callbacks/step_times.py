@@ -51,7 +51,7 @@ class StepTimes(StepCallback):
         super().on_train_start(trainer, pl_module)
         if pl_module.device.type not in ("cuda", "cpu"):
             return
-        self._clock = _Clock(pl_module.device)
+        clock = self._clock = _Clock(pl_module.device)
         self._steps = 0
         self._training = False  # the hooks also run in validation, which does not count
         self._starts: dict[Any, Any] = {}
@@ -62,18 +62,18 @@ class StepTimes(StepCallback):
         self._parts = PARTS if calls else PARTS[:-1]
         self._spans: dict[str, list[tuple[Any, Any]]] = {part: [] for part in self._parts}
         for call in calls:
-            self._watch(call)
+            self._watch(call, clock)
 
-    def _watch(self, call: nn.Module) -> None:
+    def _watch(self, call: nn.Module, clock: _Clock) -> None:
         """Time an attention call: its forward, including recomputation, and its backward."""
 
         def begin(direction: str) -> None:
             if self._training:
-                self._starts[call, direction] = self._clock.now()
+                self._starts[call, direction] = clock.now()
 
         def end(direction: str) -> None:
             if (start := self._starts.pop((call, direction), None)) is not None:
-                self._spans["attention"].append((start, self._clock.now()))
+                self._spans["attention"].append((start, clock.now()))
 
         self._handles += [
             call.register_forward_pre_hook(lambda *_: begin("forward")),

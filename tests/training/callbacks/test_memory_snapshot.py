@@ -2,7 +2,9 @@
 
 import re
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
 from flash_train.training.callbacks import MemorySnapshot
 from tests.support.training.tiny_run import TinyData, plain_trainer, tiny_module
@@ -14,6 +16,26 @@ def test_it_records_the_steps_that_are_due(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert [step.step for step in recorded] == [1, 3, 6]
     assert all(step.profile.peak_bytes > 0 for step in recorded)
+
+
+class Own(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Embedding(31, 8), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch["tokens"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_it_records_a_module_in_a_precision_that_only_lightning_has(tmp_path):
+    recorded = []
+    trainer = plain_trainer(tmp_path, MemorySnapshot(recorded.append, steps=(2,)), precision="64-true")
+    trainer.fit(Own(), datamodule=TinyData())
+    (step,) = recorded
+    assert step.profile.peak_bytes > 0
 
 
 @pytest.mark.parametrize(

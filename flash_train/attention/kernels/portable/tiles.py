@@ -47,8 +47,8 @@ class Tiles:
     dv: Tile | None = None
 
     def within(self, block_m: int, block_n: int) -> Tiles:
-        tiles = (self.forward, self.dkdv, self.dq, self.dv)
-        return Tiles(*(None if tile is None else tile.within(block_m, block_n) for tile in tiles))
+        forward, dkdv, dq = (tile.within(block_m, block_n) for tile in (self.forward, self.dkdv, self.dq))
+        return Tiles(forward, dkdv, dq, None if self.dv is None else self.dv.within(block_m, block_n))
 
 
 #: the interpreter's cost depends on programs and steps, not elements; tests must cross tile boundaries at n <= 256
