@@ -43,6 +43,23 @@ class SingleDeviceNoTeardown(SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
+#: options of `Trainer` that `build_trainer` sets, and its own argument for each
+SET_BY_OTHERS = {
+    "accumulate_grad_batches": "accumulate",
+    "check_val_every_n_epoch": "val_every",
+    "default_root_dir": "run_dir",
+    "enable_checkpointing": "checkpoints",
+    "enable_model_summary": "nothing: there is none",
+    "enable_progress_bar": "progress",
+    "log_every_n_steps": "log_every",
+    "max_epochs": "max_steps",
+    "num_sanity_val_steps": "nothing: there are none",
+    "plugins": "nothing: checkpoints are written by AtomicCheckpointIO",
+    "use_distributed_sampler": "nothing: the data module deals the rows",
+    "val_check_interval": "val_every",
+}
+
+
 def build_trainer(
     *,
     run_dir: str | Path,
@@ -99,8 +116,12 @@ def build_trainer(
         trainer_options: any other argument of `Trainer`.
 
     Raises:
+        TypeError: an option of `Trainer` that this function sets itself.
         ValueError: an argument is out of range, or the device cannot train in this precision.
     """
+    if given := sorted(SET_BY_OTHERS.keys() & trainer_options.keys()):
+        others = ", ".join(f"{name} (give {SET_BY_OTHERS[name]})" for name in given)
+        raise TypeError(f"build_trainer sets these options of Trainer itself: {others}")
     check_name("precision", precision, PRECISIONS)
     max_steps = as_integer("max_steps", max_steps, 1)
     accumulate = as_integer("accumulate", accumulate, 1)

@@ -1,10 +1,13 @@
 """What `build_trainer` adds to Lightning's `Trainer`."""
 
+import inspect
+
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, newest_checkpoint
+from flash_train.training import CausalLMModule, SingleDeviceNoTeardown, build_trainer, newest_checkpoint
+from flash_train.training.trainer import SET_BY_OTHERS
 from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
 
@@ -45,3 +48,15 @@ def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
 def test_build_trainer_refuses(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, **options)
+
+
+def test_options_that_build_trainer_sets_are_named(tmp_path):
+    message = (
+        r"sets these options of Trainer itself: max_epochs \(give max_steps\), val_check_interval \(give val_every\)$"
+    )
+    with pytest.raises(TypeError, match=message):
+        build_trainer(run_dir=tmp_path, max_steps=1, val_check_interval=3, max_epochs=3)
+    signature = inspect.signature(pl.Trainer).parameters
+    assert set(SET_BY_OTHERS) <= set(signature)
+    for name in set(signature) - set(SET_BY_OTHERS) - set(inspect.signature(build_trainer).parameters):
+        build_trainer(run_dir=tmp_path, max_steps=1, accelerator="cpu", **{name: signature[name].default})

@@ -103,6 +103,10 @@ class HubCorpus:
         """Call a loader of `datasets`; its errors are raised again as one line that begins with the key."""
         from datasets.exceptions import DatasetsError
 
+        if Path(self.dataset).expanduser().is_file():
+            raise ValueError(
+                f"data.name={self.dataset}: is a file; give its folder, or data=text data.path={self.dataset}"
+            )
         try:
             return load(self.dataset, self.config, **options)
         except (FileNotFoundError, ValueError, ConnectionError) as error:

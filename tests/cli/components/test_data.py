@@ -116,3 +116,10 @@ def test_ranks_with_other_data_are_refused(tiny, tmp_path):
     assert [process.returncode for process in processes] == [1, 1]
     assert "rank 1 reads other data than rank 0: corpus_hash " in "".join(ended), ended
     assert "Traceback" not in "".join(ended)
+
+
+def test_a_file_is_no_data_set_of_the_hub(flash_train, hub, tmp_path):
+    file = tmp_path / "set" / "train.jsonl"
+    code, lines = flash_train(*hub, f"data.name={file}")
+    assert code == 1 and len(lines) == 1, lines
+    assert f"data.name={file}: is a file; give its folder, or data=text data.path={file}" in lines[0]
