@@ -108,11 +108,11 @@ def mean_ratios(records: Records) -> str:
     for peer, cases in ratios_of_cases(records).items():
         ways = [[ratio for ratio in way if ratio] for way in zip(*cases.values(), strict=True)]
         if len(ways[0]) > 1:
-            means = joined((geometric_mean(way) if way else None for way in ways), ".2f")
-            least = joined((min(way, default=None) for way in ways), ".2f")
+            means = [f"{geometric_mean(way):.2f} x {name}" for way, name in zip(ways, DIRECTIONS, strict=True) if way]
+            least = [f"{min(way):.2f}" for way in ways if way]
             sentences.append(
-                f"Ours is {means} times as fast as {peer}, forward · backward: the geometric mean of {len(ways[0])} "
-                f"cases, with {least} at least."
+                f"Compared with {peer}, in the geometric mean of {len(ways[0])} cases: {' and '.join(means)} "
+                f"(lowest: {' and '.join(least)})."
             )
     return " ".join(sentences)
 
