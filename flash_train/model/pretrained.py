@@ -161,8 +161,8 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
             raise ValueError(f"init_from={path}: {key}={values[key]!r} is not supported; only {plain!r} is")
     if values.get("quantization_config"):
         raise ValueError(f"init_from={path}: the weights are quantized; give a model in bf16, fp16 or fp32")
-    rope = rope_parameters(values)
     try:
+        rope = rope_parameters(values)
         n_heads, width = values["num_attention_heads"], values["hidden_size"]
         return ModelConfig(
             name=Path(path).name or "llama",
@@ -180,12 +180,17 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
         )
     except KeyError as error:
         raise ValueError(f"init_from={path}: config.json lacks {error.args[0]}") from None
+    except TypeError as error:
+        raise ValueError(f"init_from={path}: config.json has a value of the wrong type: {error}") from error
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters of a config.json, with the defaults that `transformers` fills in."""
     # Where both are given, `transformers` takes rope_scaling, which a model card may tell its users to add.
-    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"rope_scaling is {given!r}, and must be an object")
+    rope = dict(given)
     if _rope_type(rope) in ("yarn", "llama3"):
         length = values.get("max_position_embeddings") or LLAMA_LENGTH
         original = rope.get("original_max_position_embeddings") or length

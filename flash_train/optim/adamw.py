@@ -178,7 +178,8 @@ class AdamW(torch.optim.AdamW):
                 numbers=[numbers[weight] for weight in weights],
                 part=part_of(weights[0]),
                 step=step,
-                **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                lr=float(group["lr"]),  # it may be a tensor
+                **{name: group[name] for name in ("betas", "eps", "weight_decay")},
                 seed=self.defaults["seed"],
                 grad_scale=self.grad_scale,
             )

@@ -281,7 +281,8 @@ class CausalLMModule(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self._evaluation = EvaluationSums(self.device)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count a batch; several loaders are measured as one."""
         if self.skip_validation:
             self._evaluation.skip_batch()
             return
@@ -303,14 +304,14 @@ class CausalLMModule(pl.LightningModule):
     def on_test_epoch_start(self) -> None:
         self._evaluation = EvaluationSums(self.device)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Measure the same as validation, under `test/loss`, `test/bits_per_byte` and so on."""
         self._evaluate(batch)
 
     def on_test_epoch_end(self) -> None:
         self.log_dict(self._metrics("test"), sync_dist=True)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the logits of the next token: (batch, seq_len, vocab_size), as `forward` does for these documents.
 
         `Trainer.predict` keeps all of them, vocab_size numbers per token, unless `return_predictions=False`.

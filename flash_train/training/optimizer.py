@@ -107,6 +107,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Build AdamW for `model`: ours on a GPU and for bf16 weights, else PyTorch's AdamW, fused if the device has it."""
     groups = parameter_groups(model, config.weight_decay)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no weight to train: requires_grad is False everywhere")
     parameters = [parameter for group in groups for parameter in group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)

@@ -300,3 +300,22 @@ def test_weights_of_several_dtypes_are_saved(tmp_path):
     assert all(
         torch.equal(loaded[name], weight) and loaded[name].dtype == weight.dtype for name, weight in state.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_scaling": "linear"},
+            "config.json has a value of the wrong type: rope_scaling is 'linear', and must be",
+        ),
+        ({"rope_scaling": [1]}, "config.json has a value of the wrong type: rope_scaling is "),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "config.json has a value of the wrong type: "),
+        ({"hidden_size": "48"}, "config.json has a value of the wrong type: "),
+    ],
+)
+def test_values_of_the_wrong_type_are_named(tmp_path, changes, message):
+    llama().save_pretrained(tmp_path)
+    edit_config(tmp_path, head_dim="remove", **changes)
+    with pytest.raises(ValueError, match=f"init_from={tmp_path}: {message}"):
+        load_pretrained(tmp_path)

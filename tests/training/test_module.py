@@ -285,6 +285,19 @@ def test_validation(tmp_path):
     assert logged["val/loss"] == pytest.approx(loss, rel=1e-6)
 
 
+def test_several_loaders_are_measured_as_one(tmp_path):
+    module = tiny_module()
+    rows = [packed_row(index) for index in range(6)]
+    trainer = tiny_trainer(tmp_path, max_steps=1, accelerator="cpu")
+    loaders = [DataLoader(part, batch_size=None) for part in (rows[:2], rows[2:])]
+    (whole,) = trainer.validate(module, DataLoader(rows, batch_size=None), verbose=False)
+    results = trainer.validate(module, loaders, verbose=False)
+    assert {round(value, 6) for result in results for name, value in result.items() if name == "val/loss"} == {
+        round(whole["val/loss"], 6)
+    }
+    assert [len(part) for part in trainer.predict(module, loaders)] == [2, 4]
+
+
 def test_plain_rows_need_no_packing():
     tokens = packed_row(0)["tokens"]
     module = tiny_module(config=NO_DROPOUT)

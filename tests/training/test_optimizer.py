@@ -194,3 +194,9 @@ def test_the_norm_of_fp64_gradients_is_fp64():
     norm = total_norm(tensors, torch.device("cpu"))
     assert norm.dtype == torch.float64 and norm.item() == pytest.approx(math.sqrt(3 / 9 + 2), rel=1e-15)
     assert total_norm(tensors[1:], torch.device("cpu")).dtype == torch.float32
+
+
+def test_a_model_without_a_weight_to_train():
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="Linear has no weight to train: requires_grad is False everywhere"):
+        build_adamw(model, OptimizerConfig())
