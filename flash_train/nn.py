@@ -20,7 +20,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     The operator computes full attention, with `key_padding_mask`, and causal attention (`is_causal=True`), both with
     dropout. PyTorch's own forward computes the rest, which needs all pairs or has them as its argument: `need_weights`,
-    other masks, causal attention with padding, masks in floating point, `add_bias_kv` and `add_zero_attn`.
+    other masks, causal attention with padding, padding masks with numbers other than 0 and -inf, `add_bias_kv` and
+    `add_zero_attn`.
 
     Args:
         backend: of `flash_train.attention.attention`.
@@ -51,7 +52,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             query: (seq_len, batch, width), with `batch_first` (batch, seq_len, width), or without a batch.
             key, value: likewise; the lengths and widths may differ from the query's.
-            key_padding_mask: bool (batch, keys), True where a key is ignored.
+            key_padding_mask: bool (batch, keys), True where a key is ignored; or in floating point, -inf where a key is
+                ignored and 0 elsewhere, as `nn.TransformerEncoderLayer` passes it.
             need_weights: also return the weights of all pairs. PyTorch computes them.
             attn_mask: for `is_causal` PyTorch wants the causal mask, too; it is not read.
 
@@ -60,12 +62,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True without attn_mask: must have the causal mask, as in PyTorch")
+        ignored = _ignored_keys(key_padding_mask)
         masked = key_padding_mask is not None
         if (
             need_weights
             or (attn_mask is not None and not is_causal)
             or (is_causal and (masked or query.shape != key.shape))
-            or (key_padding_mask is not None and key_padding_mask.dtype != torch.bool)
+            or (masked and ignored is None)
             or self.bias_k is not None
             or self.add_zero_attn
         ):
@@ -75,11 +78,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         has_batch = query.dim() == 3
         if not has_batch:
             query, key, value = (x[None] for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+            ignored = None if ignored is None else ignored[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         q, k, v = self._projected(query, key, value)
-        out = self.out_proj(self._attend(q, k, v, key_padding_mask, is_causal).flatten(-2))
+        out = self.out_proj(self._attend(q, k, v, ignored, is_causal).flatten(-2))
         if not has_batch:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
@@ -105,3 +108,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         boundaries_q = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
         packing = Packing(boundaries_q, boundaries_k)
         return attention(q.flatten(0, 1), k, v, spec, packing=packing, backend=self.backend).view(q.shape)
+
+
+def _ignored_keys(mask: Tensor | None) -> Tensor | None:
+    """Return a padding mask as bool, True where a key is ignored; None if it has other numbers than 0 and -inf."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    ignored = mask == float("-inf")
+    return ignored if bool((ignored | (mask == 0)).all()) else None

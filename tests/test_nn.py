@@ -78,6 +78,21 @@ def test_the_operator_runs_what_needs_no_matrix(monkeypatch):
     assert [(type(spec.mask).__name__, spec.dropout) for spec in calls] == [("Full", 0.1), ("Causal", 0.1), ("Full", 0)]
     own(x, x, x)
     assert len(calls) == 3
+    same(*pair(batch_first=True), x, x, x, need_weights=False, key_padding_mask=torch.randn(2, 9))
+    assert len(calls) == 3  # any numbers: added to the logits, by PyTorch
+
+
+def test_an_encoder_layer_with_padding_runs_the_operator(monkeypatch):
+    """It passes the mask on in floating point."""
+    calls = []
+    plain = ours.attention
+    monkeypatch.setattr(ours, "attention", lambda *a, **o: calls.append(o["packing"]) or plain(*a, **o))
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    layer.self_attn = MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    padding[1, 5:] = True
+    layer(torch.randn(3, 9, 32), src_key_padding_mask=padding)
+    assert [packing.cu_seqlens_k.tolist() for packing in calls] == [[0, 9, 14, 23]]
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
