@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError, is_out_of_memory
+from flash_train.cli.config.paths import holds_checkpoint
 from flash_train.cli.memory.check import alternatives, flash_runs, total_memory_of
 from flash_train.cli.run.build import Run
 from flash_train.cli.run.report import finish
@@ -69,7 +70,10 @@ def known_failures(config: DictConfig) -> Iterator[WatchedRun]:
         raise UsageError(str(error)) from error
     except DataError as error:
         # The message of a worker process begins with its traceback.
-        raise UsageError(str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]) from error
+        text = str(error).strip().splitlines()[-1].rpartition("DataError: ")[2]
+        if watched.run_dir is not None and holds_checkpoint(watched.run_dir):
+            text += f"; once it is repaired, run_dir={watched.run_dir} resume=last continues the run"
+        raise UsageError(text) from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

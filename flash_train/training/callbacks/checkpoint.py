@@ -98,6 +98,8 @@ def _load(path: str | os.PathLike[str], *, weights: bool) -> dict[str, Any]:
 class StepCheckpoint(StepCallback, Checkpoint):
     """Saves `step-000100.ckpt` every `every` optimizer steps, and whenever training is about to stop.
 
+    It also saves if the next batch cannot be read, where training has one process: no other one is within a step then.
+
     It replaces `ModelCheckpoint`. It keeps no list of checkpoints but reads the folder, so it also counts checkpoints
     that earlier runs left there. If a checkpoint cannot be written, for example because the disk is full, it prints a
     line, keeps the older ones, and training continues; it tries again when training ends.
@@ -130,6 +132,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self.keep = as_integer("keep", keep, 1, or_none="or null to keep all")
         self.unsaved: str | None = None
         self._saved_step = 0
+        self._in_batch = False
         self._branch = 0
         self._writer = BackgroundWriter() if asynchronous else None
         self._writing: Path | None = None  # the checkpoint that the thread writes
@@ -143,13 +146,26 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        self._saved_step = trainer.global_step
+        self._saved_step, self._in_batch = trainer.global_step, False
         if trainer.is_global_zero:
             remove_temporary(self.folder, ["step-"])  # from a run that was killed while it wrote
             later = [path for path in checkpoints_by_step(self.folder) if step_of(path) > trainer.global_step]
             branches = [order[0] for path in later if (order := branch_and_step(path)) is not None]
             if branches:
                 self._branch = max(self._branch, max(branches) + 1)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._in_batch = True
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._in_batch = False
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        is_whole = trainer.training and not self._in_batch and trainer.global_step not in (0, self._saved_step)
+        if isinstance(exception, Exception) and is_whole and trainer.world_size == 1:
+            self.save(trainer)
+            self._await_written(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         step = trainer.global_step

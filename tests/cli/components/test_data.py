@@ -104,6 +104,9 @@ def test_a_stream_that_breaks_later_ends_in_one_line(flash_train, hub, tmp_path,
     assert code == 1 and len(lines) == 1, lines
     assert "the next documents of the stream cannot be read: data.path: " in lines[0]
     assert "train-00001-of-00002.jsonl cannot be read as jsonl: line 2" in lines[0]
+    assert f"; once it is repaired, run_dir={tmp_path / 'run'} resume=last continues the run" in lines[0]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name > "step-000001.ckpt"
 
 
 def test_ranks_with_other_data_are_refused(tiny, tmp_path):

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from flash_train.training import AtomicCheckpointIO, StepCheckpoint, newest_checkpoint
+from flash_train.training import AtomicCheckpointIO, CausalLMModule, StepCheckpoint, newest_checkpoint
 from flash_train.training.callbacks.checkpoint import _save
-from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
+from tests.support.training.tiny_run import TinyData, packed_row, tiny_module, tiny_trainer
 
 
 def names(folder):
@@ -216,3 +216,40 @@ def test_multiples_that_a_batch_steps_over_are_saved(tmp_path):
     )  # fmt: skip
     trainer.fit(TwoOptimizers(), torch.utils.data.DataLoader(range(8)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06}.ckpt" for step in (5, 9, 13, 15)]
+
+
+class Breaks(torch.utils.data.IterableDataset):
+    """Rows; the one with number `good` cannot be read."""
+
+    def __init__(self, good):
+        self.good = good
+
+    def __iter__(self):
+        for index in range(100):
+            if index == self.good:
+                raise OSError("this row cannot be read")
+            yield packed_row(index)
+
+
+@pytest.mark.parametrize(("accumulate", "workers"), [(1, 0), (1, 1), (2, 0)])
+def test_rows_that_cannot_be_read_leave_a_checkpoint(tmp_path, accumulate, workers):
+    """The steps before are not lost. Lightning reads a batch ahead, so the last good row is not trained on."""
+
+    def fit(good, **options):
+        trainer = tiny_trainer(tmp_path, max_steps=8, accumulate=accumulate)
+        loader = torch.utils.data.DataLoader(Breaks(good), batch_size=None, num_workers=workers)
+        trainer.fit(tiny_module(), loader, **options)
+        return trainer.global_step
+
+    with pytest.raises(OSError, match="this row cannot be read"):
+        fit(6 * accumulate)  # with accumulate=2 within a step
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert path.name == "step-000005.ckpt"
+    assert fit(100, ckpt_path=path, weights_only=True) == 8
+
+
+def test_an_error_within_a_batch_leaves_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(CausalLMModule, "on_before_zero_grad", lambda module, _: 1 / (module.global_step < 3))
+    with pytest.raises(ZeroDivisionError):
+        tiny_trainer(tmp_path, max_steps=8).fit(tiny_module(), datamodule=TinyData())
+    assert not (tmp_path / "checkpoints").exists()
