@@ -165,6 +165,32 @@ def test_what_a_replay_would_leave_out(kind, callbacks, says):
     assert CudaGraph().obstacle(trainer, module, 32).startswith(says)
 
 
+def hook_weight(module):
+    module.model.norm.weight.register_hook(lambda gradient: None)
+
+
+def hook_sum(module):
+    module.model.norm.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def hook_module(module):
+    module.model.blocks[1].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("add", "says"),
+    [(hook_weight, "model.norm.weight"), (hook_sum, "model.norm.weight"), (hook_module, "model.blocks.1")],
+)
+def test_hooks_prevent_a_graph(add, says):
+    trainer = SimpleNamespace(
+        strategy=SingleDeviceStrategy(torch.device("cuda", 0)), callbacks=[], precision_plugin=None
+    )
+    module = CausalLMModule(NO_DROPOUT, OptimizerConfig(), attention="sdpa")
+    assert CudaGraph().obstacle(trainer, module, 32).startswith("attention=sdpa needs the lengths")
+    add(module)
+    assert CudaGraph().obstacle(trainer, module, 32) == f"{says} has hooks, which a replay would not call"
+
+
 class Unfreezing(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         pl_module.model.embedding.weight.requires_grad_(False)

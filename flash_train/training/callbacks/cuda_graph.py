@@ -48,6 +48,8 @@ class CudaGraph(Callback):
             return f"{type(model).__name__} is no Transformer of flash_train"
         if own := _changed_methods(pl_module):
             return f"{type(pl_module).__name__} has a {own} of its own, which a replay would leave out"
+        if name := _hooked(pl_module):
+            return f"{name} has hooks, which a replay would not call"
         if find_callback(trainer, GradientAccumulationScheduler):
             return "GradientAccumulationScheduler changes the number of micro-batches in a step"
         if not uses_own_kernels(model.attention, device, model.config.head_dim):
@@ -100,3 +102,15 @@ def _changed_methods(pl_module: Any) -> str | None:
     names = ("training_step", "backward", "loss_with_sums", "model_arguments")
     changed = [name for name in names if getattr(type(pl_module), name, None) is not getattr(CausalLMModule, name)]
     return " and ".join(changed) or None
+
+
+def _hooked(pl_module: Any) -> str | None:
+    """Return the name of a weight or module with hooks on its forward or gradient, such as W&B's `watch` adds."""
+    for name, weight in pl_module.named_parameters():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return str(name)
+    for name, module in pl_module.named_modules():
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(module, kind) for kind in hooks):
+            return name or type(module).__name__
+    return None
