@@ -85,6 +85,7 @@ class Packed:
     def _exchange(self) -> Transfer:
         receive, send, group = list(self.route.receive), list(self.route.send), self.route.group
         work = dist.all_to_all_single(self.received, self.sent, receive, send, group=group, async_op=True)
+        assert work is not None  # async_op=True gives one
         return Transfer(self.parts, work, self.sent)
 
 
