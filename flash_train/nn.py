@@ -62,15 +62,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True without attn_mask: must have the causal mask, as in PyTorch")
-        ignored = _ignored_keys(key_padding_mask)
-        masked = key_padding_mask is not None
+        ignored, masked = None, key_padding_mask is not None
         if (
             need_weights
             or (attn_mask is not None and not is_causal)
             or (is_causal and (masked or query.shape != key.shape))
-            or (masked and ignored is None)
             or self.bias_k is not None
             or self.add_zero_attn
+            or (masked and (ignored := _ignored_keys(key_padding_mask)) is None)  # last, as it reads a mask of numbers
         ):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal

@@ -11,7 +11,7 @@ from flash_train.checks import Allowed, as_integer, check, check_name, within
 from flash_train.data.cache import TokenCache, tokenize
 from flash_train.data.corpora.corpus import Corpus, check_corpus
 from flash_train.data.dataset import Batch, PackedRows, PlacedRows
-from flash_train.data.errors import check_equal_on_ranks
+from flash_train.data.errors import DataError
 from flash_train.data.loading import BatchStream
 from flash_train.data.notice import say
 from flash_train.data.order.consumed import ConsumedRows
@@ -30,6 +30,7 @@ from flash_train.data.split import check_val_fraction
 from flash_train.data.stream import StreamedRows, StreamingCorpus
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, check_tokenizer
 from flash_train.data.validation import Validated, ValidationRows
+from flash_train.distributed.agreement import difference_between_ranks
 from flash_train.distributed.dims import data_share
 
 ROW_COST = Allowed(
@@ -202,7 +203,8 @@ class PackedDataModule(lightning.LightningDataModule):
             self._order = TrainingOrder(self._train, seq_len=self.seq_len, seed=self.seed)
         if self.trainer is not None and not self._is_compared:
             self._is_compared = True
-            check_equal_on_ranks(self._identity())
+            if difference := difference_between_ranks(self._identity()):
+                raise DataError(f"the ranks read different data: {difference}; give all of them equal files")
 
     def train_dataloader(self) -> BatchStream | DataLoader:
         """Return endless batches, from the first row that is not consumed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +114,12 @@ def summary(found: dict[str, Any]) -> str:
     return line
 
 
-def _sums(kernels: Iterable[Kernel], label: str, key: Any) -> list[dict[str, Any]]:
+def _sums(kernels: Iterable[Kernel], label: str, key: Callable[[Kernel], str]) -> list[dict[str, Any]]:
+    """Add up the kernels with the same key, which is the entry `label` of their sum; the longest first."""
     found: dict[str, dict[str, Any]] = {}
     for kernel in kernels:
-        one = found.setdefault(key(kernel), {label: key(kernel), "seconds": 0.0, "launches": 0})
+        name = key(kernel)
+        one = found.setdefault(name, {label: name, "seconds": 0.0, "launches": 0})
         one["seconds"] += kernel.seconds
         one["launches"] += 1
     return sorted(found.values(), key=lambda one: -one["seconds"])

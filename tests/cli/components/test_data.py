@@ -117,7 +117,7 @@ def test_ranks_with_other_data_are_refused(tiny, tmp_path):
     processes = start_ranks("flash_train.cli.train", 2, *tiny, path, "trainer.devices=2", "parallel=ddp")
     ended = ["".join(process.communicate(timeout=200)) for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    assert "rank 1 reads other data than rank 0: corpus_hash " in "".join(ended), ended
+    assert "the ranks read different data: rank 1 has other values than rank 0: corpus_hash " in "".join(ended), ended
     assert "Traceback" not in "".join(ended)
 
 
