@@ -38,6 +38,7 @@ SETTINGS = {
     "accumulate": "accumulate",
     "cuda_graph": "trainer.cuda_graph",
 }
+LATER_AXES = {"parallel": "auto"}  # axes that records of earlier versions lack, and what ran then
 ABLATION, LOSSES, FIND_MAX = "ablation.csv", "ablation_losses.csv", "find_max.json"
 
 Records = list[dict[str, Any]]
@@ -103,8 +104,9 @@ def collect_ablation(run_dir: Path, commit: str | None) -> Records:
 
 def join_trials(records: Records) -> Records:
     """Join several ablations, ordered by axis values, lengths ascending. If a trial occurs twice, the last counts."""
-    if any(SEED in record["axes"] for record in records):
-        records = list(map(_with_seed, records))
+    most = sorted((record["axes"] for record in records), key=len, reverse=True)
+    names = list(dict.fromkeys(name for axes in most for name in axes))
+    records = [record | {"axes": {name: _axis_value(record, name) for name in names}} for record in records]
     trials = {tuple(record["axes"].items()): record for record in records}
     values: dict[str, list[Any]] = {}
     for record in trials.values():
@@ -116,12 +118,11 @@ def join_trials(records: Records) -> Records:
     return sorted(trials.values(), key=lambda r: [values[axis].index(value) for axis, value in r["axes"].items()])
 
 
-def _with_seed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with its seed among its axes; records of earlier versions have it in their settings only."""
-    if SEED in record["axes"]:
-        return record
-    seed = next(text.partition("=")[2] for text in record["settings"] if text.startswith(f"{SEED}="))
-    return record | {"axes": {SEED: int(seed), **record["axes"]}}
+def _axis_value(record: dict[str, Any], axis: str) -> Any:
+    """The value of an axis; records of earlier versions have the seed in their settings only."""
+    if axis in record["axes"] or axis != SEED:
+        return record["axes"].get(axis, LATER_AXES.get(axis))
+    return int(next(text.partition("=")[2] for text in record["settings"] if text.startswith(f"{SEED}=")))
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Steps over short rows are launch-bound: a thousand kernels are launched for each. All batches of a run have the same
 shape, and this project's kernels read the documents' boundaries on the device. So the launches of one micro-batch are
 captured (`torch.cuda.CUDAGraph`), and replayed for every later batch, which is copied to where the captured one was.
-The optimizer's step and everything around it run as without graphs.
+The optimizer's step and everything around it run as without graphs. Other attention is launched for the documents'
+lengths, so its graph serves batches with the same lengths.
 
 A replay reads the present state of PyTorch's generator, so it draws the random numbers of a run without graphs.
 """
@@ -53,6 +54,7 @@ class StepGraph:
     Args:
         loss: returns the loss of a batch to run backward from, and the sums that it came from.
         parameters: the weights.
+        by_lengths: whether a batch must have documents of the same lengths, too.
         required: whether a failed capture is an error. If not, a message says so, and the run continues without graphs.
         capture: how to capture; tests on a CPU give another.
     """
@@ -62,10 +64,11 @@ class StepGraph:
         loss: Callable[[Batch], tuple[Tensor, Sums]],
         parameters: Sequence[nn.Parameter],
         *,
+        by_lengths: bool = False,
         required: bool = True,
         capture: Capture | None = None,
     ) -> None:
-        self._loss, self._required = loss, required
+        self._loss, self._by_lengths, self._required = loss, by_lengths, required
         self._all = list(parameters)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._capture = capture or CudaCapture()
@@ -89,7 +92,7 @@ class StepGraph:
             return None
         if self._batch is None:
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
-        elif _shapes(self._batch) != _shapes(batch):
+        elif not self._serves(batch, self._batch):
             return None
         for name, x in batch.items():
             if isinstance(x, Tensor):
@@ -118,6 +121,10 @@ class StepGraph:
             raise error
         self.release()
         LOGGER.warning("trainer.cuda_graph=auto: runs without a CUDA graph (%s)", str(error).partition("\n")[0])
+
+    def _serves(self, batch: Batch, captured: Batch) -> bool:
+        same_lengths = not self._by_lengths or batch.get("lengths") == captured.get("lengths")
+        return same_lengths and _shapes(batch) == _shapes(captured)
 
     def _are_given(self) -> bool:
         pairs = zip(self._parameters, self._gradients or (), strict=False)

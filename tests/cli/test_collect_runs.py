@@ -164,6 +164,13 @@ def test_an_ablation_without_a_seed_axis_is_joined_with_one_that_has_it():
     ]
 
 
+def test_an_ablation_without_the_axis_of_parallel_plans_is_measured_again():
+    old = {"axes": {"seq_len": 64, "attention": "flash"}, "status": "failed", "settings": ["seed=3"]}
+    new = {"axes": {"seed": 3, "seq_len": 64, "parallel": "auto", "attention": "flash"}, "status": "ok"}
+    other = {"axes": {"seed": 3, "seq_len": 64, "parallel": "none", "attention": "flash"}, "status": "ok"}
+    assert join_trials([old, new, other]) == [new, other]
+
+
 def test_searches_become_a_record_and_pages(tmp_path):
     rows = [
         LongestRow("flash", "none", Longest(65536, 66560, ((65536, True), (66560, False))), 66000, 139.2, True, 2**20),

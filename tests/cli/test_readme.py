@@ -193,7 +193,7 @@ def test_an_ablation_says_which_trials_have_a_graph():
     whole, split = trial(4096, "flash", 1.0), trial(16384, "flash", 1.0, forward_seconds=0.5)
     assert about_graphs([whole]) == ""
     assert about_graphs([split]).startswith("The trials split each step into its parts")
-    assert about_graphs([split, whole]).startswith("Rows of up to 4,096 tokens run as in a training, `flash` with a")
+    assert about_graphs([split, whole]).startswith("Trials without such parts ran as a training does")
 
 
 def test_memory_results_fill_every_part(results):

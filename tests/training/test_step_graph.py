@@ -57,10 +57,14 @@ class Rerun:
 class Replaying(pl.Callback):
     """Gives a module on a CPU a graph."""
 
+    def __init__(self, **options):
+        self.options = options
+
     def on_train_start(self, trainer, pl_module):
         parameters = [*pl_module.parameters()]
         self.capture = Rerun(parameters)
-        pl_module.step_graph = StepGraph(pl_module.loss_with_sums, parameters, required=False, capture=self.capture)
+        options = {"required": False, "capture": self.capture, **self.options}
+        pl_module.step_graph = StepGraph(pl_module.loss_with_sums, parameters, **options)
 
 
 class Results(pl.Callback):
@@ -105,6 +109,28 @@ def test_batches_of_another_shape_run_without_a_graph():
     for accumulate in (1, 2):
         batches = [plain_row(index) if index % 3 else long for index in range(1, 6 * accumulate + 1)]
         assert_same(fit(batches, Replaying(), accumulate=accumulate), fit(batches, accumulate=accumulate))
+
+
+def one_document_row(index):
+    row = packed_row(index)
+    n = row["tokens"].shape[1]
+    return {
+        **row,
+        "positions": torch.arange(n)[None],
+        "cu_seqlens": torch.tensor([0] + [n] * 5, dtype=torch.int32),
+        "lengths": (n,),
+    }
+
+
+def test_a_graph_of_attention_that_reads_lengths_serves_the_same_lengths():
+    same = [one_document_row(index) for index in range(8)]
+    replaying = Replaying(by_lengths=True)
+    assert_same(fit(same, replaying, max_steps=8), fit(same, max_steps=8))
+    assert replaying.capture.replays == 8 - WARM_UP
+
+    mixed = [packed_row(index) if index in (4, 6) else row for index, row in enumerate(same)]
+    assert_same(fit(mixed, replaying, max_steps=8), fit(mixed, max_steps=8))
+    assert replaying.capture.replays == 8 - WARM_UP - 2
 
 
 def test_a_capture_that_fails(caplog):
@@ -165,6 +191,22 @@ def test_what_a_replay_would_leave_out(kind, callbacks, says):
     assert CudaGraph().obstacle(trainer, module, 32).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("attention", "dropout", "says"),
+    [
+        ("sdpa", 0.1, None), ("standard", 0.1, None), ("chunked", 0.0, None),
+        ("chunked", 0.1, "attention=chunked with dropout reads the generator's state within a step"),
+    ],
+)  # fmt: skip
+def test_rows_of_one_document_are_captured_with_any_attention(attention, dropout, says):
+    strategy = SingleDeviceStrategy(torch.device("cuda", 0))
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[], precision_plugin=None)
+    module = CausalLMModule(tiny_config(attention_dropout=dropout), OptimizerConfig(), attention=attention)
+    graph = CudaGraph()
+    assert graph.obstacle(trainer, module, 32, one_document_rows=True) == says
+    assert graph.obstacle(trainer, module, 32).startswith(f"attention={attention} needs the lengths of a batch's")
+
+
 def hook_weight(module):
     module.model.norm.weight.register_hook(lambda gradient: None)
 
@@ -222,20 +264,40 @@ def test_graphs_with_recomputation(tmp_path, memory):
     _compare_on_gpu(tmp_path, precision="bf16-true", accumulate=2, dropout=0.0, memory=memory)
 
 
-def _compare_on_gpu(tmp_path, *, precision, accumulate, dropout, memory="none"):
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sdpa", "standard", "chunked"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_graphs_of_attention_that_reads_lengths(tmp_path, attention, dropout):
+    if attention == "chunked" and dropout:
+        pytest.skip("chunked attention with dropout cannot be captured")
+    _compare_on_gpu(tmp_path, precision="bf16-true", accumulate=2, dropout=dropout, attention=attention)
+
+
+class RowsOfATest(pl.LightningDataModule):
+    def __init__(self, rows, packing):
+        super().__init__()
+        self.rows, self.packing = rows, packing
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, batch_size=None)
+
+
+def _compare_on_gpu(tmp_path, *, precision, accumulate, dropout, memory="none", attention="triton"):
     config = tiny_config(head_dim=64, width=128, attention_dropout=dropout, residual_dropout=dropout, vocab_size=31)
-    batches = [packed_row(index) for index in range(8 * accumulate)]
+    row = packed_row if attention == "triton" else one_document_row
+    packing = "best_fit" if attention == "triton" else "concat"
+    data = RowsOfATest([row(index) for index in range(8 * accumulate)], packing)
     found, captured = [], []
     for mode in (True, False):
         torch.manual_seed(0)
-        module = CausalLMModule(config, OptimizerConfig(lr=1e-2, warmup_steps=2), attention="triton", memory=memory)
+        module = CausalLMModule(config, OptimizerConfig(lr=1e-2, warmup_steps=2), attention=attention, memory=memory)
         results = Results()
         watch = [Watch(captured)] if mode else []
         trainer = build_trainer(
             run_dir=tmp_path / str(mode), max_steps=8, accumulate=accumulate, precision=precision, accelerator="cuda",
             checkpoints=False, progress=False, cuda_graph=mode, limit_val_batches=0, callbacks=[results, *watch],
         )  # fmt: skip
-        trainer.fit(module, DataLoader(batches, batch_size=None))
+        trainer.fit(module, data)
         found.append((results.steps, [parameter.detach().cpu() for parameter in module.parameters()]))
     assert_same(*found)
     assert captured[-1] == (1 if accumulate == 1 else 2)

@@ -111,7 +111,8 @@ def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, modul
     graph, on_cuda = find_callback(trainer, CudaGraph), trainer.strategy.root_device.type == "cuda"
     if graph is None or graph.mode is False or (graph.mode == "auto" and not on_cuda):
         return None  # on a CPU nobody expects a graph of `auto`
-    obstacle = graph.obstacle(trainer, module, step.row_tokens)
+    one_document_rows = config.data.packing == "concat"
+    obstacle = graph.obstacle(trainer, module, step.row_tokens, one_document_rows=one_document_rows)
     if config.callbacks.memory_snapshot.every:
         obstacle = obstacle or "callbacks.memory_snapshot needs the launches of a step one by one"
     if graph.mode == "auto":

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -35,8 +36,12 @@ class CudaGraph(Callback):
         check("cuda_graph", mode, AUTO_OR_BOOL)
         self.mode = mode
 
-    def obstacle(self, trainer: Trainer, pl_module: Any, tokens: int) -> str | None:
-        """Return what prevents a capture of micro-batches with so many tokens, or None."""
+    def obstacle(self, trainer: Trainer, pl_module: Any, tokens: int, *, one_document_rows: bool = False) -> str | None:
+        """Return what prevents a capture of micro-batches with so many tokens, or None.
+
+        Args:
+            one_document_rows: whether each row is one document, as `data.packing=concat` makes it.
+        """
         if self.mode is False:
             return "it is false"
         model, device = getattr(pl_module, "model", None), trainer.strategy.root_device
@@ -52,8 +57,12 @@ class CudaGraph(Callback):
             return f"{name} has hooks, which a replay would not call"
         if find_callback(trainer, GradientAccumulationScheduler):
             return "GradientAccumulationScheduler changes the number of micro-batches in a step"
-        if not uses_own_kernels(model.attention, device, model.config.head_dim):
-            return f"attention={model.attention} needs the lengths of a batch's documents on the host"
+        if _reads_lengths(model, device) and not one_document_rows:
+            return (
+                f"attention={model.attention} needs the lengths of a batch's documents, which data.packing=concat fixes"
+            )
+        if model.attention == "chunked" and model.config.attention_dropout > 0:
+            return "attention=chunked with dropout reads the generator's state within a step"
         if has_compiled_blocks(pl_module):
             return "compiled layers have launches of their own"
         if pl_module.optimizer_config.in_backward:
@@ -74,12 +83,16 @@ class CudaGraph(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         data = getattr(trainer, "datamodule", None)
         tokens = getattr(data, "batch_size", 0) * getattr(data, "seq_len", 0)
-        obstacle = self.obstacle(trainer, pl_module, tokens)
+        one_document_rows = getattr(data, "packing", None) == "concat"
+        obstacle = self.obstacle(trainer, pl_module, tokens, one_document_rows=one_document_rows)
         if obstacle and self.mode is True:
             raise ValueError(f"cuda_graph=true: {obstacle}; allowed: auto or false")
         if obstacle is None:
             pl_module.step_graph = StepGraph(
-                pl_module.loss_with_sums, [*pl_module.parameters()], required=self.mode is True
+                pl_module.loss_with_sums,
+                [*pl_module.parameters()],
+                by_lengths=_reads_lengths(pl_module.model, trainer.strategy.root_device),
+                required=self.mode is True,
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -93,6 +106,11 @@ class CudaGraph(Callback):
         if graph := getattr(pl_module, "step_graph", None):
             graph.release()
             pl_module.step_graph = None
+
+
+def _reads_lengths(model: Transformer, device: torch.device) -> bool:
+    """Whether the host must know the documents' lengths to launch the attention."""
+    return not uses_own_kernels(model.attention, device, model.config.head_dim)
 
 
 def _changed_methods(pl_module: Any) -> str | None:
