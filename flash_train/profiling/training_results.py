@@ -164,11 +164,18 @@ def kernels_table(records: Records) -> str:
     idle = [max(0.0, record["step_seconds"] - record["busy_seconds"]) for record in records]
     rows.append(("no kernel runs", *(f"{1e3 * seconds:.1f}" for seconds in idle)))
     rows.append(("whole step", *(f"{1e3 * record['step_seconds']:.1f}" for record in records)))
+    updates = [run["optimizer"]["seconds"] if "optimizer" in run else None for run in runs]
+    shares = [
+        updated / record["step_seconds"] if updated else None for updated, record in zip(updates, records, strict=True)
+    ]
+    rows.append(("the optimizer's share", *(number(share, ".1%") for share in shares)))
     rows.append(("MFU", *(number(record["mfu"], ".1%") for record in records)))
     words = paragraph(
         f"Milliseconds of an optimizer step, and launches ({records[0]['device']}).",
         "The whole step is the median of steps that are not profiled.",
-        "" if all(map(_is_recent, records)) else "Columns with `before` are of a version without CUDA graphs.",
+        ""
+        if all(map(_is_recent, records))
+        else "Columns with `before` are of a version without CUDA graphs and without an exact master.",
     )
     return f"{words}\n{table(('kind of kernel', *map(_run_label, records)), rows)}"
 

@@ -55,15 +55,18 @@ def test_a_long_row_says_what_its_record_does_not_hold():
 def test_kernels_of_several_runs_share_a_table():
     run = {"model": "nano", "seq_len": 4096, "device": "a card", "mfu": 0.5, "step_seconds": 0.01}
     norms, products = ({"kind": kind, "seconds": 4e-3, "launches": 1000} for kind in ("norms", "matrix products"))
-    longer = products | {"seconds": 9e-3}
+    longer, updates = products | {"seconds": 9e-3}, {"kind": "optimizer", "seconds": 2e-4, "launches": 7}
     records = [
-        run | {"cuda_graph": "auto", "kernel_kinds": [norms, products], "busy_seconds": 8e-3},
+        run | {"cuda_graph": "auto", "kernel_kinds": [norms, products, updates], "busy_seconds": 8e-3},
         run | {"cuda_graph": None, "kernel_kinds": [longer], "busy_seconds": 0.011},
     ]
     text = kernels_table(records)
     assert "| kind of kernel | `nano`, 4,096, before | `nano`, 4,096 |\n" in text
     assert "| matrix products | 9.0 (1,000) | 4.0 (1,000) |\n| norms | – | 4.0 (1,000) |\n" in text
-    assert "| no kernel runs | 0.0 | 2.0 |\n| whole step | 10.0 | 10.0 |\n| MFU | 50.0% | 50.0% |\n" in text
+    assert (
+        "| no kernel runs | 0.0 | 2.0 |\n| whole step | 10.0 | 10.0 |\n| the optimizer's share | – | 2.0% |\n| MFU | 50.0% | 50.0% |\n"
+        in text
+    )
     assert "(a card)" in text and "without CUDA graphs" in text
     assert "before" not in kernels_table(records[:1])
 
