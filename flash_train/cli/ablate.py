@@ -37,8 +37,8 @@ from datetime import timedelta
 from flash_train.cli.config.errors import UnavailableError, one_line_errors
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.parallel import parallel_plan
-from flash_train.cli.run.interrupt import resumable
-from flash_train.cli.run.outcome import require_success
+from flash_train.cli.launch.interrupt import resumable
+from flash_train.cli.launch.outcome import require_success
 from flash_train.cli.sweep.plan import PlannedTrial, Sweep, plan
 from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trials
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flash_train.cli.config.errors import ArgumentParser, UsageError, blame, one_line_errors
 from flash_train.cli.config.paths import require_usable
-from flash_train.cli.run.slurm import last_checkpoint
+from flash_train.cli.launch.slurm import last_checkpoint
 from flash_train.output import LOGGER
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # PyTorch's names

@@ -13,9 +13,9 @@ from flash_train.cli.config.environment import prepare_environment, quieten_ligh
 from flash_train.cli.config.errors import UsageError, one_line_errors
 from flash_train.cli.config.overrides import CommandLine, read
 from flash_train.cli.config.paths import require_no_run
-from flash_train.cli.run.interrupt import resumable
+from flash_train.cli.launch.interrupt import resumable
+from flash_train.cli.launch.run_dir import locked
 from flash_train.cli.run.prepare import prepare
-from flash_train.cli.run.run_dir import locked
 from flash_train.cli.sweep.find_max_options import split
 
 # The first step creates the optimizer's state, the second starts with the gradients of the first; the third is typical.

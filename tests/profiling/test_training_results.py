@@ -63,10 +63,8 @@ def test_kernels_of_several_runs_share_a_table():
     text = kernels_table(records)
     assert "| kind of kernel | `nano`, 4,096, before | `nano`, 4,096 |\n" in text
     assert "| matrix products | 9.0 (1,000) | 4.0 (1,000) |\n| norms | – | 4.0 (1,000) |\n" in text
-    assert (
-        "| no kernel runs | 0.0 | 2.0 |\n| whole step | 10.0 | 10.0 |\n| the optimizer's share | – | 2.0% |\n| MFU | 50.0% | 50.0% |\n"
-        in text
-    )
+    assert "| no kernel runs | 0.0 | 2.0 |\n| whole step | 10.0 | 10.0 |\n" in text
+    assert "| the optimizer's share | – | 2.0% |\n| MFU | 50.0% | 50.0% |\n" in text
     assert "(a card)" in text and "without CUDA graphs" in text
     assert "before" not in kernels_table(records[:1])
 

@@ -1,1 +1,1 @@
-"""One training run: what it is made of, and what happens before, during and after it."""
+"""One training run: what it is made of, what happens before and during it, and the files that it leaves."""

@@ -26,10 +26,10 @@ from flash_train.cli.config.overrides import read
 from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import register_schema
 from flash_train.cli.config.validate import validate
-from flash_train.cli.run.interrupt import Interrupted
-from flash_train.cli.run.multirun import Multirun, swept_values
+from flash_train.cli.launch.interrupt import Interrupted
+from flash_train.cli.launch.multirun import Multirun, swept_values
+from flash_train.cli.launch.run_dir import locked, make_run_dir
 from flash_train.cli.run.prepare import prepare
-from flash_train.cli.run.run_dir import locked, make_run_dir
 
 if TYPE_CHECKING:
     from flash_train.cli.run.build import Run

@@ -17,9 +17,9 @@ from flash_train.cli.config.overrides import CommandLine, read
 from flash_train.cli.config.paths import require_no_run, require_usable, run_dir_of
 from flash_train.cli.config.saved_options import describe_options, with_saved_options
 from flash_train.cli.config.validate import require_files, validate
-from flash_train.cli.run.run_dir import new_folder
-from flash_train.cli.run.slurm import check_tasks, with_requeued_run
-from flash_train.cli.run.torchrun import with_started_processes
+from flash_train.cli.launch.run_dir import new_folder
+from flash_train.cli.launch.slurm import check_tasks, with_requeued_run
+from flash_train.cli.launch.torchrun import with_started_processes
 
 TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 

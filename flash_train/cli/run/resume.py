@@ -9,7 +9,7 @@ from flash_train.cli.config.errors import UsageError, blame
 from flash_train.cli.config.parallel import parallel_plan
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint, require_no_run, run_dir_of, slurm_checkpoints
 from flash_train.cli.config.saved_options import read_config
-from flash_train.cli.run.slurm import last_checkpoint
+from flash_train.cli.launch.slurm import last_checkpoint
 from flash_train.distributed.checkpoint import is_sharded_checkpoint
 from flash_train.records import read_column
 from flash_train.training import CausalLMModule

@@ -12,10 +12,10 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError
 from flash_train.cli.config.overrides import CommandLine
 from flash_train.cli.config.parallel import parallel_plan
+from flash_train.cli.launch.outcome import require_success
 from flash_train.cli.memory.check import AUTO, BY_DOCUMENT, host_memory_of_rank, step_before_run, total_memory_of_rank
 from flash_train.cli.memory.choice import most_on_host
 from flash_train.cli.memory.parallel_choice import of_plan, possible_plans
-from flash_train.cli.run.outcome import require_success
 from flash_train.cli.sweep.find_max_options import Search
 from flash_train.cli.sweep.trial import Result, Trial, known_result, run_trial
 from flash_train.files import write_json, write_text

@@ -7,7 +7,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from flash_train.cli.config.errors import blame
-from flash_train.cli.run.outcome import count_statuses
+from flash_train.cli.launch.outcome import count_statuses
 from flash_train.cli.sweep.plan import TRIALS_FOLDER, PlannedTrial, Sweep
 from flash_train.cli.sweep.trial import RECORD, Result, Trial
 from flash_train.files import write_text

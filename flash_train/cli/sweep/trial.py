@@ -23,8 +23,8 @@ from typing import Any
 from flash_train.cli.config.environment import WANDB_RUN_VARIABLES
 from flash_train.cli.config.errors import OUT_OF_MEMORY, UsageError
 from flash_train.cli.config.overrides import quote
+from flash_train.cli.launch.outcome import STATUS_OF_EXIT, Status
 from flash_train.cli.run.command import train_command
-from flash_train.cli.run.outcome import STATUS_OF_EXIT, Status
 from flash_train.files import write_json
 from flash_train.output import PREFIX
 

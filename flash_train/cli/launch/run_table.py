@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_train.cli.run.outcome import Status
+from flash_train.cli.launch.outcome import Status
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from lightning.pytorch import Trainer
 from flash_train.cli.config.errors import OutOfMemoryError, UsageError
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.pages import OUT_OF_MEMORY
-from flash_train.cli.run.interrupt import Interrupted
-from flash_train.cli.run.multirun import Multirun, swept_values
-from flash_train.cli.run.run_table import EndedRun, run_table
+from flash_train.cli.launch.interrupt import Interrupted
+from flash_train.cli.launch.multirun import Multirun, swept_values
+from flash_train.cli.launch.run_table import EndedRun, run_table
 from flash_train.training import CausalLMModule
 from flash_train.training.callbacks import StopAfter
 
@@ -138,7 +138,7 @@ def test_runs_are_named_by_their_swept_keys():
 def test_a_sweep_ends_with_a_table_of_its_runs(flash_train, tiny, capsys, monkeypatch):
     printed = []
     monkeypatch.setattr(
-        "flash_train.cli.run.multirun.run_table", lambda runs: printed.append(run_table(runs)) or printed[-1]
+        "flash_train.cli.launch.multirun.run_table", lambda runs: printed.append(run_table(runs)) or printed[-1]
     )
     code, _ = flash_train("-m", *tiny, "max_steps=1", "seed=0,1", "trainer.progress_bar=false")
     assert code == 0

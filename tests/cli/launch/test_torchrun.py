@@ -4,7 +4,7 @@ import pytest
 
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.overrides import read
-from flash_train.cli.run.torchrun import with_started_processes
+from flash_train.cli.launch.torchrun import with_started_processes
 
 STARTED = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "6"}
 

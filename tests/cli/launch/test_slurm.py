@@ -9,7 +9,7 @@ import torch
 
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.paths import run_dir_of, slurm_checkpoints
-from flash_train.cli.run.slurm import last_checkpoint, with_requeued_run
+from flash_train.cli.launch.slurm import last_checkpoint, with_requeued_run
 
 JOB = {
     **{"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1234"},

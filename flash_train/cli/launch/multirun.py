@@ -9,9 +9,9 @@ from pathlib import Path
 
 from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError, helpful_page, line_of
 from flash_train.cli.config.overrides import CommandLine, parse
-from flash_train.cli.run.interrupt import Interrupted, signals
-from flash_train.cli.run.outcome import STATUS_OF_EXIT, Status, require_success
-from flash_train.cli.run.run_table import EndedRun, run_table
+from flash_train.cli.launch.interrupt import Interrupted, signals
+from flash_train.cli.launch.outcome import STATUS_OF_EXIT, Status, require_success
+from flash_train.cli.launch.run_table import EndedRun, run_table
 from flash_train.output import LOGGER
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from flash_train.cli.run.run_dir import locked
+from flash_train.cli.launch.run_dir import locked
 from flash_train.output import LOGGER
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -9,16 +9,16 @@ import pytest
 
 from flash_train.cli.config.environment import is_first_process
 from flash_train.cli.config.errors import UsageError
-from flash_train.cli.run import run_dir as lock_module
-from flash_train.cli.run.interrupt import resumable
-from flash_train.cli.run.run_dir import LOCK, locked, new_folder
+from flash_train.cli.launch import run_dir as lock_module
+from flash_train.cli.launch.interrupt import resumable
+from flash_train.cli.launch.run_dir import LOCK, locked, new_folder
 from tests.support.processes import python_path
 
 ROOT = Path(__file__).parents[3]
 HOLDS = """
 import sys
 from pathlib import Path
-from flash_train.cli.run.run_dir import locked
+from flash_train.cli.launch.run_dir import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
