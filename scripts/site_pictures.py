@@ -22,7 +22,7 @@ from flash_train.attention import dropout as dropout_map
 from flash_train.attention.flops import attended_pairs
 from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper.tiles import FORWARD, ForwardTile
-from flash_train.attention.kernels.portable.tiles import Tile
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Causal, Document
 from flash_train.attention.packing import Entry
 from flash_train.attention.parallel.row_division import Piece, count_pairs

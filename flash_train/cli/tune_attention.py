@@ -20,17 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_train.attention.kernels.portable.tiles import (
-    OWN_ROWS,
-    TABLE,
-    VARIANTS,
-    Tile,
-    Tiles,
-    load_table,
-    major_of,
-    shared_memory,
-    tiles_for,
-)
+from flash_train.attention.kernels.gpu import major_of, shared_memory
+from flash_train.attention.kernels.portable.tiles import OWN_ROWS, TABLE, VARIANTS, Tiles, load_table, tiles_for
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.cli.config.errors import ArgumentParser, UnavailableError, one_line_errors
 from flash_train.files import write_text
 from flash_train.profiling.attention.tuning import (

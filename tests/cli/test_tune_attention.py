@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flash_train.attention.kernels.portable.tiles import TABLE, VARIANTS, Tile, Tiles, tiles_for
+from flash_train.attention.kernels.portable.tiles import TABLE, VARIANTS, Tiles, tiles_for
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.cli.tune_attention import best, format_table, main, merge_row, row_of, sweep, tune_row
 from flash_train.files import write_text
 from flash_train.profiling.attention.tuning import Setting, Unfit

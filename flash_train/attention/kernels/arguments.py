@@ -1,10 +1,8 @@
-"""Kernel launches, and the kernels' arguments made from a call."""
+"""The kernels' arguments, made from a call."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,53 +10,15 @@ from torch import Tensor
 
 from flash_train.attention.index_tensors import contiguous_tensor
 from flash_train.attention.kernels.call import UNUSED, Call
-from flash_train.attention.kernels.compiler_options import FEW_REGISTERS, FUSED
 from flash_train.attention.kernels.device import mask as device_mask
 from flash_train.attention.kernels.device.mask import MaskRule
 from flash_train.attention.kernels.device.philox import Dropout
 from flash_train.attention.kernels.device.score import Score
 from flash_train.attention.kernels.device.tile import Rows, Strided
-from flash_train.attention.kernels.portable.tiles import Tile, block_d
+from flash_train.attention.kernels.tile_sizes import Tile, cdiv
 from flash_train.attention.masks import device_term
 
 LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, its grid and its arguments. It can be run or only compiled.
-
-    The launches ``first`` must run before this one. ``made`` are the arguments that were allocated with this launch and
-    that it fills.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    first: tuple[Launch, ...] = ()
-    made: tuple[Tensor, ...] = ()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The constants and the compiler's options."""
-        return FUSED | self.constants
-
-    def run(self) -> None:
-        for launch in self.first:
-            launch.start()
-        self.start()
-
-    def start(self) -> Any:
-        """Run this launch without ``first``, and return the kernel that Triton compiled.
-
-        Raises:
-            RuntimeError: ``torch.compile`` is tracing. Its tensors and numbers are fake, so that only a registered
-                operator may launch.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            raise RuntimeError(f"{self.kernel.__name__} was launched while torch.compile traces: call its operator")
-        return self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def contiguous_columns(x: Tensor) -> Tensor:
@@ -140,26 +100,15 @@ def dropout_arguments(call: Call, walked: int | None = None) -> Dropout:
     return Dropout(call.rng, call.keep_threshold, entry, head, query, key, None if whole else 1, call.origins)
 
 
-def constants(q: Tensor, head_dim_v: int, group: int, tile: Tile) -> dict[str, Any]:
-    """Return the compile-time arguments and the compiler's options of a portable kernel."""
-    head_dim = q.shape[-1]
-    return {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": block_d(head_dim),
-        "BLOCK_DV": block_d(head_dim_v),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if q.device.type == "cpu" else "bf16x6",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **(FEW_REGISTERS if q.dtype.itemsize == 2 and head_dim % 16 == 0 else {}),
-    }
+def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
+    """Return the number of programs along the rows of x: see ``device.schedule.find_tile``."""
+    if cu_seqlens is None:
+        return x.shape[0] * cdiv(x.shape[1], block)
+    return x.shape[0] // block + cu_seqlens.numel()
 
 
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make x's device the current one, because Triton launches on the current device."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
+def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
+    """Return (entries, query rows, key rows); in packed calls, the rows of the whole tensors."""
+    if call.cu_seqlens_q is None:
+        return q.shape[0], q.shape[1], k.shape[1]
+    return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]

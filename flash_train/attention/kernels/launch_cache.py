@@ -15,8 +15,8 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
+from flash_train.attention.kernels.launch import Launch
 from flash_train.attention.kernels.launch_options import present_options
 
 Build = Callable[..., Iterable[Launch]]

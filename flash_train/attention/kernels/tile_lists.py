@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.device.mask import MaskRule
+from flash_train.attention.kernels.launch import Launch
 from flash_train.attention.masks import PARTIAL, SKIPPED
 
 MAX_BLOCKS_AT_ONCE = 1024  #: blocks that a program reads in one step

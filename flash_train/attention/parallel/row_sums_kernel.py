@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.attention.kernels.arguments import Launch, contiguous_columns, on_device, strided
+from flash_train.attention.kernels.arguments import contiguous_columns, strided
+from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.launch_cache import launch_all
 
 TILE = 2048  # elements of a program: 16 of each thread, two loads of 16 bytes in 16 bits

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_train.attention.kernels.portable.tiles import processors
+from flash_train.attention.kernels.gpu import processors
 from flash_train.checks import check, within
 
 USES = 3  # the most uses of the normed rows: the backward kernel has one gradient argument for each

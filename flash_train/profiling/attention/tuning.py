@@ -14,7 +14,8 @@ from torch import Tensor
 from flash_train.attention import AttentionSpec, Causal, Full, Mask, RngState, attention
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels.portable import launch
-from flash_train.attention.kernels.portable.tiles import Tile, block_d
+from flash_train.attention.kernels.results import lse_shape
+from flash_train.attention.kernels.tile_sizes import Tile, block_d
 from flash_train.attention.masks import Document
 
 KERNELS = ("forward", "dq", "dkdv", "dk", "dv")  #: a split dkdv is launched twice: as dk and as dv
@@ -68,7 +69,7 @@ class Problem:
         spec = setting.spec(device)
         self.call = operands_of(self.q, self.k, spec, None, state, (0, 0, 0, 0), None, None)
         self.out, self.dq, self.dk, self.dv = (torch.empty_like(self.q) for _ in range(4))
-        self.lse = torch.empty(launch.lse_shape(self.q), device=device)
+        self.lse = torch.empty(lse_shape(self.q), device=device)
         self.delta, self.lse2 = torch.empty_like(self.lse), torch.empty_like(self.lse)
         self.launch("forward", start).run()
         launch.rows_launch(self.out, self.dout, self.lse, None, self.delta, self.lse2, self.call).run()

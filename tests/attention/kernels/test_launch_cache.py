@@ -9,13 +9,15 @@ import torch
 from flash_train.attention import AttentionSpec, Causal, Full, Packing, RngState, Window, attention
 from flash_train.attention.functional import operands_of
 from flash_train.attention.kernels import launch_cache
-from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Bounds, Call
 from flash_train.attention.kernels.families import HOPPER
 from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.launch import Launch
 from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.portable import launch
-from flash_train.attention.kernels.portable.tiles import Tile, Tiles
+from flash_train.attention.kernels.portable.tiles import Tiles
+from flash_train.attention.kernels.results import lse_shape
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.attention.masks import BlockSparse, Document, MaskFunction, Tree
 from tests.support.attention.cases.rules import budget, budget_twin, parity, parity_twin
 from tests.support.attention.on_cuda import OnCuda
@@ -64,7 +66,7 @@ class Operands:
         lead = (2, 80) if packed is None else (160,)
         self.q, self.out, self.dout, self.dq = (torch.randn(*lead, 4, 64, dtype=torch.bfloat16) for _ in range(4))
         self.k, self.v, self.dk, self.dv = (torch.randn(*lead, n_kv_heads, 64, dtype=torch.bfloat16) for _ in range(4))
-        shape = launch.lse_shape(self.q)
+        shape = lse_shape(self.q)
         self.lse, self.delta, self.lse2 = (torch.randn(shape) for _ in range(3))
         self.dlse = torch.randn(shape) if gradient_of_lse else None
         self.dslope = torch.zeros(shape) if needs_slopes else None

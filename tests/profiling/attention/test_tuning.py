@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
-from flash_train.attention.kernels.portable.tiles import Tile, load_table
+from flash_train.attention.kernels.portable.tiles import load_table
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.profiling.attention.tuning import KERNELS, Setting, Unfit, candidates, try_tile
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +53,7 @@ def test_tile_that_cannot_be_launched_is_unfit():
 
 INTERPRETED = """
 import json, torch
-from flash_train.attention.kernels.portable.tiles import Tile
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.profiling.attention.tuning import KERNELS, Problem, Setting, Unfit, try_tile
 torch.manual_seed(0)
 for variant in ("causal", "dropout-full", "terms"):

@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
-from flash_train.attention.kernels import arguments
 from flash_train.attention.kernels.hopper.gluon_compat import ARRIVAL_SYNCS, ASM_TAKES_BARRIERS
 from flash_train.attention.kernels.portable import launch
-from flash_train.attention.kernels.portable.tiles import Tile, Tiles
+from flash_train.attention.kernels.portable.tiles import Tiles
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.files import write_json
 from tests.support.attention.kernel_calls import (
     SHARED_LIMIT,
@@ -107,7 +107,7 @@ def _with_first(launches: Iterable[tuple[str, Tile | None, launch.Launch]]) -> I
 def _on_gpu() -> dict[str, Any]:
     """The kernel constants that are different for tensors on a GPU; the tensors here are on the CPU."""
     tile = Tile(16, 16, 4, 1)
-    cpu, gpu = (arguments.constants(torch.empty(1, 1, 1, 16, device=name), 16, 1, tile) for name in ("cpu", "meta"))
+    cpu, gpu = (launch.constants(torch.empty(1, 1, 1, 16, device=name), 16, 1, tile) for name in ("cpu", "meta"))
     return {key: gpu[key] for key in gpu if gpu[key] != cpu[key]}
 
 

@@ -11,13 +11,14 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from flash_train.attention import backends
-from flash_train.attention.kernels import arguments, families
+from flash_train.attention.kernels import families
 from flash_train.attention.kernels.hopper import dropout, packed16
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper.backward.dq_accumulator import ACQUIRED, WRITTEN, WRITTEN_BUT_TWO
 from flash_train.attention.kernels.hopper.backward.fused import hopper_backward
 from flash_train.attention.kernels.hopper.online_softmax import WARP_EXCEEDS
 from flash_train.attention.kernels.hopper.pipeline import ONCE
+from flash_train.attention.kernels.launch import Launch
 from flash_train.attention.kernels.launch_options import launch_options
 from tests.support import gluon
 
@@ -37,7 +38,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
     ran: list[str] = []
     counter = torch.zeros(1, dtype=torch.int32)
 
-    def start(launch: arguments.Launch) -> None:
+    def start(launch: Launch) -> None:
         ran.append(launch.kernel.__name__)
         constants = {name: value for name, value in launch.constants.items() if name not in COMPILER_OPTIONS}
         gluon.launch(
@@ -57,7 +58,7 @@ def hopper_on_cpu(seed: int = 0, programs: int = 3) -> Iterator[list[str]]:
         return sums
 
     with (
-        patch.object(arguments.Launch, "start", start),
+        patch.object(Launch, "start", start),
         patch.object(backends, "flash_unavailable", lambda device, dtype, head_dim: None),
         patch.object(families, "device_unavailable", lambda *_: None),
         launch_options(processors=programs),

@@ -11,12 +11,14 @@ import torch
 from flash_train.attention.decoding.cache_rows import CacheRows
 from flash_train.attention.dropout import EntryOrigins
 from flash_train.attention.functional import operands_of
-from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.hopper import launch as hopper
 from flash_train.attention.kernels.hopper import tiles as hopper_tiles
+from flash_train.attention.kernels.launch import Launch
 from flash_train.attention.kernels.launch_options import present_options
 from flash_train.attention.kernels.portable import launch, launch_decode
-from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, decode_tile, tiles_for, variant_of
+from flash_train.attention.kernels.portable.tiles import Tiles, decode_tile, tiles_for, variant_of
+from flash_train.attention.kernels.results import lse_shape
+from flash_train.attention.kernels.tile_sizes import Tile, block_d
 from flash_train.attention.masks import BlockSparse, Causal, Document, Full, Mask, Tree, Window
 from flash_train.attention.packing import Packing
 from flash_train.attention.parallel import row_sums_kernel
@@ -81,7 +83,7 @@ class Variant:
         rows = (LENGTH,) if self.packed else (1, LENGTH)
         q = torch.empty(*rows, HEADS, self.head_dim, dtype=self.dtype)
         k = torch.empty(*rows, HEADS // self.group, self.head_dim, dtype=self.dtype)
-        return q, k, torch.empty(launch.lse_shape(q))
+        return q, k, torch.empty(lse_shape(q))
 
     def call(self, q: torch.Tensor, k: torch.Tensor) -> launch.Call:
         """The operator's arguments for such a call on these tensors."""

@@ -9,12 +9,13 @@ import torch
 
 from flash_train.attention import AttentionSpec, Causal, Packing
 from flash_train.attention.functional import operands_of
-from flash_train.attention.kernels.arguments import Launch
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper import launch as hopper
+from flash_train.attention.kernels.launch import Launch
 from flash_train.attention.kernels.launch_options import launch_options
 from flash_train.attention.kernels.portable import launch
-from flash_train.attention.kernels.portable.tiles import Tile
+from flash_train.attention.kernels.results import lse_shape
+from flash_train.attention.kernels.tile_sizes import Tile
 from tests.support.attention.compiled import _driver
 
 TOKENS, DOCUMENTS = 131072, (1, 2, 7, 16, 64, 500)
@@ -23,7 +24,7 @@ TOKENS, DOCUMENTS = 131072, (1, 2, 7, 16, 64, 500)
 def launches(documents: int) -> Iterator[Launch]:
     """All launches of a forward and a backward, of Hopper's kernels and of the portable ones."""
     q, k = (torch.empty(TOKENS, heads, 128, dtype=torch.bfloat16) for heads in (16, 8))
-    lse, counter = torch.empty(launch.lse_shape(q)), torch.zeros(1, dtype=torch.int32)
+    lse, counter = torch.empty(lse_shape(q)), torch.zeros(1, dtype=torch.int32)
     cu = torch.linspace(0, TOKENS, documents + 1).to(torch.int32)
     call = Call(*operands_of(q, k, AttentionSpec(Causal()), Packing(cu, cu), None, (0, 0, 0, 0), None, None))
     sums = hopper.make_backward_buffers(q, call)

@@ -38,8 +38,8 @@ from flash_train.attention.kernels.device.mask import (
     visible,
 )
 from flash_train.attention.kernels.device.schedule import load_entry
-from flash_train.attention.kernels.portable.tiles import Tile
 from flash_train.attention.kernels.tile_lists import lists_launch
+from flash_train.attention.kernels.tile_sizes import Tile
 from flash_train.attention.masks import PARTIAL, SKIPPED, WHOLE, Causal, Full, Mask, Window
 from flash_train.attention.packing import Entry, Packing, entries
 from tests.support.attention.cases.drawn import SMALL, terms

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_train.attention.kernels import gpu
+from flash_train.attention.kernels.arguments import slots_of
 from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.hopper.tiles import backward_tile
 from flash_train.attention.kernels.launch_options import present_options
-from flash_train.attention.kernels.portable import tiles
-from flash_train.attention.kernels.portable.launch import slots_of
-from flash_train.attention.kernels.portable.tiles import block_d, cdiv
+from flash_train.attention.kernels.tile_sizes import block_d, cdiv
 
 CACHE_BYTES = 24 << 20  #: of the L2 cache, for the rows of one group of heads: about half of Hopper's
 
@@ -57,7 +57,7 @@ def _heads_per_group(k: Tensor, cu_seqlens: Tensor | None, work_tiles: int, size
 
 def processors(device: torch.device) -> int:
     """Return the number of processors that grids are planned for."""
-    return present_options().processors or tiles.processors(device)
+    return present_options().processors or gpu.processors(device)
 
 
 def _work_tiles_per_head(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:

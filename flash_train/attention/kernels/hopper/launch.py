@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.kernels.arguments import (
-    Launch,
     contiguous_columns,
     dropout_arguments,
+    lengths_of,
     mask_rule,
-    on_device,
     score_arguments,
+    slots_of,
     stats,
     strided,
 )
@@ -42,17 +42,11 @@ from flash_train.attention.kernels.hopper.tiles import (
     dq_tile,
     forward_tile,
 )
+from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.launch_cache import TensorSignature, launch_all, signature_of
-from flash_train.attention.kernels.portable.launch import (
-    gradients,
-    lengths_of,
-    outputs,
-    sink_gradient,
-    slope_gradient,
-    slots_of,
-)
-from flash_train.attention.kernels.portable.tiles import block_d
+from flash_train.attention.kernels.results import gradients, outputs, sink_gradient, slope_gradient
 from flash_train.attention.kernels.tile_lists import lists_launch
+from flash_train.attention.kernels.tile_sizes import block_d
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flash_train.attention.kernels.call import UNUSED, Call
 from flash_train.attention.kernels.launch_options import present_options
-from flash_train.attention.kernels.portable.tiles import Tile
+from flash_train.attention.kernels.tile_sizes import Tile
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from flash_train.attention.kernels.arguments import (
-    Launch,
     addressable,
-    constants,
     contiguous_columns,
     dropout_arguments,
+    lengths_of,
     mask_rule,
-    on_device,
     score_arguments,
+    slots_of,
     stats,
     strided,
 )
 from flash_train.attention.kernels.call import UNUSED, Call
+from flash_train.attention.kernels.compiler_options import FEW_REGISTERS
+from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.launch_cache import launch_all
 from flash_train.attention.kernels.portable.backward import (
     attention_backward_dkdv,
@@ -28,8 +29,10 @@ from flash_train.attention.kernels.portable.backward import (
     attention_backward_rows,
 )
 from flash_train.attention.kernels.portable.forward import attention_forward
-from flash_train.attention.kernels.portable.tiles import Tile, Tiles, block_d, cdiv, choose_tiles, variant_of
+from flash_train.attention.kernels.portable.tiles import Tiles, choose_tiles, variant_of
+from flash_train.attention.kernels.results import gradients, outputs, sink_gradient, slope_gradient
 from flash_train.attention.kernels.tile_lists import lists_launch
+from flash_train.attention.kernels.tile_sizes import Tile, block_d, cdiv
 
 
 def forward(
@@ -190,58 +193,6 @@ def dq_launch(
     return Launch(attention_backward_dq, grid, arguments, fixed, lists)
 
 
-def slope_gradient(rows: Tensor, call: Call) -> Tensor:
-    """Sum the rows' parts to the shape of the slopes, in a fixed order."""
-    assert call.alibi_slopes is not None
-    if call.alibi_slopes.dim() == 1:
-        return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.alibi_slopes.dtype)
-    if rows.dim() == 3:
-        return rows.sum(-1).to(call.alibi_slopes.dtype)
-    assert call.cu_seqlens_q is not None
-    per_entry = torch.segment_reduce(rows.t().contiguous(), "sum", offsets=call.cu_seqlens_q.long(), axis=0)
-    return per_entry.to(call.alibi_slopes.dtype)
-
-
-def sink_gradient(delta: Tensor, lse: Tensor, call: Call) -> Tensor:
-    """Return the gradient of the sinks.
-
-    A sink has the weight exp(sink - lse) and no value, so that each row adds -weight * D.
-    """
-    assert call.sinks is not None
-    weight = torch.exp(call.sinks.float()[:, None] - lse)
-    rows = torch.where(lse != float("-inf"), weight * delta, 0.0) / -call.keep_rate
-    return (rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))).to(call.sinks.dtype)
-
-
-def outputs(q: Tensor, v: Tensor, out: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the outputs of a forward that are given and those allocated here; together out and its log-sum-exp."""
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
-    return ((), (q.new_empty((*q.shape[:-1], v.shape[-1])), lse)) if out is None else ((out,), (lse,))
-
-
-def gradients(q: Tensor, k: Tensor, v: Tensor, into: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv, allocated here unless ``into`` has them."""
-    return tuple([x.new_empty(x.shape) if dx is None else dx for x, dx in zip((q, k, v), into, strict=True)])
-
-
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-
-
-def slots_of(x: Tensor, cu_seqlens: Tensor | None, block: int) -> int:
-    """Return the number of programs along the rows of x: see ``device.schedule.find_tile``."""
-    if cu_seqlens is None:
-        return x.shape[0] * cdiv(x.shape[1], block)
-    return x.shape[0] // block + cu_seqlens.numel()
-
-
-def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[int, int, int]:
-    """Return (entries, query rows, key rows); in packed calls, the rows of the whole tensors."""
-    if call.cu_seqlens_q is None:
-        return q.shape[0], q.shape[1], k.shape[1]
-    return call.cu_seqlens_q.numel() - 1, q.shape[0], k.shape[0]
-
-
 def _mask_score_dropout(call: Call, tile: Tile, walks_keys: bool) -> tuple[Any, ...]:
     walked = tile.block_n if walks_keys else tile.block_m
     return mask_rule(call, tile, walks_keys), score_arguments(call), dropout_arguments(call, walked)
@@ -256,3 +207,21 @@ def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
     return constants(q, v.shape[-1], q.shape[-2] // k.shape[-2], tile)
+
+
+def constants(q: Tensor, head_dim_v: int, group: int, tile: Tile) -> dict[str, Any]:
+    """Return the compile-time arguments and the compiler's options of a portable kernel."""
+    head_dim = q.shape[-1]
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_DV": block_d(head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PRECISION": "ieee" if q.device.type == "cpu" else "bf16x6",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **(FEW_REGISTERS if q.dtype.itemsize == 2 and head_dim % 16 == 0 else {}),
+    }

@@ -9,18 +9,19 @@ from torch import Tensor
 from flash_train.attention.decoding.cache_rows import CacheRows, capacity_of
 from flash_train.attention.index_tensors import contiguous_tensor
 from flash_train.attention.kernels.arguments import (
-    Launch,
-    constants,
     contiguous_columns,
     dropout_arguments,
     mask_rule,
-    on_device,
     score_arguments,
     strided,
 )
 from flash_train.attention.kernels.call import Call
+from flash_train.attention.kernels.gpu import processors
+from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.portable.decode import Cache, attention_decode, attention_decode_merge
-from flash_train.attention.kernels.portable.tiles import Tile, block_d, cdiv, decode_tile, processors
+from flash_train.attention.kernels.portable.launch import constants
+from flash_train.attention.kernels.portable.tiles import decode_tile
+from flash_train.attention.kernels.tile_sizes import Tile, block_d, cdiv
 
 
 def decode(

@@ -10,31 +10,20 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
+
+from flash_train.attention.kernels.gpu import major_of, shared_memory
+from flash_train.attention.kernels.tile_sizes import Tile, block_d
 
 TABLE = Path(__file__).with_name("tiles.json")
 #: major compute capabilities with separate rows. 10, data-center Blackwell, keeps accumulators in tensor memory, and
 #: they pass through shared memory on their way to registers.
 OWN_ROWS = (10,)
 VARIANTS = ("causal", "full", "dropout-causal", "dropout-full", "terms")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows of queries and keys per step, warps per program and stages of the load pipeline."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    def within(self, block_m: int, block_n: int) -> Tile:
-        """This tile, cut to sizes that divide the blocks of a map."""
-        return replace(self, block_m=min(self.block_m, block_m), block_n=min(self.block_n, block_n))
 
 
 @dataclass(frozen=True)
@@ -55,23 +44,6 @@ class Tiles:
 INTERPRETER = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 
 
-def cdiv(a: int, b: int) -> int:
-    """Return a / b rounded up. ``triton.cdiv``, which kernels can call, too, takes ten times as long."""
-    return -(-a // b)
-
-
-@functools.cache
-def block_d(head_dim: int) -> int:
-    """Columns of a tile: the head dimension rounded up to a power of two, at least 64.
-
-    The mathematics would allow fewer columns. But for compute capability 9.0, Triton 3.6 and 3.7 misplace a tile of 16
-    or 32 columns of 16 bits that passes through registers on its way to shared memory, as a tile of unaligned rows
-    does: products are wrong, or an address is illegal. With 64 columns the exponentials take longer than the products
-    in any case.
-    """
-    return max(64, triton.next_power_of_2(head_dim))
-
-
 def variant_of(causal: bool, dropout: bool, terms: bool) -> str:
     """Return the name of the variant in the table.
 
@@ -89,20 +61,6 @@ def choose_tiles(device: torch.device, dtype: torch.dtype, head_dim: int, varian
     return tiles_for(shared_memory(device), dtype, head_dim, variant, major_of(device))
 
 
-@functools.cache
-def major_of(device: torch.device) -> int:
-    """Return the major compute capability."""
-    return torch.cuda.get_device_capability(device)[0]
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may use."""
-    with torch.cuda.device(device):
-        driver = triton.runtime.driver.active
-        return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
-
-
 def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Tile:
     """Return the decode kernel's tile for ``rows`` rows (queries times heads of a group).
 
@@ -113,12 +71,6 @@ def decode_tile(device: torch.device, dtype: torch.dtype, head_dim: int, rows: i
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     bytes_per_key = block_d(head_dim) * dtype.itemsize
     return Tile(block_m, 64 if bytes_per_key <= 256 else 32 if bytes_per_key <= 512 else 16, 4, 3)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors; 4 in the interpreter, so that it splits keys, too."""
-    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
