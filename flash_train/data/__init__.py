@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from flash_train.data.corpora.corpus import Corpus, Document, StdlibCorpus
 from flash_train.data.corpora.hub import HubCorpus
 from flash_train.data.corpora.text import TextCorpus
-from flash_train.data.dataset import IGNORE
+from flash_train.data.dataset import IGNORE_INDEX
 from flash_train.data.packing import PackedIndex, pack
 from flash_train.data.recall import RecallCorpus, recall_accuracy
 from flash_train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flash_train.data.datamodule import PackedDataModule, Validated
 
 __all__ = [
-    "IGNORE",
+    "IGNORE_INDEX",
     "ByteTokenizer",
     "Corpus",
     "Document",

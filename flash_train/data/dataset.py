@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from flash_train.data.packing import PackedIndex, padding_pieces
 from flash_train.data.split import Part
 
-IGNORE = -100  # the label of a position without a label
+IGNORE_INDEX = -100  # the label of a position without one; PyTorch's cross-entropy leaves it out
 PADDING_ROW = -1  # the index of a row that is all padding
 
 Row = dict[str, Any]
@@ -40,7 +40,7 @@ class PackedRows(Dataset):
     def __getitem__(self, row: int) -> Row:
         segments = [] if row == PADDING_ROW else self.index.row(row)
         tokens = np.full(self.index.seq_len, self.pad, dtype=np.int64)
-        labels = np.full(self.index.seq_len, IGNORE, dtype=np.int64)
+        labels = np.full(self.index.seq_len, IGNORE_INDEX, dtype=np.int64)
         end = 0
         for document, start, length in segments:
             begin, end = end, end + length

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from flash_train.data.dataset import IGNORE, PADDING_ROW, Row, as_row
+from flash_train.data.dataset import IGNORE_INDEX, PADDING_ROW, Row, as_row
 
 STREAMS = {"train": 0, "val": 1}
 ENDLESS = 2**62  # rows of the training stream: more than any run reads
@@ -87,7 +87,7 @@ class RecallRows(Dataset):
 
     def __getitem__(self, row: int) -> Row:
         tokens = np.zeros(self.seq_len, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         if row == PADDING_ROW:
             return as_row(tokens, labels, [self.seq_len], self.capacity)
         random = np.random.default_rng([self.seed, STREAMS[self.stream], row])
@@ -107,7 +107,9 @@ class RecallRows(Dataset):
         values = self.corpus.n_keys + random.integers(self.corpus.n_values, size=n_pairs)
         queries = random.integers(n_pairs, size=length - 2 * n_pairs)
         pairs = np.stack([keys, values], axis=1).ravel()
-        return np.concatenate([pairs, keys[queries]]), np.concatenate([np.full(2 * n_pairs, IGNORE), values[queries]])
+        return np.concatenate([pairs, keys[queries]]), np.concatenate(
+            [np.full(2 * n_pairs, IGNORE_INDEX), values[queries]]
+        )
 
 
 def recall_accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -115,7 +117,7 @@ def recall_accuracy(logits: Tensor, labels: Tensor) -> float:
 
     Raises ValueError if no position has a label.
     """
-    labelled = labels != IGNORE
+    labelled = labels != IGNORE_INDEX
     if not labelled.any():
         raise ValueError("labels: no position has a label, so there is no accuracy")
     return (logits[labelled].argmax(-1) == labels[labelled]).double().mean().item()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_train.data import IGNORE
+from flash_train.data import IGNORE_INDEX
 from flash_train.data.dataset import PADDING_ROW, PackedRows, collate
 from flash_train.data.packing import pack
 from flash_train.data.split import Part
@@ -43,13 +43,13 @@ def test_every_token_is_read_once_and_labelled_with_its_successor(lengths, seq_l
             entry = slice(end, end := end + length)
             tokens, labels = row["tokens"][entry].tolist(), row["labels"][entry].tolist()
             assert row["positions"][entry].tolist() == list(range(length))
-            if tokens[0] == PAD and labels[0] == IGNORE and set(tokens) == {PAD}:
-                assert set(labels) == {IGNORE} and end == seq_len
+            if tokens[0] == PAD and labels[0] == IGNORE_INDEX and set(tokens) == {PAD}:
+                assert set(labels) == {IGNORE_INDEX} and end == seq_len
                 continue
             seen += tokens
             for token, label in zip(tokens, labels, strict=True):
                 document, position = divmod(token, 1000)
-                assert label == (token + 1 if position + 1 < lengths[document] else IGNORE)
+                assert label == (token + 1 if position + 1 < lengths[document] else IGNORE_INDEX)
     assert sorted(seen) == [1000 * i + j for i, length in enumerate(lengths) for j in range(length)]
 
 
@@ -61,7 +61,7 @@ def test_concat_is_one_stream_and_one_entry_per_row(lengths, seq_len):
     padding = len(rows) * seq_len - len(stream)
     assert torch.cat([rows[i]["tokens"] for i in range(len(rows))]).tolist() == stream + [PAD] * padding
     labels = torch.cat([rows[i]["labels"] for i in range(len(rows))]).tolist()
-    assert labels == stream[1:] + [IGNORE] * (padding + 1)
+    assert labels == stream[1:] + [IGNORE_INDEX] * (padding + 1)
     for i in range(len(rows)):
         assert rows[i]["lengths"] == (seq_len,) and rows[i]["positions"].tolist() == list(range(seq_len))
         assert rows[i]["cu_seqlens"].tolist() == [0] + [seq_len] * 8
@@ -86,7 +86,7 @@ def test_batch_boundaries_are_cumulative_lengths(lengths, seq_len, batch_size):
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 def test_a_padding_row_has_no_labels(packing):
     row = make_rows([5, 9], 8, packing)[PADDING_ROW]
-    assert row["tokens"].tolist() == [PAD] * 8 and row["labels"].tolist() == [IGNORE] * 8
+    assert row["tokens"].tolist() == [PAD] * 8 and row["labels"].tolist() == [IGNORE_INDEX] * 8
     assert row["lengths"] == (8,) and row["cu_seqlens"].tolist() == [0] + [8] * 8
 
 

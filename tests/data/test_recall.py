@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flash_train.data import IGNORE, RecallCorpus, recall_accuracy
+from flash_train.data import IGNORE_INDEX, RecallCorpus, recall_accuracy
 from flash_train.data.dataset import PADDING_ROW, collate
 from flash_train.data.recall import RecallRows
 
@@ -27,7 +27,7 @@ def test_labels_are_the_values_stated_for_the_keys(stream, seq_len):
         assert row["tokens"].shape == (seq_len,) and sum(row["lengths"]) == seq_len
         lengths.add(row["lengths"][0])
         for tokens, labels in episodes(row):
-            stated = next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
+            stated = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
             answers = dict(zip(tokens[0:stated:2], tokens[1:stated:2], strict=True))
             assert len(answers) == stated / 2 or stated == len(labels)  # keys are distinct; a tail has no labels
             assert [answers[key] for key in tokens[stated:]] == labels[stated:]
@@ -38,7 +38,7 @@ def test_labels_are_the_values_stated_for_the_keys(stream, seq_len):
 
 def test_a_validation_row_asks_about_all_pairs_to_its_end():
     row = RecallRows(RecallCorpus(n_pairs=20), 256, seed=0, stream="val")[0]
-    assert (row["labels"][:40] == IGNORE).all() and (row["labels"][40:] != IGNORE).all()
+    assert (row["labels"][:40] == IGNORE_INDEX).all() and (row["labels"][40:] != IGNORE_INDEX).all()
     assert set(row["tokens"][40:].tolist()) <= set(row["tokens"][:40:2].tolist())
 
 
@@ -55,15 +55,15 @@ def test_capacity_holds_any_row_and_a_padding_row_has_no_labels():
     rows = RecallRows(RecallCorpus(), 250, seed=0, stream="train")
     assert max(len(rows[i]["lengths"]) for i in range(40)) == 16 == rows.capacity
     assert collate([rows[0], rows[PADDING_ROW]])["cu_seqlens"].shape == (33,)
-    assert (rows[PADDING_ROW]["labels"] == IGNORE).all()
+    assert (rows[PADDING_ROW]["labels"] == IGNORE_INDEX).all()
 
 
 def test_accuracy_counts_answers_only():
-    labels = torch.tensor([[IGNORE, 1, 2, 3]])
+    labels = torch.tensor([[IGNORE_INDEX, 1, 2, 3]])
     logits = F.one_hot(torch.tensor([[0, 1, 2, 0]]), 4).float()
     assert recall_accuracy(logits, labels) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="no position has a label"):
-        recall_accuracy(logits, torch.full((1, 4), IGNORE))
+        recall_accuracy(logits, torch.full((1, 4), IGNORE_INDEX))
 
 
 def test_impossible_counts_are_refused():
@@ -121,7 +121,7 @@ def test_a_small_transformer_learns_it_and_guesses_without_the_pairs():
         optimizer.step()
         if i % 25 == 0 and recall_accuracy(logits(batch).detach(), batch["labels"]) > 0.95:
             break
-    blind = {**batch, "tokens": torch.where(batch["labels"] == IGNORE, 0, batch["tokens"])}
+    blind = {**batch, "tokens": torch.where(batch["labels"] == IGNORE_INDEX, 0, batch["tokens"])}
     with torch.no_grad():
         assert recall_accuracy(logits(batch), batch["labels"]) > 0.95
         assert recall_accuracy(logits(blind), batch["labels"]) < 3 * corpus.chance

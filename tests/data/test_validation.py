@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_train.data import (
-    IGNORE,
+    IGNORE_INDEX,
     PackedDataModule,
     RecallCorpus,
     Validated,
@@ -18,7 +18,7 @@ def test_validation_is_every_document_once_whatever_the_seed_and_packing(make_da
     data, other = make_data(), make_data(seed=8, packing="concat")
     assert len(data.val_dataloader()) == len(list(data.val_dataloader()))
     batches = list(data.val_dataloader())
-    labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
+    labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     assert labels == data.info["val"]["tokens"] - data.info["val"]["documents"]
     assert {batch["tokens"].shape for batch in batches} == {(3, 64)}
     assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(batches, other.val_dataloader(), strict=True))
@@ -33,7 +33,7 @@ def labelled(data):
     """How often each (token, label) pair is at a labelled position of the validation rows."""
     pairs = Counter()
     for batch in data.val_dataloader():
-        seen = batch["labels"] != IGNORE
+        seen = batch["labels"] != IGNORE_INDEX
         pairs.update(zip(batch["tokens"][seen].tolist(), batch["labels"][seen].tolist(), strict=True))
     return pairs
 
@@ -45,7 +45,7 @@ def test_validation_reads_the_same_tokens_at_every_length(make_data, tokens):
         data = make_data(seq_len=seq_len, batch_size=batch_size, val_tokens=tokens, seed=seq_len)
         found = data.validated()
         assert tokens - 1 <= found.tokens <= tokens  # one token of the next document would have no label
-        assert sum(int((batch["labels"] != IGNORE).sum()) for batch in data.val_dataloader()) == (
+        assert sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in data.val_dataloader()) == (
             found.tokens - found.documents
         )
         expected = expected or labelled(data)
@@ -65,7 +65,7 @@ def test_validated_counts_equal_what_the_ranks_read(make_data, world_size):
     for rank in range(world_size):
         data = make_data(val_batches=2)
         data.trainer = FakeTrainer(rank, world_size)
-        read += sum(int((batch["labels"] != IGNORE).sum()) for batch in data.val_dataloader())
+        read += sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in data.val_dataloader())
     found = data.validated(world_size)
     assert found.rows == 2 * 3 * world_size and found.tokens > read > found.tokens - found.rows * 8
 

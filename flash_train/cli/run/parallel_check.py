@@ -14,7 +14,7 @@ from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan
 from flash_train.cli.memory.check import memory_of_rank
 from flash_train.cli.run.build import Run
-from flash_train.data.dataset import IGNORE, Batch, as_row, collate
+from flash_train.data.dataset import IGNORE_INDEX, Batch, as_row, collate
 from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.precision import PRECISIONS
@@ -137,7 +137,7 @@ def rows_of(run: Run, plan: ParallelPlan, size: CheckSize) -> list[Batch]:
         if batch["tokens"].shape[1] > size.seq_len:
             batch = shorten(batch, size.seq_len)
         if rank >= ROWS:
-            batch["labels"].fill_(IGNORE)
+            batch["labels"].fill_(IGNORE_INDEX)
         batches.append(batch)
     return batches
 

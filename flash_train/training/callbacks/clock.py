@@ -1,4 +1,4 @@
-"""The time that counts as training: a clock that can be paused, and a timer of Lightning's own actions."""
+"""Clocks of the device, one of which can be paused, and a timer of Lightning's own actions."""
 
 import time
 from collections.abc import Callable
@@ -7,41 +7,52 @@ from typing import Any
 import torch
 from lightning.pytorch.profilers import Profiler
 
-Mark = torch.cuda.Event | float | None
-"""A point in time: on a GPU an event in the stream, else seconds of the host's clock; None during a pause."""
+Timestamp = torch.cuda.Event | float
+"""A point in time: on a GPU an event in the stream, else seconds of the host's clock."""
 
 
-class TrainingClock:
-    """Counts seconds of training, without pauses.
+class DeviceClock:
+    """Timestamps of a device.
 
-    On a GPU the times are the device's own. So a mark is set when work is queued, and read later, whatever the host
-    does in between. Marks must be read in the order in which they were set.
+    On a GPU a timestamp is set when work is queued, and read later, whatever the host does in between.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds, self.is_paused = device, 0.0, False
-        self._last = self.mark()
+        self.device = device
 
-    def mark(self) -> Mark:
+    def now(self) -> Timestamp:
         """Return the point at which the work that is queued so far ends."""
-        if self.is_paused:
-            return None
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def read(self, mark: Mark) -> float:
+    @staticmethod
+    def seconds(start: Timestamp, end: Timestamp) -> float:
+        """Return the seconds between two timestamps; on a GPU, wait until the device has reached the second."""
+        if isinstance(start, float) or isinstance(end, float):
+            assert isinstance(start, float) and isinstance(end, float)
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class TrainingClock:
+    """Counts seconds of training, without pauses. Marks must be read in the order in which they were set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock, self.seconds, self.is_paused = DeviceClock(device), 0.0, False
+        self._last = self._clock.now()
+
+    def mark(self) -> Timestamp | None:
+        """Return the present; None during a pause."""
+        return None if self.is_paused else self._clock.now()
+
+    def read(self, mark: Timestamp | None) -> float:
         """Return the seconds of training up to a mark; on a GPU, wait until the device has reached it."""
         if mark is not None:
-            if isinstance(mark, float):
-                assert isinstance(self._last, float)
-                self.seconds += mark - self._last
-            else:
-                mark.synchronize()
-                assert isinstance(self._last, torch.cuda.Event)
-                self.seconds += self._last.elapsed_time(mark) / 1000
+            self.seconds += self._clock.seconds(self._last, mark)
             self._last = mark
         return self.seconds
 
@@ -56,7 +67,7 @@ class TrainingClock:
         if self.is_paused:
             self.is_paused = False
             self.seconds += seconds
-            self._last = self.mark()
+            self._last = self._clock.now()
 
 
 class ActionTimer(Profiler):

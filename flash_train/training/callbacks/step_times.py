@@ -1,34 +1,15 @@
 """Times the parts of an optimizer step: forward, backward, optimizer, and attention within them."""
 
-import time
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
 from flash_train.model.layers import AttentionCall
 from flash_train.training.callbacks.base import StepCallback
+from flash_train.training.callbacks.clock import DeviceClock, Timestamp
 
 PARTS = ("forward", "backward", "optimizer", "attention")
-
-
-class _Clock:
-    """Timestamps of the device: CUDA events, which need no synchronisation; on a CPU the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self.on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two timestamps that the device has passed."""
-        return start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
 
 
 class StepTimes(StepCallback):
@@ -44,27 +25,27 @@ class StepTimes(StepCallback):
     """
 
     def __init__(self) -> None:
-        self._clock: _Clock | None = None
+        self._clock: DeviceClock | None = None
         self._handles: list[Any] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         if pl_module.device.type not in ("cuda", "cpu"):
             return
-        clock = self._clock = _Clock(pl_module.device)
+        clock = self._clock = DeviceClock(pl_module.device)
         self._steps = 0
         self._training = False  # the hooks also run in validation, which does not count
-        self._starts: dict[Any, Any] = {}
+        self._starts: dict[tuple[nn.Module, str], Timestamp] = {}
         # Compiled blocks do not run the hooks of the modules inside them.
         calls = (
             [] if has_compiled_blocks(pl_module) else [m for m in pl_module.modules() if isinstance(m, AttentionCall)]
         )
         self._parts = PARTS if calls else PARTS[:-1]
-        self._spans: dict[str, list[tuple[Any, Any]]] = {part: [] for part in self._parts}
+        self._spans: dict[str, list[tuple[Timestamp, Timestamp]]] = {part: [] for part in self._parts}
         for call in calls:
             self._watch(call, clock)
 
-    def _watch(self, call: nn.Module, clock: _Clock) -> None:
+    def _watch(self, call: nn.Module, clock: DeviceClock) -> None:
         """Time an attention call: its forward, including recomputation, and its backward."""
 
         def begin(direction: str) -> None:

@@ -12,7 +12,7 @@ from flash_train.distributed.dims import data_share
 from flash_train.precision import lightning_compute_dtype
 from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
 from flash_train.training.callbacks.base import HostCopy, StepCallback, find_callback, require
-from flash_train.training.callbacks.clock import ActionTimer, Mark, TrainingClock
+from flash_train.training.callbacks.clock import ActionTimer, Timestamp, TrainingClock
 from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.step_log import is_logged, log_at_step
 
@@ -30,7 +30,7 @@ class _Measurement(NamedTuple):
 
     step: int
     values: HostCopy  # loss and gradient norm
-    mark: Mark
+    mark: Timestamp | None
     learning_rate: float
     steps: int
     micro_batches: int

@@ -39,7 +39,7 @@ class Slow(torch.autograd.Function):
 
 @pytest.fixture
 def slow_attention(monkeypatch):
-    monkeypatch.setattr("flash_train.training.callbacks.step_times._Clock.now", lambda clock: Clock.now)
+    monkeypatch.setattr("flash_train.training.callbacks.step_times.DeviceClock.now", lambda clock: Clock.now)
     monkeypatch.setattr(layers, "attention", lambda q, k, v, *args, **options: Slow.apply(q, k, v))
 
 
