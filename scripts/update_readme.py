@@ -120,6 +120,14 @@ def find_max_table(records: Records) -> str:
     return f"{text}\n![The longest row, by attention and memory mode](results/find_max.png)\n"
 
 
+def find_max_summary(records: Records) -> str:
+    words = paragraph(
+        "The longest rows of packed short documents that train on one GPU. [Train on long rows](docs/long_rows.md) has",
+        "the times of rows that are a single document.",
+    )
+    return f"{words}\n{longest.best_table(list(map(longest.from_record, records)))}"
+
+
 def ablation_summary(records: Records) -> str:
     rows = ablation_rows(records)
     words = paragraph(
@@ -257,6 +265,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "memory.growth": memory_results.growth_table,
     "memory.traffic": memory_results.traffic_table,
     "find_max": find_max_table,
+    "find_max.summary": find_max_summary,
     "ablation": ablation_summary,
     "ablation.picture": ablation_picture,
     "ablation.details": ablation_details,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from flash_train.profiling.memory.plot import MODES
-from flash_train.records.markdown import markdown_table
+from flash_train.records.markdown import markdown_table, number
 from flash_train.records.plots import save_figure
 
 UNIT = 64  # lengths are multiples of this
@@ -145,6 +145,25 @@ def table(rows: Sequence[Row]) -> str:
         for (attention, words, reason), modes in reasons.items()
     ]
     return text + ("\n" + "".join(notes) if notes else "")
+
+
+def best_table(rows: Sequence[Row]) -> str:
+    """Return a table of the longest row of each model and device."""
+    best: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (row.device, row.model)
+        if row.status == "ok" and (key not in best or row.found.seq_len > best[key].found.seq_len):
+            best[key] = row
+    lines = [
+        (
+            device, f"`{model}`", f"`{row.memory}`", row.optimizer, row.answer(), number(row.peak_gib, ".1f"),
+            number(row.step_seconds, ".1f"),
+        )
+        for (device, model), row in best.items()
+    ]  # fmt: skip
+    header = ("GPU", "model", "`memory=`", "optimizer", "longest row (tokens)", "peak GiB", "step (s)")
+    limit = "\n(the limit): longer rows were not tried.\n" if any(row.at_limit for row in best.values()) else ""
+    return markdown_table(header, lines, left=4) + limit
 
 
 def to_record(row: Row, tolerance: float) -> dict[str, Any]:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.image import imread
 
-from flash_train.profiling.memory.longest import UNIT, Longest, Row, markdown, plot_longest, search
+from flash_train.profiling.memory.longest import UNIT, Longest, Row, best_table, markdown, plot_longest, search
 
 
 @pytest.mark.parametrize("true", [640, 5000, 131_072, 200_000])
@@ -79,3 +79,14 @@ def test_table_and_plot_of_the_longest_rows(tmp_path):
     several = [replace(rows[0], device=device) for device in ("NVIDIA H100", "NVIDIA H200")]
     plot_longest(several, tmp_path / "three.png", "title")
     assert imread(tmp_path / "three.png").shape[1] > imread(tmp_path / "two.png").shape[1]  # room for the cards' names
+
+
+def test_the_longest_row_of_each_model_and_device():
+    def row(model, device, seq_len, status="ok"):
+        found = Longest(seq_len, None, ())
+        return Row("flash", "none", found, None, 9.0, True, 4096, status, model=model, device=device)
+
+    rows = [row("a", "x", 64), row("a", "x", 128), row("a", "x", 64), row("a", "y", 4096), row("b", "x", 0, "oom")]
+    lines = best_table(rows).splitlines()
+    assert [line.split(" | ")[4] for line in lines[2:4]] == ["128", "4,096 (the limit)"]
+    assert lines[2].startswith("| x | `a` | `none` |") and lines[4:] == ["", "(the limit): longer rows were not tried."]
