@@ -78,10 +78,14 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     from flash_train.files import whole_folder
     from flash_train.model import ModelConfig, save_pretrained
     from flash_train.model.pretrained import dtype_name
+    from flash_train.optim import exact_weights
 
+    model, optimizers = ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"]), checkpoint.get("optimizer_states")
+    weights = dict(checkpoint["state_dict"])
+    if dtype not in (None, "bfloat16") and optimizers:
+        weights = exact_weights(weights, optimizers[0], PREFIX)
     kind = getattr(torch, dtype) if dtype else None
-    weights = {name.removeprefix(PREFIX): weight.to(kind) for name, weight in checkpoint["state_dict"].items()}
-    model = ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"])
+    weights = {name.removeprefix(PREFIX): weight.to(kind) for name, weight in weights.items()}
     try:
         with whole_folder(folder, earlier=EARLIER, last=MODEL_CONFIG) as staged:
             files = Files.of(checkpoint)

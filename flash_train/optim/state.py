@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +96,22 @@ def without_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
         return found
 
     return {**state_dict, "state": {number: plain(saved) for number, saved in state_dict["state"].items()}}
+
+
+def exact_weights(weights: Mapping[str, Tensor], state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Return weights by name; bf16 ones with an exact master become the fp32 numbers that they were rounded from.
+
+    Args:
+        state_dict: an optimizer's. Only weights whose names it has (``param_names``) are found in it.
+        prefix: begins the names in ``weights``, but not those in ``state_dict``.
+    """
+    found = dict(weights)
+    for group in state_dict["param_groups"]:
+        for name, number in zip(group.get("param_names", ()), group["params"], strict=False):
+            lower, weight = state_dict["state"].get(number, {}).get(LOWER), found.get(prefix + name)
+            if lower is not None and weight is not None and weight.dtype == torch.bfloat16:
+                found[prefix + name] = formats.join_master(weight.contiguous(), lower)
+    return found
 
 
 def part_of(weight: Tensor) -> int:

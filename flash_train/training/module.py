@@ -22,7 +22,7 @@ from flash_train.checks import brief
 from flash_train.distributed.context import own_part
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import ModelConfig, Transformer
-from flash_train.optim import step_in_backward
+from flash_train.optim import exact_weights, step_in_backward
 from flash_train.training.batch import Batch, document_layout, document_lengths, uses_own_kernels
 from flash_train.training.evaluation_sums import EvaluationSums
 from flash_train.training.optimizer import (
@@ -378,8 +378,14 @@ class CausalLMModule(pl.LightningModule):
             checkpoint[PRETRAINED] = self.pretrained
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model in one message; PyTorch would list every tensor."""
+        """Refuse a checkpoint of another model in one message; PyTorch would list every tensor.
+
+        If the weights are fp32 here and were bf16 with an exact master, they get all bits of the master.
+        """
         check_same_model(checkpoint.get("hyper_parameters", {}), self._model_values())
+        optimizers = checkpoint.get("optimizer_states")
+        if optimizers and all(weight.dtype == torch.float32 for weight in self.model.parameters()):
+            checkpoint["state_dict"] = exact_weights(checkpoint["state_dict"], optimizers[0], "model.")
         self.loaded_step = checkpoint["global_step"]
         self.pretrained = checkpoint.get(PRETRAINED, self.pretrained)
 

@@ -110,6 +110,9 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     if not groups:
         raise ValueError(f"{type(model).__name__} has no weight to train: requires_grad is False everywhere")
     parameters = [parameter for group in groups for parameter in group["params"]]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in groups:  # the names go into checkpoints, as `param_names`
+        group["params"] = [(names[id(parameter)], parameter) for parameter in group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     if has_bf16 or config.moments is not None or config.in_backward or has_kernel(parameters):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import LightningModule, Trainer
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from flash_train.cli import export as export_command
@@ -122,6 +123,18 @@ def test_a_checkpoint_without_token_ids(extended, tmp_path, capsys):
 def test_dtype(trained, tmp_path):
     export_command.main([str(trained()), str(tmp_path / "llama"), "--dtype", "bf16"])
     assert LlamaForCausalLM.from_pretrained(tmp_path / "llama").dtype == torch.bfloat16
+
+
+def test_fp32_weights_have_all_bits_of_an_exact_master(trained, tmp_path):
+    run_dir = trained("precision=bf16-true")
+    export_command.main([str(run_dir), str(tmp_path / "bf16")])
+    export_command.main([str(run_dir), str(tmp_path / "fp32"), "--dtype", "fp32"])
+    rounded, exact = (load_file(tmp_path / name / "model.safetensors") for name in ("bf16", "fp32"))
+    assert {weight.dtype for weight in exact.values()} == {torch.float32}
+    for name, weight in exact.items():
+        # a tie is rounded away from zero, and by PyTorch to even
+        torch.testing.assert_close(weight.to(torch.bfloat16), rounded[name], rtol=2**-7, atol=0)
+    assert any((weight != rounded[name].float()).any() for name, weight in exact.items())
 
 
 def refused(capsys, *arguments) -> str:

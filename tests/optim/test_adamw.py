@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_train.optim import AdamW, formats, without_codes
+from flash_train.optim import AdamW, exact_weights, formats, without_codes
 from flash_train.profiling.memory.weights_walk import OPTIMIZER_BLOCK
 from tests.support.pages import ROOT
 
@@ -216,6 +216,22 @@ def test_pytorchs_adamw_loads_a_state_of_this_one():
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["step"] == 1
         for name, expected in (("exp_avg", 0.1 * gradient), ("exp_avg_sq", 1e-3 * gradient.square())):
             assert (state[name] - expected).norm() < 0.03 * expected.norm(), (moments, name)
+
+
+def test_exact_weights_are_those_of_fp32():
+    weights, masters = random_weights(), [nn.Parameter(weight.detach().float()) for weight in random_weights()]
+    named = [("a", weights[0]), ("b", weights[1])]
+    optimizer = AdamW([{"params": named}, {"params": [("c", weights[2])]}], **SETTINGS, moments="fp32")
+    take_steps(weights, optimizer, 0, 3)
+    take_steps(masters, torch.optim.AdamW(masters, **SETTINGS, fused=True), 0, 3)
+    stored = {"m.c": weights[2].detach(), "m.a": weights[0].detach(), "m.b": weights[1].detach().float(), "m.d": None}
+    found = exact_weights(stored, optimizer.state_dict(), "m.")
+    assert list(found) == list(stored)
+    assert torch.equal(found["m.a"], masters[0]) and torch.equal(found["m.c"], masters[2])
+    assert found["m.b"] is stored["m.b"] and found["m.d"] is None  # already fp32; not in the optimizer
+    nameless = AdamW(weights, **SETTINGS)
+    nameless.load_state_dict({**optimizer.state_dict(), "param_groups": nameless.state_dict()["param_groups"]})
+    assert exact_weights(stored, nameless.state_dict(), "m.") == stored
 
 
 @pytest.mark.parametrize(

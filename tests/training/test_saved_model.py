@@ -1,8 +1,10 @@
 """What a checkpoint says of its model, and the models that load it."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from flash_train.optim import exact_weights
 from flash_train.training import CausalLMModule, OptimizerConfig
 from tests.support.training.tiny_run import TinyData, tiny_config, tiny_module, tiny_trainer
 
@@ -28,6 +30,27 @@ def test_checkpoint_holds_plain_values_only(checkpoint):
     assert loaded["hyper_parameters"]["model"] == tiny_config().to_dict()
     assert loaded["hyper_parameters"]["optimizer"]["betas"] == [0.9, 0.95]
     assert loaded["global_step"] == 1
+
+
+def test_fp32_weights_get_all_bits_of_an_exact_master(tmp_path):
+    tiny_trainer(tmp_path, max_steps=2, precision="bf16-true").fit(tiny_module(), datamodule=TinyData())
+    path = tmp_path / "checkpoints" / "step-000002.ckpt"
+    saved = torch.load(path, weights_only=True)
+    exact = exact_weights(saved["state_dict"], saved["optimizer_states"][0], "model.")
+    assert {weight.dtype for weight in exact.values()} == {torch.float32}
+    assert any((weight != saved["state_dict"][name].float()).any() for name, weight in exact.items())
+    for name, weight in CausalLMModule.load_from_checkpoint(path, weights_only=True).state_dict().items():
+        assert torch.equal(weight, exact[name]), name
+
+    class First(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.weights = {name: weight.clone() for name, weight in pl_module.state_dict().items()}
+
+    for precision, expected in (("fp32", exact), ("bf16-true", saved["state_dict"])):
+        first = First()
+        trainer = tiny_trainer(tmp_path / precision, max_steps=3, precision=precision, callbacks=[first])
+        trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=path)
+        assert all(torch.equal(weight, expected[name]) for name, weight in first.weights.items()), precision
 
 
 def test_checkpoint_builds_its_module(checkpoint):
