@@ -1,4 +1,4 @@
-"""Clocks of the device, one of which can be paused, and a timer of Lightning's own actions."""
+"""Clocks of the device (one can be paused), and a timer of Lightning's own actions."""
 
 import time
 from collections.abc import Callable
