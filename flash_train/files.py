@@ -86,6 +86,8 @@ def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Ite
     staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder if exists else folder.parent))
     try:
         yield staged
+        for file in filter(Path.is_file, staged.rglob("*")):
+            file.chmod(0o666 & ~_umask())  # some libraries make files private
         if exists:
             _move_into(staged, folder, earlier, last)
         else:

@@ -110,8 +110,58 @@ def test_a_transformer_encoder_layer_uses_it(mode):
         torch.testing.assert_close(found[1, :5], expected[1, :5], rtol=1e-4, atol=1e-5)
 
 
+PADDING = torch.zeros(3, 9, dtype=torch.bool)
+PADDING[1, 5:] = True
+
+
+def test_padding_in_compiled_programs_and_transforms():
+    own, _ = pair(batch_first=True)
+    x = torch.randn(3, 9, 32)
+
+    def run(x):
+        return own(x, x, x, key_padding_mask=PADDING, need_weights=False)[0]
+
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="eager")(x), run(x))
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    layer.self_attn = own
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, src_key_padding_mask=PADDING), layer(x, src_key_padding_mask=PADDING))
+    own.backend = "reference"
+    out, tangent = torch.func.jvp(run, (x,), (x,))
+    torch.testing.assert_close(out, run(x))
+    step = 1e-3
+    torch.testing.assert_close(tangent, (run(x * (1 + step)) - run(x * (1 - step))) / (2 * step), rtol=1e-2, atol=1e-3)
+
+
+def test_no_queries_or_no_batch_with_padding():
+    own, theirs = pair(batch_first=True)
+    x = torch.randn(3, 9, 32)
+    options = {"key_padding_mask": PADDING, "need_weights": False}
+    assert own(x[:, :0], x, x, **options)[0].shape == theirs(x[:, :0], x, x, **options)[0].shape == (3, 0, 32)
+    assert own(x[:0], x[:0], x[:0], key_padding_mask=PADDING[:0], need_weights=False)[0].shape == (0, 9, 32)
+
+
+def test_nested_tensors_run_in_pytorch():
+    own, theirs = (module.eval() for module in pair(batch_first=True))
+    x = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)])
+    with torch.no_grad():
+        found, expected = (module(x, x, x, need_weights=False)[0] for module in (own, theirs))
+    torch.testing.assert_close(found.to_padded_tensor(0.0), expected.to_padded_tensor(0.0))
+
+
 def test_mistakes():
     own, _ = pair()
+    y = torch.randn(9, 2, 32)
+    for inputs, padding, says in (
+        ((y, y, y), torch.zeros(9, 2, dtype=torch.bool), r"key_padding_mask has shape \(9, 2\): must be \(2, 9\)"),
+        ((y[None], y, y), None, r"query has shape \(1, 9, 2, 32\): must have two or three dimensions, the last 32"),
+        ((y, y, y[..., :8]), None, r"value has shape \(9, 2, 8\): must have two or three dimensions, the last 32"),
+        ((y[0], y, y), None, "key has 3 dimensions and query 2: must be equal"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            own(*inputs, key_padding_mask=padding, need_weights=False)
+    with pytest.raises(ValueError, match="dropout=0.001: attention dropout comes in steps of 1/256"):
+        MultiheadAttention(32, 4, dropout=0.001)
     x = torch.randn(9, 2, 32)
     with pytest.raises(ValueError, match="is_causal=True without attn_mask"):
         own(x, x, x, need_weights=False, is_causal=True)

@@ -123,8 +123,7 @@ def _gradients(
     if is_legacy_batchedtensor(dout):  # PyTorch does not apply the operator's vmap rule to such tensors
         refuse_vmap()
     call = Call.of(tensors, ctx.settings)
-    # If autograd records the gradient itself, use the operator: it raises on a second gradient.
-    if use_operator or is_observed(dout) or torch.is_grad_enabled() or transforming():
+    if use_operator or is_observed(dout) or transforming():
         gradients = attention_backward(dout, dlse, q, k, v, out, lse, *call.arguments, ctx.kernels, needs_slopes)
     else:
         gradients = _run_backward(dout, dlse, q, k, v, out, lse, call, ctx.kernels, needs_slopes)
@@ -201,7 +200,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         needs_slopes, needs_sinks = ctx.needs_input_grad[3:5]
-        return (*_gradients(ctx, ctx.saved_tensors, needs_slopes, needs_sinks, dout, dlse), None, None)
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _gradients(ctx, saved, needs_slopes, needs_sinks, dout, dlse)
+        return (*forbid_second_gradient(gradients, dout, dlse, *saved), None, None)
 
     jvp = staticmethod(refuse_jvp)
 

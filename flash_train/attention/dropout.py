@@ -55,6 +55,8 @@ class EntryOrigins(NamedTuple):
     def validate(self, entries: int, device: torch.device) -> None:
         """Raise ValueError if the tensor does not fit a call with this number of entries; on a CPU also for values."""
         first = self.first
+        if not isinstance(first, torch.Tensor):
+            raise TypeError(f"EntryOrigins.first is a {type(first).__name__}: must be an int32 tensor")
         if first.dtype != torch.int32 or tuple(first.shape) != (entries, 3) or first.device != device:
             found = f"{first.dtype} of shape {tuple(first.shape)} on {first.device}"
             raise ValueError(f"EntryOrigins.first is {found}: must be torch.int32 of shape ({entries}, 3) on {device}")

@@ -20,6 +20,7 @@ from flash_train.attention.packing import Packing
 from flash_train.attention.spec import AttentionSpec
 
 FULL = AttentionSpec()
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_PLAUSIBLE_HEADS = 256  #: with more heads than this and than rows, q probably has the dimensions swapped
 
 
@@ -100,6 +101,7 @@ def attention(
     arXiv:2108.12409); sinks as in "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453) and the
     learnable form of gpt-oss.
     """
+    check_tensors(q, k, v)
     if q.is_nested or k.is_nested or v.is_nested:
         jagged = unpack(q, k, v, packing)
         results = cast(Any, attention)(
@@ -125,7 +127,7 @@ def attention(
             out, lse = DENSE[name](
                 q, k, v, spec, packing, state, origin=origin, entries=parts, alibi_slopes=alibi_slopes, sinks=sinks
             )
-        out = _connect_gradients(out, q, k, v, alibi_slopes, sinks)
+        out, lse = (_connect_gradients(x, q, k, v, alibi_slopes, sinks) for x in (out, lse))
         lse = lse.float() if lse.dtype.itemsize < 4 else lse
     else:
         if spec.dropout > 0 and state is None:
@@ -167,6 +169,7 @@ def explain(
     Raises:
         ValueError, TypeError: the same errors as ``attention``.
     """
+    check_tensors(q, k, v)
     if q.is_nested or k.is_nested or v.is_nested:
         q, k, v, packing, *_ = unpack(q, k, v, packing)
     (q, k, v), (name, why) = prepare(q, k, v, spec, packing, rng, alibi_slopes, sinks, backend, return_lse)
@@ -197,7 +200,8 @@ def prepare(
     require_values(q)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))  # autocast leaves fp64 as it is
+        # autocast leaves fp64 as it is, and integers are refused below
+        q, k, v = (x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x for x in (q, k, v))
     _validate(q, k, v, packing)
     entries = q.shape[0] if packing is None else packing.cu_seqlens_q.numel() - 1
     validate_settings(q, k.shape[-3], entries, spec, rng, alibi_slopes, sinks)
@@ -232,6 +236,15 @@ def operands_of(
     )  # fmt: skip
 
 
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise TypeError unless q, k and v are tensors that have strides, or are nested."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: must be a tensor")
+        if x.layout != torch.strided and not x.is_nested:
+            raise TypeError(f"{name} has the layout {x.layout}: must be a strided tensor, such as {name}.to_dense()")
+
+
 def require_values(q: torch.Tensor) -> None:
     """Raise ValueError for a tensor of the meta device, on which nothing can be computed."""
     if q.is_meta:
@@ -249,8 +262,8 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packin
     for name, x in (("k", k), ("v", v)):
         if x.dtype != dtype or x.device != device:
             raise TypeError(f"{name} is {x.dtype} on {x.device} and q is {dtype} on {device}: must be equal")
-    if not dtype.is_floating_point:
-        raise TypeError(f"q is {dtype}: must be a floating-point dtype")
+    if dtype not in DTYPES:
+        raise TypeError(f"q is {dtype}: must be a floating-point dtype of 16 bits or more")
     if shape_k[:-1] != shape_v[:-1]:
         raise ValueError(f"k has shape {tuple(shape_k)} and v {tuple(shape_v)}: must be equal up to head_dim")
     if shape_q[-1] != shape_k[-1]:
@@ -292,6 +305,10 @@ def validate_settings(
         raise TypeError(f"rng is {rng!r}: must be an RngState, such as RngState(5), or None")
     if rng is not None and rng.entries is not None:
         rng.entries.validate(entries, q.device)
+    if rng is not None and (rng.query or rng.key):
+        for name, first, rows in (("query", rng.query, q.shape[-3]), ("key", rng.key, len_k)):
+            if first + rows > 2**31:
+                raise ValueError(f"RngState({name}={first}) with {rows} rows: must end at 2**31 or before")
     n_heads = q.shape[-2]
     spec.mask.validate(entries, q.shape[-3], len_k, n_heads, q.device, q.dim() == 3)
     for name, x, allowed in (

@@ -41,12 +41,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     # if neither set has a key, the difference of infinities would be NaN, also in the gradient
     seen = torch.maximum(lse_a, lse_b) != float("-inf")
     safe_a, safe_b = torch.where(seen, lse_a, 0.0), torch.where(seen, lse_b, 0.0)
+    # the shares come from the difference: a large log-sum-exp is rounded by more than its exponential allows
+    share = safe_a - safe_b
+    out = _weighted(out_a, lse_a, torch.sigmoid(share)) + _weighted(out_b, lse_b, torch.sigmoid(-share))
     lse = torch.logaddexp(safe_a, safe_b)
-    out = _weighted(out_a, lse_a, safe_a - lse) + _weighted(out_b, lse_b, safe_b - lse)
     return out.to(out_dtype), torch.where(seen, lse, float("-inf")).to(lse_dtype)
 
 
-def _weighted(out: Tensor, lse: Tensor, log_share: Tensor) -> Tensor:
+def _weighted(out: Tensor, lse: Tensor, share: Tensor) -> Tensor:
     """Multiply a partial output by its share of the total weight."""
     seen = (lse != float("-inf")).transpose(-1, -2)[..., None]
-    return torch.where(seen, out.to(lse.dtype), 0.0) * torch.exp(log_share).transpose(-1, -2)[..., None]
+    return torch.where(seen, out.to(lse.dtype), 0.0) * share.transpose(-1, -2)[..., None]

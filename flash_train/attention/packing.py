@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_train.attention.checks import integer_tensor
+from flash_train.attention.checks import integer, integer_tensor, integers
 from flash_train.attention.tracing import has_no_values
+from flash_train.checks import brief
 
 
 class Entry(NamedTuple):
@@ -65,9 +66,9 @@ class Packing:
         max_seqlen_q: queries of the longest entry, if known. No backend of this package requires it. ``sdpa`` uses
             PyTorch's kernel for packed sequences only if it gets both ``max_seqlen`` values or ``lengths``.
         max_seqlen_k: keys of the longest entry, likewise.
-        lengths: lengths of the non-empty entries as Python ints. Give them if the host knows them, queries and keys
-            have the same lengths, and empty entries come last: the dense backends then do not synchronise with the
-            device.
+        lengths: lengths of the entries as Python ints; empty ones at the end may be left out. Give them if the host
+            knows them, and queries and keys have the same lengths: the dense backends then do not synchronise with
+            the device.
 
     Raises:
         TypeError: boundaries that are not integers.
@@ -88,6 +89,18 @@ class Packing:
                 raise TypeError(f"Packing({name}={cu!r}): must be an int32 tensor")
             if cu is not given:
                 object.__setattr__(self, name, cu)
+        if self.lengths is not None and not all(type(length) is int and length >= 0 for length in self.lengths):
+            given = integers(self.lengths)
+            if given is None or any(length < 0 for length in given):
+                raise TypeError(f"Packing(lengths={brief(self.lengths)}): must be a tuple of lengths, Python ints")
+            object.__setattr__(self, "lengths", tuple(given))
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            most = getattr(self, name)
+            if most is None or isinstance(most, torch.Tensor | torch.SymInt):  # reading these would wait, or specialise
+                continue
+            number = integer(most)
+            if number is None or number < 0:
+                raise TypeError(f"Packing({name}={most!r}): must be an integer that is not negative, or None")
 
     def validate(self, device: torch.device, rows_q: int | None = None, rows_k: int | None = None) -> None:
         """Check dtypes, shapes and devices; on a CPU also the values. Never reads device memory.
@@ -131,13 +144,16 @@ class Packing:
                 raise ValueError(f"{name} ends at {bounds[-1]} and {side} has {rows} rows: must end within them")
             if self.lengths is not None:
                 found, given = [end - begin for begin, end in pairwise(bounds)], list(self.lengths)
-                if list(filter(None, found)) != list(filter(None, given)):
-                    raise ValueError(f"{name} has entries of {found} rows and lengths is {given}: must be equal")
+                if found != given + [0] * (len(found) - len(given)):
+                    raise ValueError(
+                        f"{name} has entries of {found} rows and lengths is {given}: must be equal, except that "
+                        "lengths may leave out empty entries at the end"
+                    )
 
     def entries(self) -> list[Entry]:
         """Return the entries as Python ints.
 
-        With ``lengths``, only the non-empty entries are returned. Without it, this synchronises with the device.
+        With ``lengths``, only its entries are returned. Without it, this synchronises with the device.
         """
         if self.lengths is not None:
             found, begin = [], 0

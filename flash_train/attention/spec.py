@@ -55,7 +55,7 @@ class AttentionSpec:
                         "q by it"
                     )
                 value = value.item()
-            if not isinstance(value, Real):
+            if not isinstance(value, Real) or isinstance(value, bool):
                 raise TypeError(f"{name}={brief(value)}: must be a number")
             object.__setattr__(self, name, float(value))
         # a compiler can trace these comparisons with symbolic numbers

@@ -12,7 +12,7 @@ from flash_train.cli.launch.slurm import last_checkpoint
 from flash_train.output import LOGGER
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # PyTorch's names
-CONFIG, WEIGHTS = "config.json", ".safetensors"  # a folder with either holds a model
+CONFIG = "config.json"
 PREFIX = "model."  # begins the names of the weights in a checkpoint
 
 
@@ -43,10 +43,14 @@ def folder_named(text: str) -> Path:
 
 
 def check_target(folder: Path, force: bool) -> None:
-    """Raise if the folder is not writable, or holds a model and `force` is False."""
+    """Raise if the folder is not writable, or holds files of a model and `force` is False."""
+    from flash_train.cli.run.export_files import EARLIER
+
     require_usable("folder", folder)
-    if not force and any(path.name == CONFIG or path.suffix == WEIGHTS for path in folder.glob("*")):
-        raise UsageError(f"folder={folder}: holds a model; allowed: another folder, or --force to replace it")
+    found = next((file for pattern in (CONFIG, *EARLIER) for file in sorted(folder.glob(pattern))), None)
+    if found and not force:
+        name = found.relative_to(folder)
+        raise UsageError(f"folder={folder}: holds a model ({name}); allowed: another folder, or --force to replace it")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -80,15 +84,20 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     from flash_train.model.pretrained import dtype_name
     from flash_train.optim import exact_weights
 
-    model, optimizers = ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"]), checkpoint.get("optimizer_states")
+    model, optimizers = (
+        ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"]),
+        checkpoint.get("optimizer_states"),
+    )
     weights = dict(checkpoint["state_dict"])
     if dtype not in (None, "bfloat16") and optimizers:
         weights = exact_weights(weights, optimizers[0], PREFIX)
     kind = getattr(torch, dtype) if dtype else None
     weights = {name.removeprefix(PREFIX): weight.to(kind) for name, weight in weights.items()}
+    files = Files.of(checkpoint)
+    if any(path.resolve() == folder.resolve() for path in files.read_from):
+        raise UsageError(f"folder={folder}: the run read its tokenizer or model there; allowed: another folder")
     try:
         with whole_folder(folder, earlier=EARLIER, last=MODEL_CONFIG) as staged:
-            files = Files.of(checkpoint)
             save_pretrained(weights, model, staged, values=files.config(model, dtype_name(weights)))
             files.write(staged)
     except OSError as error:

@@ -126,18 +126,17 @@ def profile_memory(config: DictConfig) -> None:
     quieten_lightning()
     run_dir = Path(config.run_dir)
     recorded: list[RecordedStep] = []
-    with known_failures(config) as watched:
+    with locked(run_dir), known_failures(config) as watched:
         step, plan, _ = plan_run(config)
         run = build(config, run_dir, plan, step)
         announce(run.attention, run.data.info, run.notes)
         only_measure(run.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         watched.begin(step, run, run_dir)
-        with locked(run_dir):
-            run.trainer.fit(run.module, datamodule=run.data)
-            if not recorded and run.trainer.is_global_zero:
-                raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
-            if recorded:
-                write_memory(config, run, recorded[-1], run_dir)
+        run.trainer.fit(run.module, datamodule=run.data)
+        if not recorded and run.trainer.is_global_zero:
+            raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
+        if recorded:
+            write_memory(config, run, recorded[-1], run_dir)
     finish(run.logger)
 
 

@@ -113,6 +113,14 @@ def test_merge_is_computed_in_fp32(dtype):
     assert (error <= exact.abs() * torch.finfo(dtype).eps * 0.501 + 1e-6).all()
 
 
+@pytest.mark.parametrize("lse", [5e3, 3e4, 1e6, 1e7, 2e7])
+def test_the_mean_of_equal_parts_is_exact_at_any_log_sum_exp(lse):
+    """The rounding of a large log-sum-exp had changed the weights, up to a factor of 2."""
+    out, lse = torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1), lse)
+    merged, total = merge(out, lse, out, lse)
+    assert merged.item() == 3.0 and total.item() == pytest.approx(lse.item() + 0.6931, rel=1e-7)
+
+
 def test_large_log_sum_exps_do_not_overflow():
     out, lse = merge(torch.ones(1, 1, 1), torch.full((1, 1), 3e4), torch.zeros(1, 1, 1), torch.full((1, 1), -3e4))
     assert out.item() == 1

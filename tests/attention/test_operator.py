@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flash_train.attention import (
     AttentionSpec,
     Causal,
+    EntryOrigins,
     Full,
     Packing,
     RngState,
@@ -202,6 +203,22 @@ BAD_CALLS = [
     ((X, X, X), {"sinks": [0.1] * 4}, TypeError, "sinks is a list: must be a tensor"),
     ((P, P, P), {"packing": cu(8)}, TypeError, "packing is a Tensor: must be Packing"),
     ((X.to("meta"),) * 3, {}, ValueError, "q is on the meta device, which holds no values"),
+    (([1.0], X, X), {}, TypeError, "q is a list: must be a tensor"),
+    ((X, None, X), {}, TypeError, "k is a NoneType: must be a tensor"),
+    ((X, X, X.to_sparse()), {}, TypeError, "v has the layout torch.sparse_coo: must be a strided tensor"),
+    ((X.to(torch.float8_e5m2),) * 3, {}, TypeError, "q is torch.float8_e5m2: must be .* of 16 bits or more"),
+    (
+        (X, X, X),
+        {"rng": RngState(1, key=2**31 - 7)},
+        ValueError,
+        r"RngState\(key=2147483641\) with 8 rows: must end at 2\*\*31 or before",
+    ),
+    (
+        (P, P, P),
+        {"packing": Packing(cu(8), cu(8)), "rng": RngState(1, entries=EntryOrigins([[0, 0, 0]]))},
+        TypeError,
+        "EntryOrigins.first is a list: must be an int32 tensor",
+    ),
 ]
 
 
@@ -209,6 +226,13 @@ BAD_CALLS = [
 def test_bad_calls_are_refused(tensors, options, error, message):
     with pytest.raises(error, match=message):
         attention(*tensors, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_autocast_leaves_numbers_that_are_not_floating_point(dtype):
+    x = torch.ones(1, 4, 2, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"q is {dtype}: must be a floating"):
+        attention(x, x, x)
 
 
 @pytest.mark.parametrize("value", [-1, 2**31, 1.5])
@@ -274,6 +298,28 @@ def test_check_compares_boundaries_with_lengths():
     Packing(cu(3, 4, 0), cu(3, 4, 0), lengths=(3, 4)).check()
     with pytest.raises(ValueError, match=r"cu_seqlens_q has entries of \[3, 4\] rows and lengths is \[4, 3\]: must be"):
         Packing(cu(3, 4), cu(3, 4), lengths=(4, 3)).check()
+    Packing(cu(3, 0, 4), cu(3, 0, 4), lengths=(3, 0, 4)).check()
+    for lengths in ((3, 4), (0, 3, 4)):  # the index of an entry chooses its slopes and its dropout
+        with pytest.raises(
+            ValueError, match=r"entries of \[3, 0, 4\] rows .* lengths may leave out empty entries at the"
+        ):
+            Packing(cu(3, 0, 4), cu(3, 0, 4), lengths=lengths).check()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("lengths", (2.0,)),
+        ("lengths", (-1, 3)),
+        ("lengths", "ab"),
+        ("max_seqlen_q", "a"),
+        ("max_seqlen_k", -4),
+        ("max_seqlen_k", 5.5),
+    ],
+)
+def test_lengths_that_are_no_integers_are_refused(name, value):
+    with pytest.raises(TypeError, match=rf"Packing\({name}=.*\): must be"):
+        Packing(cu(2), cu(2), **{name: value})
 
 
 def test_boundaries_without_values_are_not_read():
@@ -298,6 +344,45 @@ def test_gradients_reach_slopes_and_sinks_without_queries(backend):
         learned = torch.ones(4, requires_grad=True)
         attention(q, k, v, backend=backend, **{name: learned}).sum().backward()
         assert learned.grad is not None and not learned.grad.any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "standard", "chunked"])
+@pytest.mark.parametrize("shape", [(2, 3, 2, 8), (0, 3, 2, 8)])
+def test_the_log_sum_exp_has_gradients_without_pairs(backend, shape):
+    q = torch.randn(shape, requires_grad=True)
+    k, learned = torch.randn(shape[0], 0, 2, 8), torch.rand(2, requires_grad=True)
+    out, lse = attention(q, k, k, alibi_slopes=learned, backend=backend, return_lse=True)
+    assert bool((lse == -torch.inf).all())
+    (out.sum() + lse.sum()).backward()
+    assert not q.grad.any() and not learned.grad.any()
+    _, lse = attention(q, k, k, sinks=learned, backend=backend, return_lse=True)
+    assert torch.equal(lse, learned[:, None].expand_as(lse))
+    lse.sum().backward()
+    assert torch.equal(learned.grad, torch.full((2,), float(shape[0] * shape[1])))
+
+
+@pytest.mark.parametrize("backend", ["standard", "reference"])
+@pytest.mark.parametrize("names", ["qqq", "qkk", "qqk"])
+def test_one_tensor_in_several_places_compiles(backend, names):
+    tensors = {name: torch.randn(1, 4, 2, 8, requires_grad=True) for name in "qk"}
+    compiled = torch.compile(
+        lambda x, y, z: attention(x, y, z, CAUSAL, backend=backend), fullgraph=True, backend="eager"
+    )
+    gradients = []
+    for run in (compiled, lambda x, y, z: attention(x, y, z, CAUSAL, backend=backend)):
+        out = run(*(tensors[name] for name in names)).square().sum()
+        gradients.append(torch.autograd.grad(out, [tensors[name] for name in sorted(set(names))]))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_tree_in_a_compiled_program():
+    q, parents = torch.randn(1, 4, 2, 8), torch.tensor([-1, 0, 0, 1])
+
+    def run(q, parents):
+        return attention(q, q, q, AttentionSpec(Tree(parents)), backend="reference")
+
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="eager")(q, parents), run(q, parents))
 
 
 @pytest.mark.parametrize("backend", ["reference", "standard", "chunked", "sdpa"])

@@ -156,17 +156,26 @@ def test_mistakes(tmp_path, capsys, name, says):
     assert not (tmp_path / "llama").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
+def test_the_folder_that_a_run_read_is_never_replaced(llama, extended, capsys):
+    before = {path.name: path.read_bytes() for path in llama.iterdir()}
+    line = refused(capsys, extended, llama, "--force")
+    assert line == f"folder={llama}: the run read its tokenizer or model there; allowed: another folder"
+    assert {path.name: path.read_bytes() for path in llama.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"])
 def test_a_model_is_replaced_only_with_force(trained, tmp_path, capsys, name):
     run_dir, target = trained(), tmp_path / "llama"
     target.mkdir()
     (target / name).write_text("theirs")
     capsys.readouterr()
     line = refused(capsys, run_dir, target)
-    assert line == f"folder={target}: holds a model; allowed: another folder, or --force to replace it"
+    assert line == f"folder={target}: holds a model ({name}); allowed: another folder, or --force to replace it"
     assert [(path.name, path.read_text()) for path in target.iterdir()] == [(name, "theirs")]
     export_command.main([str(run_dir), str(target), "--force"])
     assert LlamaForCausalLM.from_pretrained(target)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in target.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]  # safetensors makes private files
 
 
 def test_a_target_that_is_a_file(tmp_path, capsys):

@@ -15,6 +15,7 @@ from flash_train.attention.dropout import EntryOrigins, entry_origin, keep_mask
 from flash_train.attention.masks import Band, Full, Mask
 from flash_train.attention.packing import Entry, Packing, Span, entries
 from flash_train.attention.spec import AttentionSpec
+from flash_train.attention.transforms import transforming
 
 
 class Part(NamedTuple):
@@ -93,11 +94,11 @@ def attend_no_pairs(part: Part, sinks: Tensor | None = None) -> tuple[Tensor, Te
     """
     q, k, v = (x.transpose(1, 2) for x in (part.q, *repeat_heads(part.k, part.v, part.q.shape[2])))
     out = ((q @ k.transpose(-1, -2)) @ v).transpose(1, 2)
-    if sinks is None:
-        return out, q.new_full(q.shape[:3], float("-inf"), dtype=statistics_dtype(q))
-    never = torch.zeros((), dtype=torch.bool, device=q.device)
-    out = torch.where(never, sinks.to(out.dtype)[:, None], out)
-    return out, sinks.to(statistics_dtype(q))[:, None].expand(q.shape[:3])
+    for x in (part.slopes, sinks):
+        if x is not None:
+            out = out + x[..., :0].sum().to(out.dtype)
+    zero = out.sum(-1).transpose(1, 2).to(statistics_dtype(q))
+    return out, (zero - float("inf") if sinks is None else zero + sinks.to(zero.dtype)[:, None])
 
 
 def repeat_heads(k: Tensor, v: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
@@ -186,6 +187,8 @@ def dropout_keep(
     n_heads = part.q.shape[2]
     if rng is None:
         shape = (len(part.entries), n_heads, queries.stop - queries.start, keys.stop - keys.start)
+        if transforming():  # `vmap` cannot draw into a tensor
+            return torch.rand(shape, device=part.q.device) < spec.keep_threshold / 256
         return torch.empty(shape, dtype=torch.bool, device=part.q.device).bernoulli_(spec.keep_threshold / 256)
     masks = []
     for entry in part.entries:

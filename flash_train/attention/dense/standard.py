@@ -89,8 +89,11 @@ def _attend(
     distance = None if part.slopes is None else alibi_distance(part.entries[0], part.q.device)
     scale, rate = spec.scale_for(part.q.shape[-1]), spec.keep_threshold / 256
     function = _TransformedStandard if transforming() else _Standard
+    q, k, v = part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen)
+    if torch.compiler.is_compiling():  # it cannot trace a Function that gets a tensor twice
+        k, v = k.view_as(k), v.view_as(v)
     out, lse, *_ = function.apply(
-        part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen), part.slopes, sinks, mask, has_keys, keep,
+        q, k, v, part.slopes, sinks, mask, has_keys, keep,
         distance, scale, spec.softcap, rate,
     )  # fmt: skip
     return out, lse

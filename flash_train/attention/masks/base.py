@@ -294,6 +294,11 @@ class And(Mask):
 
     terms: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        if any(isinstance(term, Band) for term in self.terms[1:]):
+            names = ", ".join(term.kind for term in self.terms)
+            raise ValueError(f"And({names}): must have one band at most, and first; combine masks with &")
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         return tuple(tensor for term in self.terms for tensor in term.tensors)

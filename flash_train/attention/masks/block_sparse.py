@@ -33,6 +33,7 @@ class BlockSparse(Mask):
             at least 16; for other sizes they evaluate the pattern for each pair.
 
     Raises:
+        TypeError: a pattern that is no tensor.
         ValueError: a pattern of another dtype or rank, or a block that is not one or two positive integers.
     """
 
@@ -41,6 +42,8 @@ class BlockSparse(Mask):
     block: int | tuple[int, int] = 128
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Tensor):
+            raise TypeError(f"BlockSparse pattern is a {type(self.pattern).__name__}: must be a bool tensor")
         if self.pattern.dtype != torch.bool or self.pattern.dim() not in (2, 3):
             raise ValueError(
                 f"BlockSparse pattern is {self.pattern.dtype} of shape {tuple(self.pattern.shape)}: must be bool "

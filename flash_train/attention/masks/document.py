@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_train.attention.checks import integer_tensor
 from flash_train.attention.masks.base import MAP_BLOCK, BlockMap, Mask, TermParts, check_device
 from flash_train.attention.masks.registry import DeviceTerm
 from flash_train.attention.packing import Entry
@@ -23,7 +24,10 @@ class Document(Mask):
         q_ids: int32 (batch, seqlen_q), or (seqlen_q,) for all batch rows; packed (total_q,).
         k_ids: the ids of the keys, int32 (batch, seqlen_k), (seqlen_k,) or (total_k,); None: ``q_ids`` serves both.
 
+    Lists of integers become tensors on the CPU.
+
     Raises:
+        TypeError: ids that are no integers.
         ValueError: ids of another dtype or rank.
     """
 
@@ -32,7 +36,15 @@ class Document(Mask):
     k_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, ids in (("q_ids", self.q_ids), ("k_ids", self._key_ids)):
+        for name in ("q_ids", "k_ids"):
+            given = getattr(self, name)
+            if given is None and name == "k_ids":
+                continue
+            ids = integer_tensor(f"Document {name}", given)
+            if not isinstance(ids, Tensor):
+                raise TypeError(f"Document {name} is a {type(given).__name__}: must be an int32 tensor")
+            if ids is not given:
+                object.__setattr__(self, name, ids)
             if ids.dtype != torch.int32 or ids.dim() not in (1, 2):
                 raise ValueError(
                     f"Document {name} is {ids.dtype} of shape {tuple(ids.shape)}: must be int32 (batch, seqlen), "

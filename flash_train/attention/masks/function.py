@@ -16,6 +16,7 @@ from torch import Tensor
 from flash_train.attention.masks.base import Lowered, Mask, check_device
 from flash_train.attention.masks.registry import DeviceTerm, builders, register_builder
 from flash_train.attention.packing import Entry
+from flash_train.checks import brief
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class MaskFunction(Mask):
     must be at the top level of an importable module.
 
     Raises:
-        TypeError: a twin that is not callable.
+        TypeError: a twin that is not callable, or tensors that are no tuple of tensors.
     """
 
     kernel: Any
@@ -44,6 +45,9 @@ class MaskFunction(Mask):
     def __post_init__(self) -> None:
         if not callable(self.twin):
             raise TypeError(f"MaskFunction(twin={self.twin!r}): must be a function, the kernel's rule in PyTorch")
+        if not isinstance(self.tensors, tuple | list) or not all(isinstance(x, Tensor) for x in self.tensors):
+            raise TypeError(f"MaskFunction(tensors={brief(self.tensors)}): must be a tuple of tensors")
+        object.__setattr__(self, "tensors", tuple(self.tensors))
         object.__setattr__(self, "name", _register(self.kernel, len(self.tensors)))
 
     def __copy__(self) -> MaskFunction:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_train.attention.masks.base import WHOLE, Lowered, Mask, TermParts, check_device
 from flash_train.attention.masks.registry import DeviceTerm
 from flash_train.attention.packing import Entry
+from flash_train.attention.tracing import has_no_values
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -42,7 +43,7 @@ class Tree(Mask):
                 "(batch, n), n at least 1"
             )
         ancestors = _ancestors(parents if parents.dim() == 2 else parents[None])
-        if parents.device.type == "cpu":
+        if parents.device.type == "cpu" and not has_no_values(parents):
             _check_parents(parents, ancestors)
         object.__setattr__(self, "parents", parents)
         object.__setattr__(self, "bits", _pack_bits(ancestors))
@@ -111,7 +112,10 @@ def _check_parents(parents: Tensor, ancestors: Tensor) -> None:
     if low < -1 or high >= n:
         wrong = low if low < -1 else high
         raise ValueError(f"Tree parents name node {wrong} of {n}: must be 0 to {n - 1}, or -1 for a root")
-    circular = (ancestors & ancestors.mT).sum((1, 2)) > n  # a node is its own ancestor, but no other pair is mutual
+    own = (parents == torch.arange(n)).any(-1)
+    circular = own | (
+        (ancestors & ancestors.mT).sum((1, 2)) > n
+    )  # a node is its own ancestor, but no other pair is mutual
     if bool(circular.any()):
         raise ValueError(f"Tree parents {parents.tolist()} form a cycle: must lead to a root, whose parent is -1")
 

@@ -45,6 +45,11 @@ class Files:
         source = checkpoint.get(PRETRAINED)
         return cls(checkpoint.get("PackedDataModule", {}), PretrainedSource(**source) if source else None)
 
+    @property
+    def read_from(self) -> list[Path]:
+        """The folders of the tokenizer and of the source model, which an export must not replace."""
+        return [*([self._file.parent] if self._file else []), *([Path(self.source.folder)] if self.source else [])]
+
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """The values of config.json; `dtype` is the weights' dtype, such as "bfloat16"."""
         seq_len = self.data.get("seq_len")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_train.attention.masks import BlockSparse, Causal, Document, MaskFunction, Tree, Window
+from flash_train.attention.masks import And, BlockSparse, Causal, Document, MaskFunction, Tree, Window
 from flash_train.attention.packing import Entry
 
 HEADS = 2
@@ -34,6 +34,17 @@ BAD_MASKS = [
     (lambda: Tree([-1, 2]), "Tree parents name node 2 of 2: must be 0 to 1, or -1"),
     (lambda: Tree([-1, -2]), "Tree parents name node -2 of 2"),
     (lambda: Tree([[-1, 0, 0], [1, 2, 0]]), "form a cycle: must lead to a root"),
+    (lambda: Tree([0]), "form a cycle: must lead to a root"),
+    (lambda: Tree([[-1, 0], [-1, 1]]), "form a cycle: must lead to a root"),
+    (lambda: And((Causal(), Window(2, 2))), r"And\(band, band\): must have one band at most, and first"),
+    (lambda: And((Document(int32(3)), Causal())), r"And\(document, band\): must have one band at most, and first"),
+]
+NO_TENSORS = [
+    (lambda: BlockSparse([[True]]), "BlockSparse pattern is a list: must be a bool tensor"),
+    (lambda: Document("ids"), "Document q_ids is a str: must be an int32 tensor"),
+    (lambda: Document([0.5]), r"Document q_ids=\[0.5\]: must be integers"),
+    (lambda: function_of(3), r"MaskFunction\(tensors=\(3,\)\): must be a tuple of tensors"),
+    (lambda: MaskFunction(None, print, torch.ones(3)), "must be a tuple of tensors"),
 ]
 
 
@@ -50,6 +61,16 @@ def test_mask_function_needs_a_twin_that_returns_bool_tensors(returned):
 def test_bad_masks_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize(("build", "message"), NO_TENSORS, ids=[message for _, message in NO_TENSORS])
+def test_masks_of_other_things_than_tensors_are_refused(build, message):
+    with pytest.raises(TypeError, match=message):
+        build()
+
+
+def test_document_ids_may_be_lists():
+    assert torch.equal(Document([0, 0, 1], [0, 1, 1]).k_ids, torch.tensor([0, 1, 1], dtype=torch.int32))
 
 
 BAD_CALLS = [

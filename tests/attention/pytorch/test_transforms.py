@@ -58,6 +58,10 @@ def a_second_gradient_is_refused(backend, device):
 
     with pytest.raises(RuntimeError, match=SECOND):
         grad(lambda q: grad(loss)(q).pow(2).sum())(q)
+    q.requires_grad_()
+    (first,) = torch.autograd.grad(loss(q), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=SECOND):
+        first.sum().backward()
 
 
 def vmap_is_refused(backend, device):
