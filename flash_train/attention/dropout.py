@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 
 from flash_train.attention.checks import integer
-from flash_train.attention.index_tensors import check_range
+from flash_train.attention.index_tensors import INTEGERS, check_range
 from flash_train.attention.tracing import has_no_values
 
 PHILOX_ROUNDS = 7
@@ -99,8 +99,10 @@ class RngState:
             given: int | torch.Tensor | None = value
             if not isinstance(value, torch.Tensor):
                 given = integer(value)
-            elif value.numel() != 1 or value.is_floating_point() or value.is_complex():  # no device memory is read
+            elif value.numel() != 1 or value.dtype not in INTEGERS:  # no device memory is read
                 given = None
+            if isinstance(given, int) and not -(2**63) <= given < 2**64:
+                raise ValueError(f"RngState({name}={given}): must fit 64 bits")
             if given is None:
                 raise ValueError(f"RngState({name}={value!r}): must be an integer, or an int64 scalar on the device")
             if given is not value:

@@ -251,7 +251,14 @@ def test_an_empty_batch_has_gradients(backend, shape, packing):
     assert all(x.grad.shape == x.shape for x in tensors)
 
 
-@pytest.mark.parametrize("value", [1.5, torch.tensor(1.0)])
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
+def test_states_have_64_bits(value):
+    RngState(2**64 - 1), RngState(-(2**63))
+    with pytest.raises(ValueError, match=rf"RngState\(seed={value}\): must fit 64 bits"):
+        RngState(value)
+
+
+@pytest.mark.parametrize("value", [1.5, torch.tensor(1.0), torch.tensor(True)])
 def test_bad_states_are_refused(value):
     with pytest.raises(ValueError, match="offset=.*: must be an integer, or an int64 scalar"):
         RngState(1, offset=value)
