@@ -17,15 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_train.attention import Packing
+from flash_train.integrations.packed_documents import check_attention_only, check_documents_apart, default_positions
 from flash_train.integrations.transformers import register
 from flash_train.model import ops
 
 # Settings of models whose logits are more than a product with the head's weight
-CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+CHANGED_LOGITS = ("final_logit_softcapping", "logits_soft_cap", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
 class CausalLM(nn.Module):
     """A model of `transformers`, with the methods that `CausalLMModule` calls.
+
+    It takes models that compute each document of a packed row as by itself. The configuration must name no layers but
+    attention: the state of others passes from one document to the next. The model then computes two rows of two short
+    documents, in another order in each, and a document's hidden states must be the same in both. This second check is
+    left out, with a message, if the weights are not plain tensors of one dtype on one device, such as meta, sharded or
+    quantised ones. It leaves modes, gradients, buffers and random numbers as they were.
 
     Args:
         model: a model for causal language modelling, such as `AutoModelForCausalLM` returns, also with adapters of
@@ -37,7 +44,9 @@ class CausalLM(nn.Module):
 
     Raises:
         TypeError: `model` is no such model.
-        ValueError: its attention cannot be replaced, or PEFT puts tokens of its own before each row.
+        ValueError: its attention cannot be replaced, it does not keep packed documents apart, it does not name its
+            decoder, or PEFT puts tokens of its own before each row.
+        NotImplementedError: its mask or scores are others than this attention computes.
     """
 
     def __init__(self, model: Any, *, backend: str = "auto") -> None:
@@ -48,10 +57,19 @@ class CausalLM(nn.Module):
             raise TypeError(f"model must be a causal language model, as AutoModelForCausalLM returns, not {kind}")
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(f"{type(model.active_peft_config).__name__}: CausalLM trains adapters, but no prompts")
-        name = register(backend=backend)
+        if base.base_model is base:
+            raise ValueError(
+                f"{type(base).__name__} has no decoder named {base.base_model_prefix!r}: CausalLM takes models whose "
+                "base_model returns hidden states"
+            )
+        check_attention_only(base)
+        register(backend=backend)  # an unknown backend is refused first
+        name = register()  # the weights may be on a CPU still, where not all backends run
         base.set_attn_implementation(name)
         if base.config.get_text_config()._attn_implementation != name:
             raise ValueError(f"{type(base).__name__} has attention of its own, which CausalLM cannot replace")
+        check_documents_apart(base)
+        register(backend=backend)
         self.model = model
 
     @property
@@ -60,6 +78,7 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """Return the logits of the next token, (batch, seq_len, vocab_size); arguments as `Transformer` takes them."""
+        positions = default_positions(tokens, packing) if positions is None else positions
         return self.model(tokens, position_ids=positions, packing=packing, use_cache=False).logits
 
     def loss(
@@ -79,6 +98,7 @@ class CausalLM(nn.Module):
         if head.bias is not None or any(getattr(config, name, None) is not None for name in CHANGED_LOGITS):
             logits = self(tokens, positions=positions, packing=packing).flatten(0, 1)
             return F.cross_entropy(logits.float(), labels, ignore_index=ops.IGNORE_INDEX, reduction="sum"), count
+        positions = default_positions(tokens, packing) if positions is None else positions
         hidden = model.base_model(
             input_ids=tokens, position_ids=positions, packing=packing, use_cache=False
         ).last_hidden_state

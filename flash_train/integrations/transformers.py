@@ -10,12 +10,8 @@ and `cu_seq_lens_k`. The boundaries of the documents are found once for all laye
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from types import FunctionType, ModuleType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +24,7 @@ from flash_train.attention.backends import backend_names
 from flash_train.attention.flash_attn.padding import boundaries_of
 from flash_train.attention.rows import take_rows
 from flash_train.checks import check_name
+from flash_train.integrations.transformers_masks import TOO_SHORT, padding_mask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +32,6 @@ if TYPE_CHECKING:
 # transformers takes any name with "flash" for a kernel of its hub
 NAME = "fused_triton"
 
-# Functions of `transformers.masking_utils` whose masks this attention computes, or finds by itself
-KNOWN_PARTS = {
-    "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay", "sliding_window_bidirectional_mask_function",
-    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
-}  # fmt: skip
-OTHER_MASK = "this model's mask has {}, which only attn_implementation='sdpa' or 'eager' can do"
 # Arguments of attention functions that change which keys count, or how much
 OTHER_SCORES = ("position_bias", "indices", "block_indices", "sinks")
 
@@ -72,104 +62,6 @@ def register(name: str = NAME, *, backend: str = "auto") -> str:
     return name
 
 
-def padding_mask(
-    batch_size: int,
-    q_length: int | None = None,
-    kv_length: int = 0,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Callable | None = None,
-    attention_mask: Tensor | None = None,
-    config: Any = None,
-    use_vmap: bool = False,
-    cache_position: Tensor | None = None,
-    **_: Any,
-) -> Tensor | None:
-    """Return which keys are tokens, bool (batch, keys), or None if all are: a mask function of `transformers`.
-
-    A cache of fixed size has more keys than have been seen; the mask is then only as long as these. The first releases
-    of transformers 5 give the queries' positions as `cache_position`, later ones as `q_offset` and `q_length`.
-
-    Raises:
-        NotImplementedError: the model has attention of its own, or a mask that this attention does not know.
-        ValueError: the mask has too few rows or columns.
-    """
-    if use_vmap:
-        raise NotImplementedError(OTHER_MASK.format("a mask of its own"))
-    is_causal = check_mask(mask_function, kv_offset + kv_length, config) if mask_function is not None else True
-    check_uses_interface(config)
-    if attention_mask is not None and len(attention_mask) != batch_size:
-        raise ValueError(f"attention_mask.shape[0]={len(attention_mask)}: must be {batch_size}, as in the batch")
-    if not is_causal:  # the keys may be another model's
-        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
-    if q_length is None:
-        assert cache_position is not None
-        q_length, q_offset = len(cache_position), cache_position[0]
-    seen = int(q_offset) + q_length - kv_offset  # reads a tensor if the cache has a fixed size
-    if attention_mask is None:
-        if seen >= kv_length:
-            return None
-        device = q_offset.device if isinstance(q_offset, Tensor) else None
-        return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
-    mask = attention_mask[:, -kv_length:].bool()
-    if mask.shape[1] < min(seen, kv_length):
-        raise ValueError(f"attention_mask.shape[1]={mask.shape[1]}: must be {min(seen, kv_length)}, one for each token")
-    return None if mask.shape[1] == kv_length and bool(mask.all()) else mask
-
-
-@torch.compiler.disable  # it looks into functions
-def check_mask(mask_function: Callable, keys: int, config: Any) -> bool:
-    """Return whether a mask of `transformers` is causal. Windows come with each layer, documents with `position_ids`.
-
-    Raises:
-        NotImplementedError: the mask has another part, such as chunks or blocks of images, or a window that the model
-            does not give to its layers' attention.
-    """
-    parts = dict(_parts(mask_function))
-    window, module = parts.get("sliding_window_overlay", {}).get("sliding_window"), _modeling_module(config)
-    if window is not None and window < keys and module and not _gives_window(module):
-        raise NotImplementedError(OTHER_MASK.format(f"a window of {window} tokens"))
-    if (chunks := parts.pop("chunked_overlay", None)) is not None and chunks["chunk_size"] < keys:
-        raise NotImplementedError(OTHER_MASK.format(f"chunks of {chunks['chunk_size']} tokens"))
-    if unknown := sorted(parts.keys() - KNOWN_PARTS):
-        raise NotImplementedError(OTHER_MASK.format(", ".join(unknown)))
-    return "causal_mask_function" in parts
-
-
-def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names of the functions that a mask combines, each with the variables that it holds."""
-    cells = function.__closure__ or ()
-    held = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-    yield function.__qualname__.split(".")[0], held
-    for value in held.values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, FunctionType):
-                yield from _parts(part)
-
-
-def _modeling_module(config: Any) -> ModuleType | None:
-    """Return the module of a configuration's model in `transformers`, or None."""
-    name = type(config).__module__
-    return sys.modules.get(name.replace("configuration_", "modeling_")) if "configuration_" in name else None
-
-
-@cache
-def _gives_window(module: ModuleType) -> bool:
-    """Whether a model's layers give their sliding window to the attention function."""
-    return "sliding_window=" in inspect.getsource(module)
-
-
-@torch.compiler.disable
-def check_uses_interface(config: Any) -> None:
-    """Refuse models whose attention does not come from the registered functions: they would run without a mask."""
-    module = _modeling_module(config)
-    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    if not any(getattr(kind, "_supports_attention_backend", False) for kind in vars(module).values()):
-        name = type(config).__name__.removesuffix("Config")
-        raise NotImplementedError(f"{name} has attention of its own: it needs attn_implementation='eager'")
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -193,7 +85,8 @@ def attention_forward(
 
     Args:
         query, key, value: (batch, heads, seqlen, head_dim); key and value may have fewer heads.
-        attention_mask: bool (batch, keys), which keys are tokens; None: all.
+        attention_mask: bool (batch, keys), which keys are tokens; None: all. For packed rows also int64
+            (batch, 1, seqlen), each token's document, which counts if nothing else says where documents begin.
         s_aux: sinks, (heads,).
         position_ids: (batch, seqlen) or (1, seqlen); where they do not go up by 1, another document begins.
         cu_seq_lens_q, cu_seq_lens_k: int (documents + 1,), the documents' boundaries in the flattened batch.
@@ -203,7 +96,8 @@ def attention_forward(
         (batch, seqlen, heads, head_dim of the values), and None in the place of the attention weights.
 
     Raises:
-        ValueError: options that this attention does not support.
+        ValueError: options that this attention does not support, a mask that does not fit the tokens, or a sliding
+            window over a row with padding between a document's tokens.
         NotImplementedError: the model changes the scores in a way that this attention does not support.
     """
     if options.get("output_attentions"):
@@ -212,6 +106,9 @@ def attention_forward(
         raise NotImplementedError(
             f"this model's attention has {', '.join(other)}, which only attn_implementation='sdpa' or 'eager' can do"
         )
+    documents = None
+    if attention_mask is not None and attention_mask.dim() == 3 and attention_mask.dtype == torch.int64:
+        documents, attention_mask = attention_mask, None
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: must be (batch, seqlen); masks with four "
@@ -221,6 +118,11 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     spec = AttentionSpec(_mask(causal, sliding_window), scaling, softcap or 0.0, dropout)
     batch, length = q.shape[:2]
+    if documents is not None and not documents.shape[2] == length == k.shape[1]:
+        raise ValueError(
+            f"attention_mask.shape[2]={documents.shape[2]}: must be {length} queries and {k.shape[1]} keys, since it "
+            "holds the documents of packed rows"
+        )
     if attention_mask is not None:
         if packing is not None or cu_seq_lens_q is not None:
             given = "cu_seq_lens_q" if packing is None else "packing"
@@ -228,17 +130,23 @@ def attention_forward(
         keys = attention_mask.shape[1]
         if keys > k.shape[1] or (keys < k.shape[1] and not causal):
             raise ValueError(f"attention_mask.shape[1]={keys}: must be {k.shape[1]}, one for each key")
+        if causal and keys < length:
+            raise ValueError(TOO_SHORT.format(keys, length))
         k, v = k[:, :keys], v[:, :keys]
         positions = position_ids if causal and length == keys else None
-        asked = (length, causal, None if positions is None else (id(positions), _version_of(positions)))
-        found = _once(attention_mask, asked, lambda: Unpadded.of(attention_mask, length, causal, positions))
+        window = sliding_window if sliding_window is not None and sliding_window < keys else None
+        asked = (length, causal, None if positions is None else (id(positions), _version_of(positions)), window)
+        found = _once(attention_mask, asked, lambda: Unpadded.of(attention_mask, length, causal, positions, window))
         q, k, v = (take_rows(x.flatten(0, 1), rows) for x, rows in ((q, found.q), (k, found.k), (v, found.k)))
         out = attention(q, k, v, spec, packing=found.packing, sinks=s_aux, backend=backend)
         return pad_input(out, found.q, batch, length), None
     if packing is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packing = Packing(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
-    elif packing is None and position_ids is not None and length == k.shape[1] > 1:
-        packing = _once(position_ids, batch, lambda: packing_of(position_ids, batch))
+    elif packing is None and length == k.shape[1] > 1:
+        if position_ids is not None:
+            packing = _once(position_ids, batch, lambda: packing_of(position_ids, batch))
+        if packing is None and documents is not None:
+            packing = _once(documents, None, lambda: packing_of_documents(documents[:, 0]))
     if packing is None:
         return attention(q, k, v, spec, sinks=s_aux, backend=backend), None
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -255,17 +163,36 @@ class Unpadded:
     packing: Packing
 
     @classmethod
-    def of(cls, mask: Tensor, queries: int, causal: bool, positions: Tensor | None) -> Unpadded:
+    def of(
+        cls, mask: Tensor, queries: int, causal: bool, positions: Tensor | None = None, window: int | None = None
+    ) -> Unpadded:
         """Return the tokens of a mask (batch, keys). Synchronises with the device.
 
         Args:
-            causal: the queries are the last tokens of the mask; else all queries are tokens, maybe of another model.
+            causal: the queries are the last tokens of the mask; else all queries are tokens, maybe of another model,
+                unless there is a window.
             positions: (batch or 1, keys), where a document of packed rows may begin.
+            window: how many keys a query sees, if fewer than the mask has. It counts the padding between two tokens,
+                which unpadding takes away.
+
+        Raises:
+            ValueError: a window, and padding between two tokens of one document.
         """
-        used_q = mask[:, -queries:] if causal else mask.new_ones(len(mask), queries)
+        own_keys = causal or window is not None  # a window counts from a query to the keys of the same row
+        used_q = mask[:, -queries:] if own_keys else mask.new_ones(len(mask), queries)
         rows_q, rows_k = (used.flatten().nonzero().flatten() for used in (used_q, mask))
         if positions is not None and positions.dim() == 2:
-            starts = _document_starts(rows_k, positions.expand(len(mask), -1).flatten(), mask.shape[1])
+            positions = positions.expand(len(mask), -1).flatten()
+        else:
+            positions = None
+        follows = _follows(rows_k, positions, mask.shape[1])
+        if window is not None and bool((follows & (rows_k.diff() > 1)).any()):
+            raise ValueError(
+                f"sliding_window={window} and attention_mask: a row must not have padding between the tokens of a "
+                "document; pad on one side, or use attn_implementation='sdpa'"
+            )
+        if positions is not None:
+            starts = F.pad(~follows, (1, 0), value=True).nonzero().flatten()
             if len(starts) > int(mask.any(-1).sum()):
                 boundaries = F.pad(starts, (0, 1), value=len(rows_k)).to(torch.int32)
                 return cls(rows_q, rows_k, Packing(boundaries, boundaries))
@@ -273,14 +200,17 @@ class Unpadded:
         return cls(rows_q, rows_k, Packing(begin_q, begin_k))
 
 
-def _document_starts(rows: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Return which of the listed tokens begin a row or a document of it.
+def _follows(rows: Tensor, positions: Tensor | None, length: int) -> Tensor:
+    """Return which of the listed tokens, but the first, continue the document of the token before.
 
-    Within a document, positions go up by 1 with each token, or also count the padding between two tokens.
+    Without positions each row is a document. Within a document, positions go up by 1 with each token, or also count
+    the padding between two tokens.
     """
+    same_row = rows[1:] // length == rows[:-1] // length
+    if positions is None:
+        return same_row
     distance, step = rows.diff(), positions[rows].diff()
-    follows = (rows[1:] // length == rows[:-1] // length) & ((step == 1) | (step == distance))
-    return F.pad(~follows, (1, 0), value=True).nonzero().flatten()
+    return same_row & ((step == 1) | (step == distance))
 
 
 def packing_of(position_ids: Tensor, batch: int) -> Packing | None:
@@ -291,13 +221,23 @@ def packing_of(position_ids: Tensor, batch: int) -> Packing | None:
     if position_ids.dim() != 2:  # of several axes, as in models of images
         return None
     positions = position_ids.expand(batch, -1)
-    is_first = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
+    return _packing_from(positions[:, 1:] != positions[:, :-1] + 1)
+
+
+def packing_of_documents(documents: Tensor) -> Packing | None:
+    """Return the packing of rows whose tokens have the numbers of their documents, (batch, seqlen), as `packing_of`."""
+    return _packing_from(documents[:, 1:] != documents[:, :-1])
+
+
+def _packing_from(begins: Tensor) -> Packing | None:
+    """Return the packing of rows, (batch, seqlen - 1): which tokens but the rows' first begin a document."""
+    is_first = F.pad(begins, (1, 0), value=True)
     starts = is_first.flatten().nonzero().flatten().tolist()
-    if len(starts) == batch:
+    if len(starts) == len(begins):
         return None
-    boundaries = torch.tensor([*starts, positions.numel()], dtype=torch.int32)
+    boundaries = torch.tensor([*starts, is_first.numel()], dtype=torch.int32)
     lengths = tuple(boundaries.diff().tolist())
-    boundaries = boundaries.to(positions.device)
+    boundaries = boundaries.to(begins.device)
     return Packing(boundaries, boundaries, lengths=lengths)
 
 

@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from flash_train.attention import Packing  # noqa: E402
+from flash_train.integrations import causal_lm  # noqa: E402
 from flash_train.integrations.causal_lm import CausalLM  # noqa: E402
 from flash_train.training import CausalLMModule, OptimizerConfig  # noqa: E402
 from tests.integrations.test_transformers import MODELS, SHAPE  # noqa: E402
@@ -109,6 +110,95 @@ def test_adapters_are_trained():
     )
 
 
+STATEFUL = {
+    "MambaConfig": {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 4},
+    "JambaConfig": {**SHAPE, "mamba_d_state": 4, "num_experts": 2, "use_mamba_kernels": False},
+    "RecurrentGemmaConfig": {**SHAPE, "head_dim": 8, "lru_width": 32, "logits_soft_cap": 3.0},
+    "Lfm2Config": {**SHAPE, "layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3NextConfig": {**SHAPE, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
+                        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "FalconH1Config": {**SHAPE, "head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+                       "mamba_d_state": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_models_whose_state_passes_to_the_next_document(name, device):
+    config = getattr(transformers, name)(**{**STATEFUL[name], "vocab_size": 31})
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="ForCausalLM has layers .*: CausalLM takes models with attention only"):
+        CausalLM(model)
+
+
+@pytest.mark.parametrize("name", ["MambaConfig", "JambaConfig", "RecurrentGemmaConfig", "Qwen3NextConfig"])
+def test_documents_that_change_each_other_are_found_by_their_values(name, monkeypatch):
+    monkeypatch.setattr(causal_lm, "check_attention_only", lambda model: None)
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**STATEFUL[name], "vocab_size": 31})
+    with pytest.raises(ValueError, match="ForCausalLM computes a packed document otherwise than by itself: CausalLM"):
+        CausalLM(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_that_counts_positions_through_the_row():
+    bart = transformers.BartConfig(vocab_size=31, d_model=32, decoder_layers=1, decoder_attention_heads=4,
+                                   decoder_ffn_dim=48, init_std=0.3)  # fmt: skip
+    with pytest.raises(ValueError, match="BartForCausalLM computes a packed document otherwise than by itself"):
+        CausalLM(AutoModelForCausalLM.from_config(bart))
+
+
+def test_the_check_leaves_the_model_as_it_was():
+    config = transformers.LlamaConfig(**{**SHAPE, "vocab_size": 31, "attention_dropout": 0.5})
+    given = AutoModelForCausalLM.from_config(config).train()
+    given.model.layers[1].eval()
+    modes = [module.training for module in given.modules()]
+    tensors = {name: tensor.clone() for name, tensor in [*given.named_parameters(), *given.named_buffers()]}
+    state = torch.get_rng_state()
+    CausalLM(given)
+    assert modes == [module.training for module in given.modules()]
+    assert torch.equal(state, torch.get_rng_state())
+    found = dict([*given.named_parameters(), *given.named_buffers()])
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert all(p.grad is None and p.requires_grad for p in given.parameters())
+
+
+def test_weights_that_cannot_run_are_not_checked(caplog):
+    with torch.device("meta"):
+        given = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
+    CausalLM(given)
+    assert "not checked that packed documents are kept apart, since its weights have no values yet" in caplog.text
+    mixed = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
+    mixed.model.norm.bfloat16()
+    CausalLM(mixed)
+    assert "since its weights have several dtypes or devices" in caplog.text
+
+
+def test_the_cap_of_logits_counts(monkeypatch):
+    """Only models with a state have this setting."""
+    for check in ("check_attention_only", "check_documents_apart"):
+        monkeypatch.setattr(causal_lm, check, lambda model: None)
+    torch.manual_seed(0)
+    config = transformers.RecurrentGemmaConfig(**{**STATEFUL["RecurrentGemmaConfig"], "vocab_size": 31})
+    model, tokens = CausalLM(AutoModelForCausalLM.from_config(config).eval()), torch.randint(31, (1, 16))
+    expected = torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0], reduction="sum")
+    torch.testing.assert_close(model.loss(tokens, tokens)[0], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GPT2Config", "GPTBigCodeConfig"])
+def test_positions_come_from_the_packing(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(vocab_size=31, n_embd=32, n_layer=2, n_head=4, n_inner=48, n_positions=64)
+    model, (row, packing) = CausalLM(AutoModelForCausalLM.from_config(config).eval()), batch_with_packing(3)
+    given = model(row["tokens"], positions=row["positions"], packing=packing)
+    assert torch.equal(model(row["tokens"], packing=packing), given)
+    apart = torch.cat([model(part) for part in row["tokens"].split(row["lengths"], 1)], 1)
+    torch.testing.assert_close(given, apart, rtol=1e-4, atol=1e-5)
+    losses = [model.loss(row["tokens"], row["labels"], positions=p, packing=packing) for p in (row["positions"], None)]
+    assert torch.equal(losses[0][0], losses[1][0])
+
+
 def test_models_that_it_cannot_train():
     for wrong in ("gpt2", transformers.BertModel(transformers.BertConfig(**SHAPE))):
         with pytest.raises(TypeError, match="model must be a causal language model, as AutoModelForCausalLM returns"):
@@ -116,6 +206,9 @@ def test_models_that_it_cannot_train():
     bloom = transformers.BloomConfig(vocab_size=31, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(ValueError, match="BloomForCausalLM has attention of its own, which CausalLM cannot replace"):
         CausalLM(AutoModelForCausalLM.from_config(bloom))
+    llama4 = transformers.Llama4TextConfig(**SHAPE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
+    with pytest.raises(ValueError, match="Llama4ForCausalLM has no decoder named 'language_model': CausalLM takes"):
+        CausalLM(AutoModelForCausalLM.from_config(llama4))
     peft = pytest.importorskip("peft")
     options = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(ValueError, match="PrefixTuningConfig: CausalLM trains adapters, but no prompts"):

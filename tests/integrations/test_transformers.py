@@ -233,6 +233,100 @@ def test_packed_rows_with_padding(given):
     torch.testing.assert_close(found * mask[..., None], expected * mask[..., None], **TOLERANCE)
 
 
+def packed_positions(*lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+KEEPS_POSITIONS = {
+    "GPTBigCodeConfig": {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64},
+    "PersimmonConfig": {**SHAPE, "num_key_value_heads": 4},
+    "MoshiConfig": {**SHAPE, "ffn_dim": 48, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", KEEPS_POSITIONS)
+@pytest.mark.parametrize("given", ["position_ids", "also boundaries"])
+def test_packed_rows_of_models_that_do_not_give_positions_to_attention(name, given):
+    config = getattr(transformers, name)(**{"initializer_range": 0.2, **KEEPS_POSITIONS[name]})
+    torch.manual_seed(0)
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation=register()).eval()
+    tokens, lengths = random_tokens(2, 12), (5, 1, 6)
+    boundaries = torch.tensor([0, 5, 6, 12, 17, 18, 24])
+    extra = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries} if given == "also boundaries" else {}
+    found = ours(tokens, position_ids=packed_positions(*lengths), use_cache=False, **extra).logits
+    expected = [ours(part, use_cache=False).logits for part in tokens.split(lengths, 1)]
+    torch.testing.assert_close(found, torch.cat(expected, 1), **TOLERANCE)
+
+
+def test_documents_without_positions():
+    documents = torch.tensor([[[0, 0, 1, 2, 2]], [[0, 0, 0, 0, 0]]])
+    assert adapter.packing_of_documents(documents[:, 0]).cu_seqlens_q.tolist() == [0, 2, 3, 5, 10]
+    assert adapter.packing_of_documents(documents[1]) is None
+    one = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ValueError, match=r"attention_mask.shape\[2\]=5: must be 6 queries and 6 keys, since it holds"):
+        adapter.attention_forward(torch.nn.Module(), one, one, one, documents)
+
+
+def test_padding_within_a_row_and_a_window():
+    """Unpadding takes the padding away, which a window counts."""
+    eager, ours = pair("MistralConfig")
+    tokens, mask = random_tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 4:6] = 0
+    with pytest.raises(ValueError, match="sliding_window=5 and attention_mask: a row must not have padding between"):
+        ours(tokens, attention_mask=mask, use_cache=False)
+    # a window that holds all keys, and padding between two documents
+    found, expected = (model(tokens[:, 3:8], attention_mask=mask[:, 3:8]).logits for model in (ours, eager))
+    counts = mask[:, 3:8, None]
+    torch.testing.assert_close(found * counts, expected * counts, **TOLERANCE)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 4, 5], [*range(12)]])
+    found = ours(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    expected = [eager(tokens[:1, part], use_cache=False).logits for part in (slice(0, 4), slice(6, 12))]
+    torch.testing.assert_close(found[:1, mask[0].bool()], torch.cat(expected, 1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_windows_on_both_sides_of_padded_rows(side):
+    models = []
+    for attention in ("eager", register()):
+        config = transformers.ModernBertConfig(
+            vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            local_attention=6, pad_token_id=0, initializer_range=0.3,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        models.append(transformers.ModernBertModel._from_config(config, attn_implementation=attention).eval())
+    tokens, mask = random_tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
+    mask[1, slice(0, 9) if side == "left" else slice(15, 24)] = 0
+    expected, found = (model(tokens, attention_mask=mask).last_hidden_state[mask.bool()] for model in models)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_window_that_no_layer_uses():
+    found = []
+    for attention in ("eager", register()):
+        config = transformers.Qwen2MoeConfig(
+            **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2, num_experts_per_tok=1
+        )
+        assert config.sliding_window == 0
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        found.append(model(random_tokens(2, 12), use_cache=False).logits)
+    torch.testing.assert_close(*found, **TOLERANCE)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_shorter_than_the_row(padded):
+    _, ours = pair("LlamaConfig")
+    mask = torch.ones(2, 8)
+    mask[0, 0] = 0 if padded else 1
+    message = r"attention_mask.shape\[1\]=8: must be 12, one for each token, or more with a cache"
+    for cached in (False, True):
+        with pytest.raises(ValueError, match=message):
+            ours(random_tokens(2, 12), attention_mask=mask, use_cache=cached)
+    x = torch.randn(2, 4, 12, 8)
+    with pytest.raises(ValueError, match=message):
+        adapter.attention_forward(torch.nn.Module(), x, x, x, mask.bool())
+
+
 def test_inference_mode():
     _, ours = pair("LlamaConfig")
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -283,8 +377,6 @@ def test_mistakes():
     _, ours = pair("LlamaConfig")
     with pytest.raises(ValueError, match="four dimensions need attn_implementation='sdpa'"):
         ours(random_tokens(1, 4), attention_mask=torch.zeros(1, 1, 4, 4))
-    with pytest.raises(ValueError, match=r"attention_mask.shape\[1\]=6: must be 12, one for each token"):
-        ours(random_tokens(2, 12), attention_mask=torch.ones(2, 6))
     with pytest.raises(ValueError, match=r"attention_mask.shape\[0\]=1: must be 2, as in the batch"):
         ours(random_tokens(2, 12), attention_mask=torch.ones(1, 12))
     mask, boundaries = torch.ones(1, 6), torch.tensor([0, 2, 6])
