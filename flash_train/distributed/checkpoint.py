@@ -9,6 +9,8 @@ import json
 import os
 import pickle
 import shutil
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +49,7 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup 
 
     Raises:
         OSError: a rank could not write; on all ranks. The folder is then as it was before.
+        Exception: a rank raised another error while it wrote its part; on all ranks. A note names the rank.
     """
     tensors: dict[str, Tensor] = {}
     values = _take_sharded(checkpoint, (), tensors)
@@ -61,7 +64,7 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup 
         try:
             dcp.save(tensors, storage_writer=FileSystemWriter(staged), process_group=group)
         except CheckpointException as error:
-            raise _cause(error) from error
+            raise _cause(error) from None
 
         def save_values() -> None:
             torch.save(values, staged / VALUES)
@@ -80,7 +83,10 @@ def load_whole(path: Path) -> dict[str, Any]:
     """Return a checkpoint with whole tensors on the CPU; needs no process group."""
     values, stored = read_values(path), _stored(path)
     found = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in stored}
-    dcp.load(found, storage_reader=_Reader(path), no_dist=True)
+    with warnings.catch_warnings():
+        # It says that one process loads alone, which is what this function is for
+        warnings.filterwarnings("ignore", r"torch\.distributed is disabled, unavailable or uninitialized, assuming the")
+        dcp.load(found, storage_reader=_Reader(path), no_dist=True)
     for key, whole in found.items():
         _insert(values, _place(key), whole)
     return values
@@ -168,10 +174,19 @@ def _on_first_rank(action: Callable[[], T], group: ProcessGroup | None) -> T:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Return the OSError of the first rank that could not write, or the exception itself."""
-    for rank, (cause, _) in sorted(error.failures.items()):
+    """Return the OSError of the first rank that could not write, else the first other exception of a rank.
+
+    An exception that ends a program, as a KeyboardInterrupt does, was meant for one rank: `error` stays as it is then.
+    """
+    failures = sorted(error.failures.items())
+    for rank, (cause, _) in failures:
         if isinstance(cause, OSError):
             return OSError(cause.errno, f"rank {rank}: {cause.strerror or cause}")
+    for rank, (cause, frames) in failures:
+        if isinstance(cause, Exception):
+            where = "".join(traceback.format_list(frames))  # an exception loses it on the way to other ranks
+            cause.add_note(f"Rank {rank} raised this while it wrote its part of a checkpoint:\n{where}".rstrip())
+            return cause
     return error
 
 

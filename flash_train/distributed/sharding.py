@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode
 
@@ -141,13 +142,14 @@ def state_zeros(parameter: Tensor, shape: torch.Size, dtype: torch.dtype, device
     """Return memory for an entry of a parameter's optimizer state, sharded as the parameter is.
 
     Args:
-        shape: of the whole entry; only the last dimension may have another size than the parameter's.
+        shape: of the whole entry; only the last dimension may have another size than the parameter's. The ranks that
+            share this dimension have equal parts of it then.
         device: None: the parameter's.
     """
     own = local(parameter)
-    size = shape
-    if isinstance(parameter, DTensor):
-        size = own.shape if len(shape) < 2 else torch.Size((*own.shape[:-1], shape[-1]))
+    size = own.shape if isinstance(parameter, DTensor) else shape
+    if isinstance(parameter, DTensor) and len(shape) > 1 and shape[-1] != parameter.shape[-1]:
+        size = torch.Size((*size[:-1], shape[-1] // parts_of(parameter, parameter.dim() - 1)))
     return place_as(parameter, torch.zeros(size, dtype=dtype, device=device or own.device))
 
 
@@ -155,32 +157,46 @@ def state_like(value: Any, parameter: Tensor, device: torch.device | None) -> An
     """Shard a whole tensor of a parameter's optimizer state as the parameter is; return other values as they are.
 
     Args:
-        value: such a tensor has a row for each row of the parameter.
-        device: where this rank's part is to be; None: the parameter's.
+        value: such a tensor has a row for each row of the parameter. Only its last dimension may have another size.
+        device: where this rank's part is to be, maybe as a view of ``value``; None: the parameter's, and the part has
+            memory of its own.
     """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     if value.dim() == 0 or value.shape[0] != parameter.shape[0]:
         return value
-    rows = parameter.shape[0]
     for dim, placement in enumerate(parameter.placements):
-        if placement.is_shard():
+        if isinstance(placement, Shard):
             size, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
-            value, rows = value[rank * -(-rows // size) :][: -(-rows // size)], -(-rows // size)
-    return place_as(parameter, value.to(device or local(parameter).device))
+            each = -(-value.shape[placement.dim] // size)
+            value = value[(slice(None),) * placement.dim + (slice(rank * each, (rank + 1) * each),)]
+    if device is None:  # a view would keep the whole tensor, and the file that it may be mapped from
+        value = value.to(local(parameter).device, copy=True, memory_format=torch.contiguous_format)
+    return place_as(parameter, value if device is None else value.to(device))
 
 
 def place_as(parameter: Tensor, own: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharded as a parameter is; only the last dimension may have another size.
 
-    The part stays where it is, also in the host's memory if the parameter is on a GPU.
+    The ranks that share a last dimension of another size have equal parts of it. The part stays where it is, also in
+    the host's memory if the parameter is on a GPU.
     """
     if not isinstance(parameter, DTensor):
         return own
-    shape = torch.Size((*parameter.shape[:-1], own.shape[-1])) if parameter.dim() > 1 else parameter.shape
+    shape = parameter.shape
+    if parameter.dim() > 1 and own.shape[-1] != parameter.to_local().shape[-1]:
+        shape = torch.Size((*shape[:-1], own.shape[-1] * parts_of(parameter, parameter.dim() - 1)))
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), own.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(own, spec, requires_grad=False)  # `from_local` would move it to the parameter's device
+
+
+def parts_of(x: Tensor, dim: int) -> int:
+    """Return into how many parts the ranks divide a dimension of a tensor; 1 if it is not sharded."""
+    if not isinstance(x, DTensor):
+        return 1
+    sharded = (x.device_mesh.size(i) for i, place in enumerate(x.placements) if getattr(place, "dim", None) == dim)
+    return math.prod(sharded)
 
 
 def local(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_train.checks import check_name
-from flash_train.distributed.sharding import local
+from flash_train.distributed.sharding import local, parts_of
 from flash_train.optim.formats import CODE_BLOCK
 from flash_train.optim.operations import update_by_operations
 from flash_train.optim.state import Format, adopted_state, new_state, part_of
@@ -50,8 +50,8 @@ class AdamW(torch.optim.AdamW):
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         master: exact, stochastic or none.
         moments: fp32, bf16 (rounded stochastically) or 8bit (in blocks of 256 numbers, see `formats`); None: the dtype
-            of the weights. Weights whose last dimension is no multiple of 256 cannot have 8-bit moments; theirs are
-            stored as with None.
+            of the weights. Weights whose last dimension, or each rank's part of it, is no multiple of 256 cannot have
+            8-bit moments; theirs are stored as with None.
         offload: keep the state of large weights in pinned host memory. A step copies it to the GPU piece by piece, and
             back. The state of weights below `SMALLEST_ON_HOST` elements stays on the GPU.
         seed: of the random numbers, 64 bits.
@@ -111,7 +111,7 @@ class AdamW(torch.optim.AdamW):
         """Return how a weight and its state are stored."""
         dtype, moments = weight.dtype, self.defaults["moments"]
         moment = MOMENT_DTYPES.get(moments, dtype)
-        if moments == "8bit" and (weight.dim() < 2 or weight.shape[-1] % CODE_BLOCK):
+        if moments == "8bit" and not _has_whole_blocks(weight):
             moment = dtype
         master = self.defaults["master"] if dtype == torch.bfloat16 else "none"
         return Format(dtype, moment, master, self.defaults["offload"] and local(weight).numel() >= SMALLEST_ON_HOST)
@@ -219,6 +219,11 @@ def has_kernel(parameters: list[nn.Parameter]) -> bool:
     from flash_train.optim.kernel import TYPES
 
     return all(parameter.dtype in TYPES and local(parameter).is_contiguous() for parameter in parameters)
+
+
+def _has_whole_blocks(weight: Tensor) -> bool:
+    """Whether each rank's part of a weight's rows is a whole number of blocks."""
+    return weight.dim() > 1 and weight.shape[-1] % (CODE_BLOCK * parts_of(weight, weight.dim() - 1)) == 0
 
 
 def _gradient(weight: Tensor) -> Tensor:

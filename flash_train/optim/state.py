@@ -58,7 +58,10 @@ def new_state(weight: Tensor, storage: Format) -> State:
 
 
 def adopted_state(weight: Tensor, saved: dict[str, Any], storage: Format) -> State:
-    """Convert a saved state of any format to the format ``storage``, on the device where that keeps it."""
+    """Convert a saved state of any format to the format ``storage``, on the device where that keeps it.
+
+    It keeps no part of a larger tensor in ``saved``, and no file that ``saved`` is mapped from.
+    """
     own = local(weight)
     state: State = {}
     device = torch.device("cpu") if storage.on_host else own.device
@@ -77,8 +80,10 @@ def adopted_state(weight: Tensor, saved: dict[str, Any], storage: Format) -> Sta
     if storage.master == "exact":
         lower = local(saved[LOWER]) if LOWER in saved else torch.zeros(own.shape, dtype=torch.int16)
         state[LOWER] = lower.to(device, torch.int16)
-    state = {name: value.contiguous() for name, value in state.items()}
-    return {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu(), **_placed(weight, state, storage)}
+    if not storage.on_host:  # the copy to the host's memory is contiguous
+        state = {name: _owned(value) for name, value in state.items()}
+    step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu()
+    return {"step": step.clone(), **_placed(weight, state, storage)}
 
 
 def without_codes(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +127,12 @@ def part_of(weight: Tensor) -> int:
             if placement.is_shard():
                 part = part * weight.device_mesh.size(dim) + weight.device_mesh.get_local_rank(dim)
     return part
+
+
+def _owned(x: Tensor) -> Tensor:
+    """Return a contiguous tensor that keeps no other memory: neither a larger tensor nor a file on the disk."""
+    is_part = x.untyped_storage().nbytes() != x.nbytes
+    return x.clone(memory_format=torch.contiguous_format) if is_part or x.is_cpu else x.contiguous()
 
 
 def _placed(weight: Tensor, own: State, storage: Format) -> State:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,10 @@ def test_checkpoints_written_in_the_background_are_the_same(runs, tmp_path):
     assert run(tmp_path / "run", 2, "--strategy", "sharded", "--write-later") == two
     for name in (STEP, "step-000004.ckpt"):
         own, other = (sharded.load_whole(each / "checkpoints" / name) for each in (tmp_path / "run", folder / "two"))
-        for part in ("state_dict", "optimizer_states"):
-            torch.testing.assert_close(own[part], other[part], rtol=0, atol=0)
+        torch.testing.assert_close(own["state_dict"], other["state_dict"], rtol=0, atol=0)
+        states = [each["optimizer_states"][0] for each in (own, other)]
+        torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=0, atol=0)
+        assert states[0]["param_groups"] == states[1]["param_groups"]
         assert own["global_step"] == other["global_step"] == int(name[5:11])
 
 
@@ -99,8 +102,12 @@ def test_exact_masters_resume_on_other_ranks(bf16_runs, tmp_path, devices, optio
         ("two", 2, ("--strategy", "replicated")),
         ("two", 4, ("--strategy", "sharded", "--shard", "2", "--context", "2")),
         ("one", 2, ("--strategy", "sharded", "--context", "2")),
+        ("one", 2, ("--strategy", "sharded", "--write-later")),
     ],
-    ids=["folder on one device", "folder with whole weights", "folder on four ranks", "file on two ranks"],
+    ids=[
+        *("folder on one device", "folder with whole weights", "folder on four ranks", "file on two ranks"),
+        "file on two ranks that write in the background",
+    ],
 )
 def test_other_ranks_resume_to_the_same_weights(runs, tmp_path, source, devices, options):
     folder, two, _ = runs
@@ -174,6 +181,26 @@ def test_a_rank_that_cannot_write_is_named(alone, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="rank 0: No space left on device"):
         sharded.save_sharded(small(), tmp_path / "x.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_another_error_of_a_rank_is_raised_as_it_is(alone, tmp_path, monkeypatch):
+    def broken(*_args, **_options):
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(sharded.FileSystemWriter, "write_data", broken)
+    with pytest.raises(KeyError, match="a mistake") as raised:
+        sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    (note,) = raised.value.__notes__
+    assert note.startswith("Rank 0 raised this while it wrote its part of a checkpoint:") and "in broken" in note
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_reading_alone_does_not_warn(alone, tmp_path):
+    sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharded.load_whole(tmp_path / "x.ckpt")
 
 
 class Attack:

@@ -126,6 +126,22 @@ def test_a_state_loads_in_any_format(source, target):
         assert (a - b).norm() < 0.05 * (a - start).norm()
 
 
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_a_loaded_state_is_no_view(tmp_path, moments):
+    """A view would keep the file that a checkpoint is mapped from, and a background copy of it fails."""
+    weights = random_weights()
+    first = AdamW(weights, **SETTINGS, moments=moments)
+    take_steps(weights, first, 0, 1)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", mmap=True)
+    second = AdamW(weights, **SETTINGS, moments=moments)
+    second.load_state_dict(saved)
+    for weight, entries in zip(weights, saved["state"].values(), strict=True):
+        for name, value in second.state[weight].items():
+            assert torch.equal(value, entries[name])
+            assert value.untyped_storage().data_ptr() != entries[name].untyped_storage().data_ptr(), name
+
+
 def test_the_state_has_the_formats_that_were_asked_for():
     weights = random_weights()
     optimizer = AdamW(weights, **SETTINGS, moments="8bit")

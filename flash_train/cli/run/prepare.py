@@ -43,7 +43,7 @@ def prepare(arguments: list[str]) -> list[str]:
         choice, reason = hardware.choose(hardware.detect())
         line = line.with_override("hardware", choice)
         configs = check(line)
-        if not line.shows:
+        if not line.shows and is_first_process():
             chosen = "; ".join(dict.fromkeys(f"{c.model.name}, {c.precision}, {c.max_steps} steps" for c in configs))
             print(f"hardware: {choice} ({reason}): {chosen}", flush=True)
     return with_new_run_dir(line, Path(configs[0].run_dir)).arguments()

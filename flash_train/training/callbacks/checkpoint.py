@@ -220,13 +220,16 @@ class StepCheckpoint(StepCallback, Checkpoint):
             self._take_outcome(trainer, path, error)
 
     def _take_outcome(self, trainer: Trainer, path: Path, error: OSError | None) -> None:
-        """Note whether a checkpoint could be written, on all ranks; maybe only the first one wrote."""
+        """Note whether a checkpoint could be written, on all ranks; maybe only the first one wrote.
+
+        The first rank says why not. Another rank says it if only that rank has an error.
+        """
         before, self.unsaved = self.unsaved, None
         if error is not None:
             self.unsaved = f"{path} not written ({error.strerror or error})"
-            if self.unsaved != before:
-                say(f"{self.unsaved}; the run continues")
         written = trainer.strategy.broadcast(self.unsaved) is None
+        if self.unsaved not in (None, before) and (trainer.is_global_zero or written):
+            say(f"{self.unsaved}; the run continues")
         self._saved_step = step_of(path) if written else -1
 
     def _remove_old(self, step: int) -> None:

@@ -42,6 +42,12 @@ def test_auto_prints_its_choice_and_the_reason(monkeypatch, capsys):
     assert line == "hardware: cuda_small (RTX 4070, 12 GiB, sm_89: less than 16 GiB): 125m, bf16-mixed, 7 steps"
 
 
+def test_only_the_first_process_prints_its_choice(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert "hardware=cpu" in prepare(["run_dir=run"])
+    assert capsys.readouterr().out == ""
+
+
 def test_a_named_choice_is_left_alone(monkeypatch, capsys):
     monkeypatch.delattr(hardware, "detect")
     assert prepare(["hardware=mps", "run_dir=run"]) == ["hardware=mps", "run_dir=run"]
