@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from flash_train.cli.config.compose import compose_config
-from flash_train.cli.config.environment import prepare_environment, quieten_lightning
+from flash_train.cli.config.environment import is_first_process, prepare_environment, quieten_lightning
 from flash_train.cli.config.errors import UsageError, one_line_errors
 from flash_train.cli.config.overrides import CommandLine, read
 from flash_train.cli.config.paths import require_no_run
@@ -111,6 +111,8 @@ def compose(line: CommandLine) -> DictConfig:
             f"max_steps={config.max_steps}: must be {RECORDED} or more; the last step is recorded, and the first two "
             "lack optimizer state or earlier gradients"
         )
+    if is_first_process():  # it has begun the run when other ranks look
+        require_no_run(Path(config.run_dir))
     return config
 
 

@@ -118,6 +118,12 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tiny):
     with pytest.raises(SystemExit):
         run(monkeypatch, *[text for text in tiny if "max_steps" not in text], "max_steps=few")
     assert "max_steps=few: needs an integer" in capsys.readouterr().err
+    run_dir = next(text.partition("=")[2] for text in tiny if text.startswith("run_dir="))
+    Path(run_dir).mkdir()
+    (Path(run_dir) / "summary.json").touch()
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *tiny)
+    assert f"run_dir={run_dir}: holds a run; allowed: another folder" in capsys.readouterr().err
 
 
 def test_rows_of_a_few_tokens_are_profiled(monkeypatch, tiny, tmp_path):
