@@ -11,7 +11,8 @@ times, or its runs, are far apart.
   sweep.jobs=N        run N trials at the same time; each has GPUs of its own
   run_dir=FOLDER      where all files go; runs/ablation_TIMESTAMP by default. A second start with the same arguments
                       and run_dir repeats no finished trial. If other arguments, versions or another device made a
-                      trial there, it is kept, and the sweep does not begin. The tables contain the given axes only.
+                      trial of the same name there, it is kept, and the sweep does not begin. The tables contain
+                      the given axes only.
   KEY=VALUE           any override of flash-train, for every trial: model=125m max_steps=50 data=text data.path=… seed=1
 
 If a trial runs out of memory, fails, or can't run here, its reason is recorded and the sweep continues. A trial is not

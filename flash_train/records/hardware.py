@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-#: what a record of versions has: what this package requires, and what it uses or is compared with
-PACKAGES = ("flash-train", "triton", "lightning")
+from flash_train import __version__
+
+#: what a record of versions has besides this package: what it requires, and what it uses or is compared with
+PACKAGES = ("triton", "lightning")
 OPTIONAL_PACKAGES = ("liger-kernel", "transformers", "torchao", "flash-attn-4", "nvidia-cudnn-frontend")
 
 # Dense matrix rates in TFLOP/s as (bf16, fp16, TF32, fp32), accumulated in fp32, from NVIDIA's data sheets and
@@ -112,6 +114,7 @@ def versions() -> dict[str, str | None]:
     Packages that this one does not require are named only where they are installed.
     """
     found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
+    found["flash-train"] = __version__  # the installed metadata of a checkout may be of an earlier version
     for package in (*PACKAGES, *OPTIONAL_PACKAGES):
         try:
             found[package] = metadata.version(package)

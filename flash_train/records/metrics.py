@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flash_train.files import write_text
 
+LONGEST = 80  #: characters of the reason in an error
 Rows = dict[int, dict[str, float | None]]
 
 
@@ -30,6 +31,8 @@ def _read(path: Path) -> tuple[list[str], Rows]:
     Raises:
         ValueError: the file is damaged or is not a table of metrics; the message names the line if it is known.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, and must be a table of metrics; move it away to begin a new one")
     text = path.read_bytes() if path.exists() else b""
     whole = text[: text.rfind(b"\n") + 1]  # a crash may have cut the last line, or a run is writing it
     remedy = "restore it, or move it away to begin a new one"
@@ -45,11 +48,15 @@ def _read(path: Path) -> tuple[list[str], Rows]:
         if not line:
             continue
         try:
+            if len(line) != len(columns):
+                raise ValueError(f"it has {len(line)} field{'s' * (len(line) != 1)} and the header {len(columns)}")
             step, *values = line
             pairs = zip(columns[1:], values, strict=True)
             rows[int(step)] = {name: float(value) if value else None for name, value in pairs}
         except ValueError as error:
-            raise ValueError(f"{path} is damaged in line {number} ({error}); {remedy}") from error
+            fault = str(error)
+            fault = fault if len(fault) <= LONGEST else f"{fault[:LONGEST]}…"  # it may quote a long field
+            raise ValueError(f"{path} is damaged in line {number} ({fault}); {remedy}") from error
     return columns, rows
 
 

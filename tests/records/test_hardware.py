@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_train
 from flash_train.records import device_name, hardware, memory_use, peak_flops, peak_memory, versions
 from flash_train.records.hardware import PEAK_TFLOPS
 
@@ -92,6 +93,7 @@ def test_memory_on_a_cpu_is_the_process():
 def test_versions_name_torch_and_the_device():
     found = versions()
     assert found["torch"] == torch.__version__
+    assert found["flash-train"] == flash_train.__version__
     assert {"python", "triton", "lightning", "gpu", "commit"} <= set(found)
 
 

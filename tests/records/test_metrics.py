@@ -102,8 +102,9 @@ def test_file_that_is_not_a_table_is_refused(tmp_path):
     [
         (b"step,a\n1,0.5\ntwo,0.5\n", "damaged in line 3"),
         (b"step,a\n1,0.5\n2,x\n", "damaged in line 3"),
-        (b"step,a\n1,0.5,7\n", "damaged in line 2"),
-        (b"step,a\n1\n", "damaged in line 2"),
+        (b"step,a\n1,0.5,7\n", r"damaged in line 2 \(it has 3 fields and the header 2\)"),
+        (b"step,a\n1\n", r"damaged in line 2 \(it has 1 field and the header 2\)"),
+        (b"step,a\n1," + b"x" * 1000 + b"\n", r"damaged in line 2 \([^)]{81}\);"),
         (b"step,a\n1,\xff\n", "is damaged"),
         (b"step,a\n\0\0\0\n", "is damaged"),
         (b"\n", "first column is not 'step'"),
@@ -116,6 +117,12 @@ def test_a_damaged_table_names_the_file_and_the_line(tmp_path, content, says):
         MetricsTable(path)
     assert str(caught.value).startswith(f"{path} is ") and "restore it, or move it away" in str(caught.value)
     assert path.read_bytes() == content
+
+
+def test_a_folder_in_place_of_the_table_is_named(tmp_path):
+    (tmp_path / "metrics.csv").mkdir()
+    with pytest.raises(ValueError, match=r"metrics.csv is a folder, .*move it away"):
+        read_column(tmp_path / "metrics.csv", "a")
 
 
 @pytest.mark.parametrize("rows", [1, 40, 1000])

@@ -19,6 +19,8 @@ TOKEN_KEYS = ("data.bos", "data.eos")  # their values are plain text: [SEP] is a
 
 LIST_KEY = "data.path"  # may also be a list of paths, [a,b]
 
+BETAS_KEY = "optimizer.betas"  # must be a list of numbers
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -62,6 +64,7 @@ def read(arguments: list[str]) -> CommandLine:
     check_flags(args)
     for text in args.overrides:
         check_hydra_key(text.partition("=")[0])
+        _check_list(text)
     given = [] if args.hydra_help else args.overrides  # no override changes Hydra's own help
     waiting = list(args.overrides)
     flags = []
@@ -148,6 +151,13 @@ def require_home(key: str, path: str) -> None:
     """Raise for a `~` whose home folder is unknown: HOME is not set, or there is no such user."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         raise UsageError(f"{key}={path}: no home folder is known for ~; allowed: the whole path, or ./~… for the name")
+
+
+def _check_list(text: str) -> None:
+    """Raise for a single value of `optimizer.betas`: OmegaConf's error names its own types."""
+    value = _value_of(text) if text.startswith(f"{BETAS_KEY}=") else None
+    if value is not None and not isinstance(value, list) and "$" not in text:
+        raise UsageError(f"{text}: must be two numbers in [0, 1), such as {BETAS_KEY}=[0.9,0.95]")
 
 
 def _value_of(text: str) -> Any:

@@ -39,7 +39,8 @@ PAGES = (
     *((key, "configuration.md") for key in ("validate_only", "force", "experiment")),
 )
 OUT_OF_MEMORY = "questions.md#my-run-is-refused-or-memory-runs-out-what-now"
-KEY = re.compile(r"[a-z_]+\d*(\.[a-z_]+)*(?==)|[a-z_]+\d*(\.[a-z_]+)+")  # "seq_len=3", "model.width must …"
+#: "seq_len=3", "model.width must …"; only at the start of a word, as paths such as "runs/precision=fp32" have keys, too
+KEY = re.compile(r"(?<!\S)([a-z_]+\d*(\.[a-z_]+)*(?==)|[a-z_]+\d*(\.[a-z_]+)+)")
 
 
 def page_of(message: str) -> str | None:

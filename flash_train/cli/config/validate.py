@@ -181,7 +181,7 @@ def _of_choice(node: DictConfig, group: str, field: str, schemas: Mapping[str, t
 
 def _together(config: DictConfig) -> None:
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise UsageError(f"optimizer.betas={config.optimizer.betas}: must be two numbers in [0, 1)")
+        raise UsageError(f"optimizer.betas={config.optimizer.betas}: must be two numbers in [0, 1), such as [0.9,0.95]")
     _of_choice(config.data, "data", "corpus", {schema.corpus: schema for schema in DATA_SCHEMAS})
     _of_choice(config.logger, "logger", "name", {"none": LoggerSchema, "wandb": WandbSchema})
     path = OmegaConf.select(config, "data.path")
@@ -198,6 +198,8 @@ def _together(config: DictConfig) -> None:
         raise UsageError("validate_only=true: needs resume=CHECKPOINT or init_from=FOLDER, the model to validate")
     parallel_plan(config)
     check_step_in_backward(config)
+    if config.parallel.check and config.trainer.devices * config.trainer.num_nodes == 1:
+        raise UsageError("parallel.check=true: there is one device, and nothing to compare; allowed: false")
     if config.trainer.accelerator == "cpu" and config.precision in ("fp16-mixed", "fp8"):
         raise UnavailableError(
             f"precision={config.precision}: needs a GPU; must be one of fp32, bf16-mixed, bf16-true on a CPU"

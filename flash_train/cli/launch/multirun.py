@@ -2,10 +2,13 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError, helpful_page, line_of
 from flash_train.cli.config.overrides import CommandLine, parse
@@ -13,6 +16,8 @@ from flash_train.cli.launch.interrupt import Interrupted, signals
 from flash_train.cli.launch.outcome import STATUS_OF_EXIT, Status, require_success
 from flash_train.cli.launch.run_table import EndedRun, run_table
 from flash_train.output import LOGGER
+
+RECORD = "multirun.yaml"  # Hydra writes it to the folder of a sweep
 
 
 @dataclass
@@ -78,3 +83,27 @@ def swept_values(line: CommandLine, overrides: tuple[str, ...]) -> str:
     """The overrides of a run whose keys the command line sweeps over, as text."""
     keys = {override.get_key_element() for override in map(parse, line.overrides) if override.is_sweep_override()}
     return ", ".join(text for text in overrides if text.partition("=")[0] in keys)
+
+
+def require_no_other_sweep(line: CommandLine) -> None:
+    """Raise if the folder that a sweep names holds one with other arguments: their runs would be mixed.
+
+    A sweep that resumes or validates runs is meant for a folder that has them.
+    """
+    run_dir = line.given("run_dir")
+    if run_dir is None or line.given("resume") is not None or line.given("validate_only") in ("True", "true"):
+        return
+    file = Path(run_dir) / RECORD
+    if not file.is_file():
+        return
+    try:
+        before = OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task") or []
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"run_dir={run_dir}: {RECORD} cannot be read; allowed: another folder") from error
+    if _of_sweep(before) != _of_sweep(line.overrides):
+        raise UsageError(f"run_dir={run_dir}: holds another sweep ({RECORD}); allowed: another folder")
+
+
+def _of_sweep(overrides: Iterable[str]) -> list[str]:
+    """The overrides of a sweep without its folder, which may have been given as another path."""
+    return [text for text in overrides if not text.startswith("run_dir=")]

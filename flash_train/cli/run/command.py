@@ -27,7 +27,7 @@ from flash_train.cli.config.paths import conf_dir
 from flash_train.cli.config.schema import register_schema
 from flash_train.cli.config.validate import validate
 from flash_train.cli.launch.interrupt import Interrupted
-from flash_train.cli.launch.multirun import Multirun, swept_values
+from flash_train.cli.launch.multirun import Multirun, require_no_other_sweep, swept_values
 from flash_train.cli.launch.run_dir import locked, make_run_dir
 from flash_train.cli.run.prepare import prepare
 
@@ -46,6 +46,8 @@ def train_command() -> None:
         register_schema()
         sys.argv[1:] = prepare(sys.argv[1:])  # Lightning starts the processes of other ranks with these
         line = read(sys.argv[1:])
+        if line.multirun and is_first_process():
+            require_no_other_sweep(line)
         make_run_dir(line)
         multirun = Multirun(tuple(swept_values(line, overrides) for overrides in jobs(line))) if line.multirun else None
         if multirun:
@@ -104,7 +106,8 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
         from flash_train.cli.run.kernel_files import profile_every
         from flash_train.cli.run.memory_files import record_every
         from flash_train.cli.run.parallel_check import check_parallel
-        from flash_train.cli.run.report import announce, finish, report_files
+        from flash_train.cli.run.report import announce, finish, report_files, unused_settings
+        from flash_train.cli.run.resume import NewSchedule
         from flash_train.files import write_text
 
     quieten_lightning()
@@ -114,13 +117,15 @@ def train(config: DictConfig, run_dir: Path) -> signal.Signals | None:
         if not config.validate_only:
             step, plan, _ = plan_run(config)
         run = build(config, run_dir, plan, step)
-        announce(run.attention, run.data.info, run.notes)
+        announce(run.attention, run.data.info, run.notes | unused_settings(config))
         if config.validate_only:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=run.checkpoint, verbose=False)
         else:
             assert step is not None  # `plan_run` made it
             if config.parallel.check and run.plan.dims.ranks > 1:
                 check_parallel(config, step, run)
+            if run.notes.get("schedule"):  # else the restored rate is right
+                run.trainer.callbacks.append(NewSchedule())  # type: ignore[attr-defined]
             watched.begin(step, run, run_dir)
             if run.trainer.is_global_zero:
                 with blame(f"run_dir={run_dir}"):

@@ -10,9 +10,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import sync_hint
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint
+from flash_train.precision import PRECISIONS
 from flash_train.training.callbacks.record import is_unfinished
 
 TORCHELASTIC = "TORCHELASTIC_RUN_ID"  # an environment variable of torchrun's processes
@@ -30,6 +32,24 @@ def announce(attention: tuple[str, str], data: dict[str, Any], notes: Mapping[st
             print(f"{topic}: {note}", flush=True)
 
 
+def unused_settings(config: DictConfig) -> dict[str, str]:
+    """Notes on settings that have no effect with another one, by their keys.
+
+    They are no errors: a sweep over `precision` or `memory` may give them, and so may the options of a resumed run.
+    """
+    if config.validate_only:
+        return {}
+    notes, precision = {}, config.precision
+    if config.optimizer.master not in (None, "none") and not PRECISIONS[precision].has_bf16_weights:
+        master = config.optimizer.master
+        notes["optimizer.master"] = f"{master} has no effect with precision={precision}, whose weights are not bf16"
+    if config.precision_fp8.recipe == "rowwise" and precision != "fp8":
+        notes["precision_fp8.recipe"] = f"rowwise has no effect with precision={precision}; it is for precision=fp8"
+    if config.memory.mode == "none" and config.memory.keep not in (0, "auto"):  # auto: all blocks, which is true
+        notes["memory.keep"] = f"{config.memory.keep} has no effect with memory=none, where all blocks keep everything"
+    return notes
+
+
 def finish(logger: Logger | None, status: int = 0) -> None:
     """Finish the W&B run with our exit status; otherwise the next run of `-m` would continue it."""
     if isinstance(logger, WandbLogger):
@@ -43,9 +63,9 @@ def describe_data(info: dict[str, Any]) -> str:
         return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
     val, streamed = info["val"], "streamed, its first chunk has " if info.get("streaming") else ""
     return (
-        f"{info['corpus']}, {streamed}{_documents(train)} in {train['rows']:,} rows of {info['seq_len']:,} "
+        f"{info['corpus']}, {streamed}{_documents(train)} in {_rows(train)} of {info['seq_len']:,} "
         f"({train['packing_efficiency']:.2%} used); "
-        f"held out for validation: {_documents(val)} in {val['rows']:,} rows; hash {info['corpus_hash'][:12]}"
+        f"held out for validation: {_documents(val)} in {_rows(val)}; hash {info['corpus_hash'][:12]}"
     )
 
 
@@ -60,6 +80,10 @@ def program() -> str:
 def _documents(part: Mapping[str, Any]) -> str:
     plural = "" if part["documents"] == 1 else "s"
     return f"{part['documents']:,} document{plural}, {_count(part['tokens'])} tokens"
+
+
+def _rows(part: Mapping[str, Any]) -> str:
+    return f"{part['rows']:,} row{'' if part['rows'] == 1 else 's'}"
 
 
 def _count(number: int) -> str:

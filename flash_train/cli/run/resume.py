@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig, OmegaConf
+from torch.optim.lr_scheduler import LambdaLR
 
 from flash_train.cli.config.errors import UsageError, blame
 from flash_train.cli.config.parallel import parallel_plan
@@ -35,14 +37,15 @@ def find_checkpoint(config: DictConfig, run_dir: Path) -> Path | None:
         UsageError: there is no such checkpoint, or the run would overwrite another one.
     """
     checkpoint = named_checkpoint(config.resume, run_dir) if config.resume is not None else None
-    if not config.validate_only and is_same_run(checkpoint, run_dir):
-        with blame(f"run_dir={run_dir}"):
-            read_column(run_dir / "metrics.csv", "step")  # a damaged file should be found before anything slow
-    elif not config.validate_only:
+    if config.validate_only:
+        return checkpoint
+    if not is_same_run(checkpoint, run_dir):
         ways = "resume=last to continue it, or another folder"
         if not holds_checkpoint(run_dir):
             ways = "another folder, or this one emptied, as it has no checkpoint to continue from"
         require_no_run(run_dir, ways)
+    with blame(f"run_dir={run_dir}"):
+        read_column(run_dir / "metrics.csv", "step")  # a damaged file should be found before anything slow
     return checkpoint
 
 
@@ -140,11 +143,26 @@ def schedule_change(checkpoint: dict[str, Any], module: CausalLMModule, max_step
     if planned in (None, max_steps):  # None: a checkpoint of an earlier version
         return None
     before = checkpoint["lr_schedulers"][0]["_last_lr"][0]
-    after = module.optimizer_config.learning_rate(checkpoint["global_step"] + 1, max_steps)  # one step has the old rate
+    after = module.optimizer_config.learning_rate(checkpoint["global_step"], max_steps)
     return (
         f"max_steps={max_steps} changes it, as the run was planned for {planned}: "
         f"the learning rate goes from {before:.3g} to {after:.3g}"
     )
+
+
+class NewSchedule(Callback):
+    """Gives the first step after a resume the learning rate of this run's schedule.
+
+    The optimizer restores the rate that the earlier schedule had for this step, and PyTorch's scheduler sets a new one
+    only after it.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for scheduler in (config.scheduler for config in trainer.lr_scheduler_configs):
+            assert isinstance(scheduler, LambdaLR)  # `warmup_cosine` makes no other
+            groups = scheduler.optimizer.param_groups
+            for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def changed_settings(checkpoint: Path, config: DictConfig) -> str | None:

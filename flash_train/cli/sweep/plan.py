@@ -200,7 +200,7 @@ def _trials(line: CommandLine, axes: Mapping[Axis, Sequence[Any]], run_dir: Path
             validate(config)
         except UnavailableError as error:
             unavailable = str(error)
-        name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) or "cell"
+        name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) or "trial"
         if config.logger.name == "wandb":
             group = config.logger.group or os.environ.get("WANDB_RUN_GROUP") or run_dir.name
             config.logger.group = group  # the W&B run of the table has the same group

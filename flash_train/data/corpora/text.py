@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from flash_train.data.corpora.corpus import Document, hash_files, hash_strings, python_text
-from flash_train.data.corpora.rows import KINDS, MissingTextError, NoSuchFieldError, RowText, read_rows, read_whole
+from flash_train.data.corpora.rows import (
+    KINDS,
+    MissingTextError,
+    NoSuchFieldError,
+    RowText,
+    list_names,
+    read_rows,
+    read_whole,
+)
 from flash_train.data.corpora.search import find_files
 from flash_train.data.notice import say
 from flash_train.data.tokenizer import Errors, check_errors
@@ -50,6 +58,7 @@ class TextCorpus:
         self._found = list(dict(reversed(found)).values())[::-1]  # a file that two paths reach is one document
         self.files = [(key, file) for key, file, _ in self._found]
         self.text_field, self.errors = text_field, errors
+        self._given = path if isinstance(path, (str, Path)) else [str(one) for one in paths]  # for errors
         if not self.files:
             raise ValueError("data.path=[]: must be a file, a folder or a glob")
 
@@ -62,7 +71,15 @@ class TextCorpus:
         return hash_strings(parts)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents, file by file. Raises ValueError if no file has the text field."""
+        """Yield the documents, file by file. Raises ValueError if no file has the text field, or none has any text."""
+        has_text = False
+        for document in self._documents():
+            has_text = has_text or bool(document.text)
+            yield document
+        if not has_text:
+            raise ValueError(f"data.path={self._given}: the corpus is empty: it has no document with any text in it")
+
+    def _documents(self) -> Iterator[Document]:
         without: list[str] = []
         for key, file, by_search in self._found:
             suffix, compression = kind_of(file)
@@ -109,7 +126,7 @@ def row_documents(rows: Iterable[dict[str, Any]], text_field: str, source: str, 
     without = 0
     for i, row in enumerate(rows, first):
         if text_field not in row:
-            raise MissingTextError(f"data.text_field={text_field}: {source} has only {', '.join(map(str, row))}")
+            raise MissingTextError(f"data.text_field={text_field}: {source} has only {list_names(row)}")
         text = row[text_field]
         if text is None:
             without += 1

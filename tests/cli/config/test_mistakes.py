@@ -53,6 +53,8 @@ AT_ONCE = [
     (["attention=tritn"], ["did you mean triton?"]),
     (["trainer.strategy=fsdp"], ["trainer.strategy=fsdp", "auto, ddp"]),
     (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),
+    *(([f"optimizer.betas={x}"], [f"optimizer.betas={x}: must be two numbers", "[0.9,0.95]"]) for x in ("0.9", "a")),
+    (["parallel.check=true"], ["parallel.check=true: there is one device", "allowed: false"]),
     (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number"]),
     (["optimizer=adam"], ["optimizer=adam", "adamw"]),
     (["experiment=nope"], ["experiment=nope", "recall"]),
@@ -165,7 +167,7 @@ SWEEP = ["-m", "seed=0,1"]
 WHEN_BUILT = [
     (["data.path={tmp}/nowhere"], ["data.path={tmp}/nowhere", "no such file or folder"]),
     (["data.path={tmp}/empty"], ["data.path={tmp}/empty", ".txt"]),
-    (["data.path={tmp}/blank.txt"], ["corpus"]),
+    (["data.path={tmp}/blank.txt"], ["data.path={tmp}/blank.txt: the corpus"]),
     (["data.tokenizer={tmp}/none.json"], ["data.tokenizer={tmp}/none.json", "no such file"]),
     (["data.tokenizer={tmp}/blank.txt"], ["data.tokenizer={tmp}/blank.txt", "not a"]),
     (["data=hub", "data.name={tmp}/nowhere"], ["data.name={tmp}/nowhere"]),

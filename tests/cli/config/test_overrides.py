@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UsageError
+from flash_train.cli.config.help import HARDWARE_LATER, help_text
 from flash_train.cli.config.overrides import override_text, parse, quote, read
 from flash_train.cli.run.prepare import prepare
 
@@ -94,6 +95,10 @@ def test_further_ranks_accept_the_overrides_that_lightning_adds(monkeypatch):
     assert read([*added]).overrides == added
     with pytest.raises(UsageError, match="hydra.sweep.dir"):
         read(["hydra.sweep.dir=x"])
+
+
+def test_help_says_that_the_hardware_is_chosen_later():
+    assert HARDWARE_LATER in help_text(read(["--help"])) and HARDWARE_LATER not in help_text(read(["hardware=cpu"]))
 
 
 @pytest.mark.parametrize("flag", [["--help"], ["--hydra-help"], ["-sc", "install=bash"]])

@@ -37,6 +37,10 @@ def test_the_pages_exist(page):
         ("trainer.progress_bar: needs true or false", "docs/configuration.md"),
         ("trainer.cuda_graph=true: there is no NVIDIA GPU; allowed: auto or false", "docs/train.md#cuda-graphs"),
         ("stopped", None),
+        ("runs/a/precision=fp32/cell.json: another command made what is there", None),
+        ("cells/seed=0,precision=fp32: another command made what is there", None),
+        ("argument --info/-i: invalid choice: 'hardware=cpu' (choose from 'all')", None),
+        ("run 1 (seed=1): precision=fp8: needs a GPU", "docs/train.md#precision-and-optimizer"),
         ("folder=model: has a model already; allowed: --force to replace it", None),
     ],
 )

@@ -10,7 +10,7 @@ from flash_train.cli.config.errors import OutOfMemoryError, UsageError
 from flash_train.cli.config.overrides import read
 from flash_train.cli.config.pages import OUT_OF_MEMORY
 from flash_train.cli.launch.interrupt import Interrupted
-from flash_train.cli.launch.multirun import Multirun, swept_values
+from flash_train.cli.launch.multirun import Multirun, require_no_other_sweep, swept_values
 from flash_train.cli.launch.run_table import EndedRun, run_table
 from flash_train.training import CausalLMModule
 from flash_train.training.callbacks import StopAfter
@@ -102,6 +102,22 @@ def test_a_signal_before_a_run_has_steps(flash_train, tiny, tmp_path, monkeypatc
     monkeypatch.setattr(Trainer, "fit", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     code, lines = flash_train("-m", *tiny, "seed=0,1")
     assert (code, own_lines(lines)) == (130, ["flash-train: stopped by SIGINT; runs not begun: 1 of 2"])
+
+
+def test_another_sweep_in_the_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["-m", "seed=0,1", "run_dir=sweep"]
+    (tmp_path / "sweep").mkdir()
+    require_no_other_sweep(read(given))  # the folder has none
+    (tmp_path / "sweep" / "multirun.yaml").write_text("hydra: {overrides: {task: ['seed=0,1', run_dir=sweep]}}")
+    require_no_other_sweep(read(given))
+    require_no_other_sweep(read([*given[:2], f"run_dir={tmp_path / 'sweep'}"]))
+    require_no_other_sweep(read([*given, "seed=2,3", "resume=last"]))
+    with pytest.raises(UsageError, match=r"run_dir=sweep: holds another sweep \(multirun.yaml\); allowed: another"):
+        require_no_other_sweep(read(["-m", "seed=0,1,2", "run_dir=sweep"]))
+    (tmp_path / "sweep" / "multirun.yaml").write_text("[")
+    with pytest.raises(UsageError, match="run_dir=sweep: multirun.yaml cannot be read"):
+        require_no_other_sweep(read(given))
 
 
 def test_statuses(capsys):

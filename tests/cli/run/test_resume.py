@@ -26,14 +26,19 @@ def test_resume_is_exact_and_stays_in_its_directory(in_process, tiny, tmp_path):
 
 @pytest.mark.slow
 def test_another_schedule_is_reported(in_process, tiny, tmp_path):
+    def rates_of(folder: str) -> list[str]:
+        with open(tmp_path / folder / "metrics.csv", encoding="utf-8", newline="") as file:
+            return [row["train/learning_rate"] for row in csv.DictReader(file) if row["train/learning_rate"]]
+
+    in_process(*tiny, "max_steps=8", f"run_dir={tmp_path / 'long'}")
     in_process(*tiny, "max_steps=4", "stop_after=2")
     assert "schedule:" not in in_process(*tiny, "max_steps=4", "stop_after=1", "resume=last")
     out = in_process(*tiny, "max_steps=8", "resume=last")
     (line,) = [line for line in out.splitlines() if line.startswith("schedule: ")]
-    with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
-        rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file) if row["train/learning_rate"]]
+    rates, long = rates_of("run"), rates_of("long")
     assert line.startswith("schedule: max_steps=8 changes it, as the run was planned for 4: ")
-    assert line.endswith(f"from {rates[3]:.3g} to {rates[4]:.3g}")
+    assert line.endswith(f" to {float(rates[3]):.3g}")
+    assert rates[3:] == long[3:] and rates[:3] != long[:3]  # from the first resumed step on
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ def test_runs_of_several_seeds_have_own_folders_and_the_same_validation_tokens(t
     assert {(trial.config.data.val_tokens, trial.config.data.val_batches) for trial in sweep.trials} == {(32768, None)}
     (only,) = planned(f"run_dir={tmp_path}", "sweep.seq_len=[64]", "attention=sdpa", "seed=5").trials
     assert only.axes["seed"] == only.config.seed == 5
+    (alone,) = planned(f"run_dir={tmp_path}", "seq_len=64", "attention=sdpa").trials
+    assert alone.trial.folder == tmp_path / "cells" / "trial"
 
 
 def test_given_key_is_not_an_axis(tmp_path):

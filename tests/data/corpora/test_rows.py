@@ -165,7 +165,8 @@ def test_parquet_column_that_is_not_text_is_refused(tmp_path):
         texts(path)
     with pytest.raises(ValueError, match="data.text_field=body: .*x.parquet has only text"):
         texts(path, text_field="body")
-    assert texts(write_parquet(tmp_path / "null.parquet", text=[None, None])) == []
+    with pytest.raises(ValueError, match="data.path=.*null.parquet: the corpus is empty"):
+        texts(write_parquet(tmp_path / "null.parquet", text=[None, None]))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +235,7 @@ def test_document_sources_give_the_line_in_the_file(tmp_path):
             "line 2: has 3 fields and the header 2; put text with a comma in quotes",
         ),
         ("x.tsv", b"id\ttext\n\n1\ta\tb\n", "line 3: has 3 fields and the header 2; put text with a tab in quotes"),
+        ("x.csv", b"a" * 1000 + b"\nb\n", "x.csv has only a{80}…$"),
         ("x.csv", "text\na\n".encode("utf-16"), "data.text_field=text: .*x.csv has only "),
         ("x.parquet", b"", "x.parquet cannot be read as parquet"),
         ("x.parquet", b"PAR1 no PAR1", "x.parquet cannot be read as parquet"),

@@ -103,7 +103,7 @@ def test_an_empty_corpus_is_an_error(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "empty.jsonl").touch()
     data = PackedDataModule(TextCorpus(tmp_path / "*.*"), seq_len=8, batch_size=1, cache_dir=tmp_path / "cache")
-    with pytest.raises(ValueError, match="the corpus 'text' is empty"):
+    with pytest.raises(ValueError, match=r"data.path=.*\*\.\*: the corpus is empty: it has no document with any text"):
         data.prepare_data()
     assert list((tmp_path / "cache").iterdir()) == []
 
