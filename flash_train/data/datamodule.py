@@ -302,7 +302,7 @@ class PackedDataModule(lightning.LightningDataModule):
         own["streaming"], saved["streaming"] = self._is_streamed, "stream" in state_dict
         differing = [f"{name} was {saved[name]} and is {own[name]}" for name in own if saved[name] != own[name]]
         if differing:
-            say(f"resuming on different data: {', '.join(differing)}")
+            say(f"other data than in the checkpoint: {', '.join(differing)}")
         if isinstance(self._train, StreamedRows):
             self._train.restore(state_dict.get("stream"))
         rows = state_dict.get("consumed_rows")

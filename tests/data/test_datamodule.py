@@ -101,9 +101,9 @@ def test_resuming_on_other_data_prints_a_line(make_data, capsys):
     make_data().load_state_dict(state)
     assert capsys.readouterr().err == ""
     make_data(seed=8).load_state_dict(state)
-    assert capsys.readouterr().err == "flash-train: data: resuming on different data: seed was 7 and is 8\n"
+    assert capsys.readouterr().err == "flash-train: data: other data than in the checkpoint: seed was 7 and is 8\n"
     make_data(random_texts(200, 150, seed=1)).load_state_dict(state)
-    assert capsys.readouterr().err.startswith("flash-train: data: resuming on different data: corpus_hash was")
+    assert capsys.readouterr().err.startswith("flash-train: data: other data than in the checkpoint: corpus_hash was")
     make_data(seq_len=32, seed=8).load_state_dict(state)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("seq_len was 64 and is 32, seed was 7 and is 8")
@@ -113,7 +113,7 @@ def test_resuming_on_another_kind_of_corpus_prints_a_line(make_data, capsys):
     text, recall = make_data(), PackedDataModule(RecallCorpus(n_pairs=8), seq_len=64, batch_size=3, seed=7)
     recall_to_text = "corpus_hash was recall-8-64-64 and is [0-9a-f]+, tokenizer was None and is bytes-259, packing was"
     text.load_state_dict({**recall.state_dict(), "consumed_rows": 12})
-    assert re.match(f"flash-train: data: resuming on different data: {recall_to_text}", capsys.readouterr().err)
+    assert re.match(f"flash-train: data: other data than in the checkpoint: {recall_to_text}", capsys.readouterr().err)
     recall.load_state_dict({**text.state_dict(), "consumed_rows": 15})
     assert re.search("corpus_hash was .* and is recall-8-64-64", capsys.readouterr().err)
     assert (text.consumed_batches, recall.consumed_batches) == (4, 5)

@@ -134,7 +134,8 @@ def describe_plan(plan: ParallelPlan) -> str:
     dims = plan.dims
     copies = f", {dims.replicate} copies" if dims.shard > 1 and dims.replicate > 1 else ""
     rows = f"{dims.context} share a row" if dims.context > 1 else "a row each"
-    return f"{describe_weights(plan)}{copies}, {rows}, {plan.global_batch} rows a step"
+    total = f"{plan.global_batch} row{'' if plan.global_batch == 1 else 's'}"
+    return f"{describe_weights(plan)}{copies}, {rows}, {total} a step"
 
 
 def describe_weights(plan: ParallelPlan) -> str:

@@ -84,7 +84,8 @@ def test_a_plan_that_the_user_gives_stays(monkeypatch, capsys):
         config = config_of("trainer.devices=4", given)
         plan = parallel_plan(config)
         assert parallel_choice.choose_plan(config, step_for(config), CPU) == plan
-        assert capsys.readouterr().out.endswith(f"{plan.global_batch} rows a step\n")
+        rows = "1 row" if plan.global_batch == 1 else f"{plan.global_batch} rows"
+        assert capsys.readouterr().out.endswith(f", {rows} a step\n")
 
 
 def test_attention_that_draws_its_own_dropout_is_not_shared():
