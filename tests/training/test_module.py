@@ -51,8 +51,10 @@ def fit(module, batches, *, accumulate, max_steps, plugins=(), **options):
 def stacked(first, second):
     """Two packed rows as one batch."""
     joined = {name: torch.cat([first[name], second[name]]) for name in ("tokens", "labels", "positions")}
-    joined["cu_seqlens"] = torch.cat([first["cu_seqlens"], second["cu_seqlens"][1:] + first["tokens"].numel()])
     joined["lengths"] = first["lengths"] + second["lengths"]
+    joined["cu_seqlens"] = (
+        torch.tensor([0, *joined["lengths"], 0, 0]).cumsum(0).to(torch.int32)
+    )  # empty entries are last
     return joined
 
 

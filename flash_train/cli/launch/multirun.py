@@ -12,6 +12,7 @@ from yaml import YAMLError
 
 from flash_train.cli.config.errors import OutOfMemoryError, UnavailableError, UsageError, helpful_page, line_of
 from flash_train.cli.config.overrides import CommandLine, parse
+from flash_train.cli.config.paths import holds_run
 from flash_train.cli.launch.interrupt import Interrupted, signals
 from flash_train.cli.launch.outcome import STATUS_OF_EXIT, Status, require_success
 from flash_train.cli.launch.run_table import EndedRun, run_table
@@ -94,7 +95,7 @@ def require_no_other_sweep(line: CommandLine) -> None:
     if run_dir is None or line.given("resume") is not None or line.given("validate_only") in ("True", "true"):
         return
     file = Path(run_dir) / RECORD
-    if not file.is_file():
+    if not file.is_file() or not any(holds_run(folder) for folder in Path(run_dir).iterdir() if folder.is_dir()):
         return
     try:
         before = OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task") or []

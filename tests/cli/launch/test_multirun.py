@@ -110,6 +110,9 @@ def test_another_sweep_in_the_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / "sweep").mkdir()
     require_no_other_sweep(read(given))  # the folder has none
     (tmp_path / "sweep" / "multirun.yaml").write_text("hydra: {overrides: {task: ['seed=0,1', run_dir=sweep]}}")
+    require_no_other_sweep(read(["-m", "seed=0,1,2", "run_dir=sweep"]))  # it made no run, for example after a mistake
+    (tmp_path / "sweep" / "0").mkdir()
+    (tmp_path / "sweep" / "0" / "summary.json").touch()
     require_no_other_sweep(read(given))
     require_no_other_sweep(read([*given[:2], f"run_dir={tmp_path / 'sweep'}"]))
     require_no_other_sweep(read([*given, "seed=2,3", "resume=last"]))
