@@ -55,6 +55,11 @@ def integer_at_least(low: int) -> Allowed:
     )
 
 
+def cut(text: str, longest: int = 80) -> str:
+    """Return the beginning of a text that an error quotes from a file; a file of another kind may be one long line."""
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
 def brief(value: Any) -> str:
     """Return a value as one line for an error: its `repr`, or its type, and its shape if it has one, if that is long.
 

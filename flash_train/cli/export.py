@@ -84,10 +84,8 @@ def export(checkpoint: Mapping[str, Any], folder: Path, dtype: str | None = None
     from flash_train.model.pretrained import dtype_name
     from flash_train.optim import exact_weights
 
-    model, optimizers = (
-        ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"]),
-        checkpoint.get("optimizer_states"),
-    )
+    model = ModelConfig.from_dict(checkpoint["hyper_parameters"]["model"])
+    optimizers = checkpoint.get("optimizer_states")
     weights = dict(checkpoint["state_dict"])
     if dtype not in (None, "bfloat16") and optimizers:
         weights = exact_weights(weights, optimizers[0], PREFIX)

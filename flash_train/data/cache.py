@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from flash_train.data.corpora.corpus import Corpus, Document, hash_file, hash_strings
+from flash_train.data.errors import empty_corpus
 from flash_train.data.lock import exclusive
 from flash_train.data.notice import say, say_if_slow
 from flash_train.data.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
     def write(scratch: Path) -> None:
         write_tokens(scratch, corpus.documents(), tokenizer)
         if len(np.load(scratch / "sizes.npy", mmap_mode="r")) == 0:
-            raise ValueError(f"the corpus {corpus.name!r} is empty: it has no document with any text in it")
+            raise empty_corpus(corpus)
         write_meta(scratch, {"corpus": corpus.name, "tokenizer": tokenizer.fingerprint})
 
     build_if_missing(cache, write)

@@ -24,7 +24,7 @@ from flash_train.data.cache import (
 )
 from flash_train.data.corpora.corpus import Document, hash_strings
 from flash_train.data.dataset import PackedRows, Row
-from flash_train.data.errors import DataError
+from flash_train.data.errors import DataError, empty_corpus
 from flash_train.data.notice import say_if_slow
 from flash_train.data.order.sampler import epoch_order
 from flash_train.data.packing import PackedIndex, PackingStrategy, pack
@@ -202,7 +202,7 @@ class StreamedRows(Dataset):
         self._open = None  # after an error the stream would be in the middle of a chunk
         is_last = write_tokens(folder, documents, self.tokenizer, self.chunk_tokens)
         if chunk == 0 and len(np.load(folder / "sizes.npy", mmap_mode="r")) == 0:
-            raise ValueError(f"the corpus {self.corpus.name!r} is empty: it has no document with any text in it")
+            raise empty_corpus(self.corpus)
         description = {"corpus": self.corpus.name, "tokenizer": self.tokenizer.fingerprint}
         write_meta(folder, {**description, "is_last": is_last, "next": stream.position()})
         self._open = chunk + 1, stream, documents

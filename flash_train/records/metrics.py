@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from flash_train.checks import cut
 from flash_train.files import write_text
 
-LONGEST = 80  #: characters of the reason in an error
 Rows = dict[int, dict[str, float | None]]
 
 
@@ -54,9 +54,7 @@ def _read(path: Path) -> tuple[list[str], Rows]:
             pairs = zip(columns[1:], values, strict=True)
             rows[int(step)] = {name: float(value) if value else None for name, value in pairs}
         except ValueError as error:
-            fault = str(error)
-            fault = fault if len(fault) <= LONGEST else f"{fault[:LONGEST]}…"  # it may quote a long field
-            raise ValueError(f"{path} is damaged in line {number} ({fault}); {remedy}") from error
+            raise ValueError(f"{path} is damaged in line {number} ({cut(str(error))}); {remedy}") from error
     return columns, rows
 
 

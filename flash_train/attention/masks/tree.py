@@ -113,9 +113,8 @@ def _check_parents(parents: Tensor, ancestors: Tensor) -> None:
         wrong = low if low < -1 else high
         raise ValueError(f"Tree parents name node {wrong} of {n}: must be 0 to {n - 1}, or -1 for a root")
     own = (parents == torch.arange(n)).any(-1)
-    circular = own | (
-        (ancestors & ancestors.mT).sum((1, 2)) > n
-    )  # a node is its own ancestor, but no other pair is mutual
+    mutual = (ancestors & ancestors.mT).sum((1, 2)) > n  # each node counts as its own ancestor
+    circular = own | mutual
     if bool(circular.any()):
         raise ValueError(f"Tree parents {parents.tolist()} form a cycle: must lead to a root, whose parent is -1")
 

@@ -64,9 +64,10 @@ def deal_rows(data: PackedDataModule, model: Transformer, plan: ParallelPlan) ->
 
 def describe_validation(found: Validated) -> str:
     """How many tokens, documents and rows a validation reads: a loss over few tokens is not reliable."""
-    documents = "" if found.documents is None else f" of {_counted(found.documents, 'document')}"
-    return f"on {found.tokens:,} tokens{documents}, in {_counted(found.rows, 'row')}"
+    documents = "" if found.documents is None else f" of {counted(found.documents, 'document')}"
+    return f"on {found.tokens:,} tokens{documents}, in {counted(found.rows, 'row')}"
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from flash_train.attention.parallel import can_divide_heads
+from flash_train.cli.components.data import counted
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
 from flash_train.cli.memory.check import check_memory, memory_of_rank, step_before_run
@@ -134,8 +135,7 @@ def describe_plan(plan: ParallelPlan) -> str:
     dims = plan.dims
     copies = f", {dims.replicate} copies" if dims.shard > 1 and dims.replicate > 1 else ""
     rows = f"{dims.context} share a row" if dims.context > 1 else "a row each"
-    total = f"{plan.global_batch} row{'' if plan.global_batch == 1 else 's'}"
-    return f"{describe_weights(plan)}{copies}, {rows}, {total} a step"
+    return f"{describe_weights(plan)}{copies}, {rows}, {counted(plan.global_batch, 'row')} a step"
 
 
 def describe_weights(plan: ParallelPlan) -> str:

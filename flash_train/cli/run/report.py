@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from flash_train.cli.components.data import counted
 from flash_train.cli.components.loggers import sync_hint
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint
 from flash_train.precision import PRECISIONS
@@ -63,9 +64,9 @@ def describe_data(info: dict[str, Any]) -> str:
         return f"{info['corpus']}, rows of {info['seq_len']:,} tokens"
     val, streamed = info["val"], "streamed, its first chunk has " if info.get("streaming") else ""
     return (
-        f"{info['corpus']}, {streamed}{_documents(train)} in {_rows(train)} of {info['seq_len']:,} "
+        f"{info['corpus']}, {streamed}{_documents(train)} in {counted(train['rows'], 'row')} of {info['seq_len']:,} "
         f"({train['packing_efficiency']:.2%} used); "
-        f"held out for validation: {_documents(val)} in {_rows(val)}; hash {info['corpus_hash'][:12]}"
+        f"held out for validation: {_documents(val)} in {counted(val['rows'], 'row')}; hash {info['corpus_hash'][:12]}"
     )
 
 
@@ -78,12 +79,7 @@ def program() -> str:
 
 
 def _documents(part: Mapping[str, Any]) -> str:
-    plural = "" if part["documents"] == 1 else "s"
-    return f"{part['documents']:,} document{plural}, {_count(part['tokens'])} tokens"
-
-
-def _rows(part: Mapping[str, Any]) -> str:
-    return f"{part['rows']:,} row{'' if part['rows'] == 1 else 's'}"
+    return f"{counted(part['documents'], 'document')}, {_count(part['tokens'])} tokens"
 
 
 def _count(number: int) -> str:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from flash_train.checks import cut
 from flash_train.data.tokenizer import Errors
 
 PATIENCE_ROWS = 1000  # a file whose first 1000 rows lack the text field counts as a file without it
 BLOCK = 1 << 20  # bytes of a .json file to read at once
 PARQUET_ROWS = 64  # rows of a .parquet file to decode at once
-LONGEST = 80  # characters of a file that an error quotes
 SURROGATE = re.compile("[\ud800-\udfff]")
 UNDECODED = re.compile("[\udc80-\udcff]")  # "surrogateescape" replaces bytes that are not UTF-8 with these
 SEPARATORS = re.compile(r"[ \t\r\n,]*")
@@ -273,9 +273,9 @@ def _no_such_field(text_field: str, file: Path, names: Any) -> NoSuchFieldError:
 
 
 def list_names(names: Iterable[Any]) -> str:
-    """List the columns of a file for an error, cut if they are long: a file of another kind may be one long line."""
+    """List the columns of a file for an error."""
     found = ", ".join(str(name).encode(errors="backslashreplace").decode() for name in names)
-    return found if len(found) <= LONGEST else f"{found[:LONGEST]}…"
+    return cut(found)
 
 
 def _describe_type(value: Any) -> str:

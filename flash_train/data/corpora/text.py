@@ -58,7 +58,7 @@ class TextCorpus:
         self._found = list(dict(reversed(found)).values())[::-1]  # a file that two paths reach is one document
         self.files = [(key, file) for key, file, _ in self._found]
         self.text_field, self.errors = text_field, errors
-        self._given = path if isinstance(path, (str, Path)) else [str(one) for one in paths]  # for errors
+        self.path = path if isinstance(path, (str, Path)) else [str(one) for one in paths]  # for errors
         if not self.files:
             raise ValueError("data.path=[]: must be a file, a folder or a glob")
 
@@ -71,15 +71,7 @@ class TextCorpus:
         return hash_strings(parts)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents, file by file. Raises ValueError if no file has the text field, or none has any text."""
-        has_text = False
-        for document in self._documents():
-            has_text = has_text or bool(document.text)
-            yield document
-        if not has_text:
-            raise ValueError(f"data.path={self._given}: the corpus is empty: it has no document with any text in it")
-
-    def _documents(self) -> Iterator[Document]:
+        """Yield the documents, file by file. Raises ValueError if no file has the text field."""
         without: list[str] = []
         for key, file, by_search in self._found:
             suffix, compression = kind_of(file)

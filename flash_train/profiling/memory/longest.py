@@ -123,12 +123,11 @@ def table(rows: Sequence[Row]) -> str:
     """Return a table with a row per backend and memory mode, then notes on the limit and on rows without an answer."""
     lines = []
     for row in rows:
-        peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        peak, seconds = number(row.peak_gib, ".1f"), number(row.step_seconds, ".1f")
         predicted = "–"
         if row.predicted is not None:
             predicted = ("≥ " if row.predicted >= row.limit else "") + f"{row.predicted:,}"
         trials = str(len(row.found.trials))
-        seconds = "–" if row.step_seconds is None else f"{row.step_seconds:.1f}"
         settings = (row.model, row.attention, row.memory, row.optimizer)
         lines.append((*settings, row.answer(), peak, predicted, seconds, trials))
     names = ("model", "attention", "memory", "optimizer")

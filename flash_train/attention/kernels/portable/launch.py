@@ -20,7 +20,6 @@ from flash_train.attention.kernels.arguments import (
     strided,
 )
 from flash_train.attention.kernels.call import UNUSED, Call
-from flash_train.attention.kernels.compiler_options import FEW_REGISTERS
 from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.launch_cache import launch_all
 from flash_train.attention.kernels.portable.backward import (
@@ -29,7 +28,7 @@ from flash_train.attention.kernels.portable.backward import (
     attention_backward_rows,
 )
 from flash_train.attention.kernels.portable.forward import attention_forward
-from flash_train.attention.kernels.portable.tiles import Tiles, choose_tiles, variant_of
+from flash_train.attention.kernels.portable.tiles import Tiles, choose_tiles, constants, variant_of
 from flash_train.attention.kernels.results import gradients, outputs, sink_gradient, slope_gradient
 from flash_train.attention.kernels.tile_lists import lists_launch
 from flash_train.attention.kernels.tile_sizes import Tile, block_d, cdiv
@@ -207,21 +206,3 @@ def _tiles(q: Tensor, v: Tensor, call: Call, tiles: Tiles | None) -> Tiles:
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
     return constants(q, v.shape[-1], q.shape[-2] // k.shape[-2], tile)
-
-
-def constants(q: Tensor, head_dim_v: int, group: int, tile: Tile) -> dict[str, Any]:
-    """Return the compile-time arguments and the compiler's options of a portable kernel."""
-    head_dim = q.shape[-1]
-    return {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": block_d(head_dim),
-        "BLOCK_DV": block_d(head_dim_v),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": "ieee" if q.device.type == "cpu" else "bf16x6",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **(FEW_REGISTERS if q.dtype.itemsize == 2 and head_dim % 16 == 0 else {}),
-    }

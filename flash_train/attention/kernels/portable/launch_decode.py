@@ -19,8 +19,7 @@ from flash_train.attention.kernels.call import Call
 from flash_train.attention.kernels.gpu import processors
 from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.portable.decode import Cache, attention_decode, attention_decode_merge
-from flash_train.attention.kernels.portable.launch import constants
-from flash_train.attention.kernels.portable.tiles import decode_tile
+from flash_train.attention.kernels.portable.tiles import constants, decode_tile
 from flash_train.attention.kernels.tile_sizes import Tile, block_d, cdiv
 
 

@@ -12,10 +12,13 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
+from flash_train.attention.kernels.compiler_options import FEW_REGISTERS
 from flash_train.attention.kernels.gpu import major_of, shared_memory
 from flash_train.attention.kernels.tile_sizes import Tile, block_d
 
@@ -93,3 +96,21 @@ def tiles_for(shared: int, dtype: torch.dtype, head_dim: int, variant: str, majo
 @functools.cache
 def load_table() -> list[dict]:
     return json.loads(TABLE.read_text())
+
+
+def constants(q: Tensor, head_dim_v: int, group: int, tile: Tile) -> dict[str, Any]:
+    """Return the compile-time arguments and the compiler's options of a portable kernel."""
+    head_dim = q.shape[-1]
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_DV": block_d(head_dim_v),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PRECISION": "ieee" if q.device.type == "cpu" else "bf16x6",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **(FEW_REGISTERS if q.dtype.itemsize == 2 and head_dim % 16 == 0 else {}),
+    }
