@@ -95,6 +95,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
     visible = None if is_causal else visible_pairs(spec.mask, part)
     mask, has_keys = open_empty_rows(visible)
     seen = seen_keys(spec.mask, part, visible)
+    del visible  # one byte per pair, no longer needed
     q, k, v = part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen)
     grouped = q.shape[2] != k.shape[2]
     if grouped and q.device.type == "cpu":  # on the CPU the backward of enable_gqa is eight times slower than copies

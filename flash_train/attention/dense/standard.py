@@ -85,6 +85,7 @@ def _attend(
     visible = visible_pairs(spec.mask, part)
     mask, has_keys = open_empty_rows(visible)
     seen = seen_keys(spec.mask, part, visible)
+    del visible  # one byte per pair, no longer needed
     keep = dropout_keep(part, spec, rng, origin, entries) if spec.dropout > 0 else None
     distance = None if part.slopes is None else alibi_distance(part.entries[0], part.q.device)
     scale, rate = spec.scale_for(part.q.shape[-1]), spec.keep_threshold / 256

@@ -30,6 +30,8 @@ OTHERS = {
     "batch": "model=125m batch_size=2 seq_len=16384",
     "accumulate": "model=350m accumulate=2 seq_len=16384",
     "batch-and-accumulate": "model=125m batch_size=4 accumulate=2 memory=checkpoint seq_len=8192",
+    "graph": "model=350m trainer.cuda_graph=true max_steps=3 seq_len=16384",
+    "graph-and-accumulate": "model=125m batch_size=4 accumulate=2 trainer.cuda_graph=true seq_len=8192",
     "concat": "model=125m data.packing=concat seq_len=32768",
     "sdpa": "model=350m attention=sdpa seq_len=16384",
     "sdpa-checkpoint": "model=1b3 attention=sdpa memory=checkpoint seq_len=32768",

@@ -72,6 +72,7 @@ def step_of(config: DictConfig, model: ModelConfig, attention: str, device: torc
         family=(PORTABLE if config.trainer.deterministic else fastest_on(device)).name,
         whole_rows=config.data.packing == "concat",
         workspace=workspace_of(device),
+        captured=config.trainer.cuda_graph is True and device.type == "cuda",  # of `auto`, `build` decides
         master=config.optimizer.master or "exact",
         moments=config.optimizer.moments,
         offload_optimizer=config.optimizer.offload and device.type == "cuda",

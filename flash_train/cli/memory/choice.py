@@ -89,7 +89,7 @@ def shortage_for_graph(config: DictConfig, step: Step, device: torch.device) -> 
     limit = memory_of_rank(config, device)
     if limit is None:
         return None
-    needed = predict(step).peak_bytes + extra_validation_bytes(step)
+    needed = predict(replace(step, captured=True)).peak_bytes + extra_validation_bytes(step)
     if needed <= (1 - RELATIVE) * limit:
         return None
     return f"it would take up to {bytes_in_words(needed)} of {bytes_in_words(limit)} together with a validation"

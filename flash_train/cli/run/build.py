@@ -1,6 +1,6 @@
 """Builds the objects of a run from its configuration. Every mistake of the user's that is left is found here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lightning
@@ -22,7 +22,7 @@ from flash_train.cli.run.resume import check_resume, find_checkpoint
 from flash_train.data import PackedDataModule
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
-from flash_train.records.memory_use import GIB
+from flash_train.records.memory_use import GIB, bytes_in_words
 from flash_train.training import CausalLMModule, CudaGraph, RunRecord
 from flash_train.training.callbacks.base import find_callback
 
@@ -85,13 +85,13 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
     module = init_module(config, model, backend, data, pretrained, trainer)
     if step is not None:
         module.model.keep, module.model.offload = step.keep, step.offload
-        record = find_callback(trainer, RunRecord)
-        if record is not None and not config.compile:
-            record.extra["predicted_memory_gib"] = predict(step).peak_bytes / GIB
     deal_rows(data, module.model, plan)
     notes = data_notes(data, plan) | {"model": rotary_note(config, model)}
     if step is not None:
-        notes["cuda_graph"] = graph_note(config, step, trainer, module)
+        step, notes["cuda_graph"] = decide_graph(config, step, trainer, module)
+        record = find_callback(trainer, RunRecord)
+        if record is not None and not config.compile:
+            record.extra["predicted_memory_gib"] = predict(step).peak_bytes / GIB
     if checkpoint:
         notes |= check_resume(checkpoint, config, module, run_dir)
     # The logger comes last because it writes to run_dir: a run that cannot begin leaves nothing there. A validation
@@ -101,8 +101,12 @@ def build(config: DictConfig, run_dir: Path, plan: ParallelPlan | None = None, s
     return Run(trainer, module, data, logger, checkpoint, (backend, reason), plan, notes)
 
 
-def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, module: CausalLMModule) -> str | None:
-    """What the user should know of `trainer.cuda_graph`. If `auto` finds an obstacle, nothing will be captured.
+def decide_graph(
+    config: DictConfig, step: Step, trainer: lightning.Trainer, module: CausalLMModule
+) -> tuple[Step, str | None]:
+    """The step, captured or not, and what the user should know of `trainer.cuda_graph`.
+
+    If `auto` finds an obstacle, nothing will be captured.
 
     Raises:
         UnavailableError: there is no NVIDIA GPU, which `true` needs.
@@ -110,7 +114,7 @@ def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, modul
     """
     graph, on_cuda = find_callback(trainer, CudaGraph), trainer.strategy.root_device.type == "cuda"
     if graph is None or graph.mode is False or (graph.mode == "auto" and not on_cuda):
-        return None  # on a CPU nobody expects a graph of `auto`
+        return step, None  # on a CPU nobody expects a graph of `auto`
     one_document_rows = config.data.packing == "concat"
     obstacle = graph.obstacle(trainer, module, step.row_tokens, one_document_rows=one_document_rows)
     if config.callbacks.memory_snapshot.every:
@@ -118,9 +122,12 @@ def graph_note(config: DictConfig, step: Step, trainer: lightning.Trainer, modul
     if graph.mode == "auto":
         obstacle = obstacle or shortage_for_graph(config, step, trainer.strategy.root_device)
     if obstacle is None:
-        return "the launches of a micro-batch are captured after the second one, and replayed"
+        captured = replace(step, captured=True)
+        more = predict(captured).peak_bytes - predict(replace(step, captured=False)).peak_bytes
+        note = "the launches of a micro-batch are captured after the second one, and replayed"
+        return captured, f"{note}, for {bytes_in_words(more)} of memory"
     if graph.mode is True:
         kind = UsageError if on_cuda else UnavailableError
         raise kind(f"trainer.cuda_graph=true: {obstacle}; allowed: auto or false")
     graph.mode = False
-    return f"none ({obstacle})"
+    return step, f"none ({obstacle})"

@@ -115,9 +115,10 @@ class _StepWalk(ModuleWalk):
 
     def begin(self) -> None:
         m, hold = self.model, self.ledger.hold
-        hold("workspace", "matrix-product workspace", self.step.workspace)
+        copies = 2 if self.step.captured else 1
+        hold("workspace", "matrix-product workspace", copies * self.step.workspace)
         self.weights.begin()
-        hold("batch", "batch and tables", 3 * 8 * self.step.row_tokens)  # tokens, labels, positions
+        hold("batch", "batch and tables", copies * 3 * 8 * self.step.row_tokens)  # tokens, labels, positions
         self.attention.begin()
         hold("tables", "batch and tables", 2 * 4 * self.step.tokens * m.head_dim // 2)  # cosines and sines
 

@@ -35,6 +35,8 @@ class Step:
         fused: use the kernels for CUDA; otherwise PyTorch's own operations, as on a CPU.
         family: the kernel family whose backward runs on the device, if this project's kernels run.
         workspace: bytes that matrix products keep on the device (`torch.backends` calls it the cuBLAS workspace).
+        captured: a CUDA graph replays the micro-batches (see `StepGraph`). It reads copies of them, and its products
+            have a workspace of their own.
         lengths: the documents' lengths, if known; with None, each row is one document.
         master, moments: how bf16 weights and the optimizer's moments are stored (see `flash_train.optim.AdamW`).
         offload_optimizer: the optimizer's state is in the host's memory.
@@ -61,6 +63,7 @@ class Step:
     fused: bool = True
     family: str = PORTABLE.name
     workspace: int = 0
+    captured: bool = False
     lengths: tuple[int, ...] | None = None
     master: str = "exact"
     moments: str | None = None

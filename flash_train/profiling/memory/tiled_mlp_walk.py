@@ -23,11 +23,16 @@ class TiledMLPWalk(ModuleWalk):
         tile = replace(
             step, seq_len=tokens, batch_size=1, accumulate=1, lengths=None, dims=one_device, in_backward=False
         )
-        self.several = tokens < step.tokens
+        tiles = -(-step.tokens // tokens)
+        self.several = tiles > 1
         self.norms, linears = NormWalk(tile, ledger), LinearWalk(tile, ledger)
         self.mlp = MLPWalk(tile, ledger, linears)
         self.linear_weights = {name: linears.weights[name] for name in ("gate", "up", "down")}
         self.update = self.activation_bytes * tokens * step.model.width
+        # The first tile's gradients are the sums of two tiles until the second one's are added to them in fp32.
+        count = sum(self.linear_weights.values())
+        self.sums = (self.weight_bytes if tiles == 2 else 4) * count
+        self.wider_sums = (self.weight_bytes + 4) * count - self.sums if self.weight_bytes < 4 else 0
 
     def forward(self, layer: int) -> None:
         """Make `x`, the stream after the block."""
@@ -44,7 +49,7 @@ class TiledMLPWalk(ModuleWalk):
         sums = f"{layer}.sums of the MLP's gradients"
         if self.several:
             ledger.hold(f"{layer}.d middle", "norms", self.activation_bytes * self.stream)
-            ledger.hold(sums, "gradients", 4 * sum(self.linear_weights.values()))
+            ledger.hold(sums, "gradients", self.sums)
         self.norms.forward(f"{layer}.norm2")
         self.mlp.forward(layer, saves=True, needs_value=False)
         self._drop(layer)
@@ -59,6 +64,7 @@ class TiledMLPWalk(ModuleWalk):
         if self.model.residual_dropout:
             ledger.release(f"{layer}.mask2")
         if self.several:
+            ledger.hold_briefly(f"{layer}.sums in fp32", "gradients", self.wider_sums)
             ledger.release(sums, f"{layer}.d middle")
         ledger.release(f"{layer}.middle")
         self.update_in_backward(max(self.linear_weights.values()))

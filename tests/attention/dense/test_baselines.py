@@ -376,3 +376,16 @@ def test_cuda_autocast_changes_nothing(name):
         out, _ = IMPLEMENTATIONS[name](q, k, v, AttentionSpec(Causal(), dropout=0.0))
     assert torch.equal(out, expected)
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "bytes_per_pair"),
+    [(standard_attention, 4 + 4 + 1), (sdpa_attention, 4 + 1)],  # scores, weights and mask; mask in fp32 and as bool
+    ids=["standard", "sdpa"],
+)
+def test_a_forward_holds_the_mask_once(implementation, bytes_per_pair):
+    length = 512
+    q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
+    with Memory() as used:
+        implementation(q, k, v, AttentionSpec(Window(100)))
+    assert bytes_per_pair <= used.peak / length**2 < bytes_per_pair + 0.5

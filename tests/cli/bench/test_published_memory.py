@@ -1,6 +1,7 @@
 """The published memory peaks were measured on an H200; the prediction must still agree with them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,19 @@ def test_predictions_agree_with_the_published_peaks(model, monkeypatch):
         if abs(difference) > CLOSE * record["measured_bytes"]:
             off.append(f"{record['case']}: {difference / 2**20:+.0f} MiB")
     assert not off, off
+
+
+def test_predictions_of_cuda_graphs_agree_with_the_published_runs(monkeypatch):
+    monkeypatch.setattr(module, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(model_config, "choose_attention", lambda *_: ("flash", ""))
+    runs = json.loads((PUBLISHED.parent / "graphs.json").read_text())["records"]
+    assert {run["cuda_graph"] for run in runs} == {True, False}
+    for run in runs:
+        kept = ("model", "precision", "seq_len", "batch_size", "accumulate")
+        given = [f"{key}={run[key]}" for key in kept if run[key] is not None]
+        step, _ = module.step_before_run(
+            compose_config(("hardware=cuda", f"trainer.cuda_graph={run['cuda_graph']}", *given))
+        )
+        step = replace(step, row_entries=run["data"]["capacity"])
+        assert predict(step).peak_bytes == pytest.approx(run["peak_memory_gib"] * 2**30, rel=0.0001), given
