@@ -110,6 +110,7 @@ for part; do
     fp8) # 8b needs 8-bit moments on one card of 80 GB
       once() { train "fp8/$1" model=8b seq_len=8192 memory=selective memory.keep=auto optimizer.moments=8bit max_steps=200 trainer.checkpoints=false callbacks.sample.tokens=0 "${@:2}"; }
       once bf16 precision=bf16-true
+      once bf16-sdpa precision=bf16-true attention=sdpa # how far the losses of two runs in bf16 differ
       for recipe in tensorwise rowwise; do once $recipe precision=fp8 precision_fp8.recipe=$recipe; done
       ;;
     updates) # fine-tuning at a small learning rate, with each way to keep bf16 weights, and with fp32 weights

@@ -98,11 +98,22 @@ def _optimizer(record: dict[str, Any]) -> str:
 
 
 def fp8_table(records: Records) -> str:
-    """A row per precision and recipe; the first record in bf16-true is what the others are compared with."""
-    (plain,) = [record for record in records if record["precision"] == "bf16-true"]
+    """A row per precision and recipe; the others are compared with the record in bf16-true with this project's kernels.
+
+    A record in bf16-true with other attention shows how far the losses of equal runs differ.
+    """
+    in_bf16 = [record for record in records if record["precision"] == "bf16-true"]
+    (plain,) = [record for record in in_bf16 if record["attention"] == "flash"]
+    others = [record for record in in_bf16 if record is not plain]
+
+    def name(record: dict[str, Any]) -> str:
+        if record["precision"] != "bf16-true":
+            return f"`{record['precision']}`, `{record['recipe']}`"
+        return "`bf16-true`" + (f", `attention={record['attention']}`" if record is not plain else "")
+
     rows = [
         (
-            f"`{record['precision']}`" + (f", `{record['recipe']}`" if record is not plain else ""),
+            name(record),
             number(record["tokens_per_second"], ",.0f"),
             number(record["tokens_per_second"] / plain["tokens_per_second"], ".2f"),
             number(record["mfu"], ".1%"),
@@ -111,7 +122,7 @@ def fp8_table(records: Records) -> str:
                 for loss in ("train_loss_mean", "train_loss_last_10", "val_loss")
             ),
         )
-        for record in (plain, *(record for record in records if record is not plain))
+        for record in (plain, *others, *(record for record in records if record not in in_bf16))
     ]
     words = f"`{plain['model']}` with {plain['seq_len']:,} tokens, {plain['steps']} steps ({plain['device']}):\n\n"
     header = ("precision", "tokens/s", "ratio", "MFU", "loss, all steps", "last 10 steps", "validation")

@@ -103,7 +103,10 @@ def test_fp8_is_compared_with_bf16():
     )]  # fmt: skip
     fp8 = shared | losses[1] | {"precision": "fp8", "recipe": "rowwise", "tokens_per_second": 1250.0}
     bf16 = shared | losses[0] | {"precision": "bf16-true", "recipe": "tensorwise", "tokens_per_second": 1000.0}
-    assert fp8_table([fp8, bf16]).splitlines()[-2:] == [
+    fp8["attention"] = bf16["attention"] = "flash"
+    chance = bf16 | {"attention": "sdpa", "tokens_per_second": 900.0, "val_loss": 4.004}
+    assert fp8_table([fp8, chance, bf16]).splitlines()[-3:] == [
         "| `bf16-true` | 1,000 | 1.00 | 50.0% | 3.0000 (0.00%) | 2.0000 (0.00%) | 4.0000 (0.00%) |",
+        "| `bf16-true`, `attention=sdpa` | 900 | 0.90 | 50.0% | 3.0000 (0.00%) | 2.0000 (0.00%) | 4.0040 (+0.10%) |",
         "| `fp8`, `rowwise` | 1,250 | 1.25 | 50.0% | 2.9700 (-1.00%) | 2.0100 (+0.50%) | 4.0400 (+1.00%) |",
     ]
