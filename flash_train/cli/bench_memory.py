@@ -96,6 +96,8 @@ def measure_step(case: StepCase, given: Sequence[str]) -> dict[str, Any]:
         step, device = step_before_run(config)
     except UnavailableError as error:
         return record | {"status": "unavailable", "reason": str(error)}
+    if config.trainer.cuda_graph is True and device.type != "cuda":
+        return record | {"status": "unavailable", "reason": "a CUDA graph needs an NVIDIA GPU"}
     predicted, limit = predict(step).peak_bytes, free_memory_of(device)
     record |= {"predicted_bytes": predicted, "available_bytes": limit}
     if limit is not None and predicted > limit:

@@ -55,6 +55,8 @@ def test_an_unavailable_backend_and_a_step_that_cannot_fit_are_not_run(monkeypat
     given = ("hardware=cpu", *data)
     record = measure_step(StepCase("a", ("model=nano", "attention=flash")), given)
     assert record["status"] == "unavailable" and "no NVIDIA GPU" in record["reason"]
+    record = measure_step(StepCase("g", ("model=nano", "attention=sdpa", "trainer.cuda_graph=true")), given)
+    assert record["status"] == "unavailable" and record["reason"] == "a CUDA graph needs an NVIDIA GPU"
     monkeypatch.setattr(bench_memory, "free_memory_of", lambda device: 2**20)
     record = measure_step(StepCase("b", ("model=nano", "attention=sdpa", "seq_len=4096")), given)
     assert record["status"] == "unavailable" and record["predicted_bytes"] > record["available_bytes"] == 2**20
