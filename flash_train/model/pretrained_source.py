@@ -100,11 +100,9 @@ def _is_side_file(file: Path) -> bool:
 
 def _write_implied_lengths(values: dict[str, Any]) -> None:
     """Write out the values that a rule derives from max_position_embeddings, before it changes."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if values.get(key):
-            implied = rope_parameters(values)
-            values[key] |= {name: value for name, value in implied.items() if values[key].get(name) is None}
-            return
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"  # the one that `rope_parameters` reads
+    if values.get(key):
+        values[key] |= {name: value for name, value in rope_parameters(values).items() if values[key].get(name) is None}
 
 
 def _replace_rule(values: dict[str, Any], model: ModelConfig) -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flash_train.model import RopeScaling, Transformer, load_pretrained, save_pretrained
+from flash_train.model import PretrainedSource, RopeScaling, Transformer, load_pretrained, save_pretrained
 from tests.support.model.tiny import packing_of, random_batch, tiny_config, tiny_model
 
 SCALINGS = {
@@ -282,6 +282,18 @@ def test_rope_scaling_wins_over_rope_parameters(tmp_path):
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     assert ours(tmp_path).config.rope_scaling.kind == "yarn"
     assert_same_logits(ours(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path))
+
+
+def test_an_export_for_longer_rows_keeps_the_rule_that_is_read(tmp_path):
+    """A rule in rope_scaling, next to rope_parameters, whose original length is max_position_embeddings."""
+    llama().save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0}, max_position_embeddings=32)
+    config, state = load_pretrained(tmp_path)
+    values = PretrainedSource.read(tmp_path).export_config(config, dtype="float32", seq_len=128)
+    again = save_pretrained(state, config, tmp_path / "longer", values=values)
+    assert values["max_position_embeddings"] == 128
+    assert load_pretrained(again)[0].rope_scaling == config.rope_scaling == RopeScaling("yarn", 4.0, 32)
+    assert_same_logits(*map(LlamaForCausalLM.from_pretrained, (tmp_path, again)))
 
 
 def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path):

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from flash_train.cli.config.errors import UsageError
 from flash_train.model import ModelConfig, pretrained_config, pretrained_length, pretrained_rule, pretrained_values
 from flash_train.model.config import ORIGINAL_LENGTH, RopeKind, RopeScaling
-from flash_train.model.pretrained import LLAMA_LENGTH
+from flash_train.model.pretrained import LLAMA_LENGTH, rope_parameters
 from flash_train.model.rope import rope_frequencies
 
 PLAIN = "none"  # the value of model.rope_scaling.kind for rotary positions without scaling
@@ -119,9 +119,8 @@ def _keep(config: DictConfig, own: ModelConfig, built: ModelConfig) -> str:
 def _dynamic_factor(config: DictConfig) -> float:
     """The factor of NTK-aware scaling that has the same base as the dynamic rule at `seq_len` tokens."""
     values = pretrained_values(config.init_from)
-    rope = values.get("rope_parameters") or values["rope_scaling"]
     made_for = values.get("max_position_embeddings") or LLAMA_LENGTH
-    factor = rope.get("factor") or 1.0
+    factor = rope_parameters(values).get("factor") or 1.0
     return factor * max(config.seq_len, made_for) / made_for - (factor - 1)
 
 

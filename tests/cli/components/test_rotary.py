@@ -181,6 +181,14 @@ def test_a_dynamic_rule_is_refused_with_the_fixed_rule_of_the_same_frequencies(f
     assert note is None
 
 
+def test_the_advice_for_a_dynamic_rule_reads_the_rule_that_transformers_reads(folder):
+    """rope_scaling, also where rope_parameters is there."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    path = folder(max_position_embeddings=4096, rope_scaling={"type": "dynamic", "factor": 2.0}, rope_parameters=plain)
+    with pytest.raises(UsageError, match=r"model\.rope_scaling\.kind=ntk model\.rope_scaling\.factor=7$"):
+        built(path, "seq_len=16384")
+
+
 def test_a_rule_without_its_factor_is_refused_with_one_that_works(folder):
     path = folder(rope_scaling={"type": "linear"})
     with pytest.raises(UsageError, match="rope_type='linear': has no factor") as refusal:
