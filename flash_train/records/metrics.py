@@ -77,7 +77,8 @@ class MetricsTable:
         self.flush()
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Add `metrics` to the row of `step`."""
+        """Add `metrics` to the row of `step`. A NumPy number or a tensor of one element is stored as a float."""
+        metrics = {name: None if value is None else float(value) for name, value in metrics.items()}
         appends = not self._is_behind and step not in self.rows and all(name in self.columns for name in metrics)
         self.rows.setdefault(step, {}).update(metrics)
         self.columns += [name for name in metrics if name not in self.columns]

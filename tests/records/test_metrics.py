@@ -3,7 +3,9 @@
 import json
 import os
 
+import numpy as np
 import pytest
+import torch
 
 from flash_train.files import write_bytes, write_json, write_text
 from flash_train.records import MetricsTable, plot_run, plots, read_column
@@ -54,6 +56,15 @@ def test_table_keeps_every_digit_and_grows_columns(tmp_path):
     ]
     assert table.column("val/loss") == ([2, 3], [3.5, 4.0])
     assert table.column("nothing") == ([], [])
+
+
+@pytest.mark.parametrize("value", [np.float64(1.5), np.float32(1.5), np.int64(3), torch.tensor(1.5), 3, True])
+def test_numbers_of_other_types_are_read_back(value, tmp_path):
+    """A module's FLOPs may be a NumPy number, whose repr names its type."""
+    table = MetricsTable(tmp_path / "metrics.csv")
+    table.write(1, {"throughput/mfu": value})
+    table.write(2, {"throughput/mfu": value})
+    assert table.column("throughput/mfu") == read_column(table.path, "throughput/mfu") == ([1, 2], [float(value)] * 2)
 
 
 def test_table_continues_at_the_checkpoints_step(tmp_path):
