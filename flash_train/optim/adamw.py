@@ -22,6 +22,8 @@ MASTERS = ("exact", "stochastic", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 SMALLEST_ON_HOST = 2**20  # elements; the state of smaller weights stays on the GPU
+UNSUPPORTED = ("amsgrad", "maximize")  # settings of PyTorch's AdamW
+SHARED = ("master", "moments", "offload", "seed")  # settings that all groups share
 
 
 class AdamW(torch.optim.AdamW):
@@ -46,7 +48,7 @@ class AdamW(torch.optim.AdamW):
     `grad_scale`, a scalar tensor or None, divides the gradients of the next step; the step resets it to None.
 
     Args:
-        params: weights, or groups of weights.
+        params: weights, or groups of weights, which may have their own lr, betas, eps and weight_decay.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         master: exact, stochastic or none.
         moments: fp32, bf16 (rounded stochastically) or 8bit (in blocks of 256 numbers, see `formats`); None: the dtype
@@ -57,9 +59,9 @@ class AdamW(torch.optim.AdamW):
         seed: of the random numbers, 64 bits.
 
     Raises:
-        ValueError: an unknown master or moments, or weights in another dtype; from `step`, if weights were moved or
-            cast after the first step; from `load_state_dict`, if the state is from an optimizer with ``amsgrad`` or
-            ``maximize``.
+        ValueError: an unknown master or moments, weights in another dtype, or a group with a setting that groups do not
+            have; from `step`, if weights were moved or cast after the first step; from `load_state_dict`, if the state
+            is of weights with other shapes, or from an optimizer with ``amsgrad`` or ``maximize``.
     """
 
     def __init__(
@@ -85,7 +87,16 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        for weight in self.param_groups[-1]["params"]:
+        group = self.param_groups[-1]
+        if unsupported := [name for name in UNSUPPORTED if group[name]]:
+            raise ValueError(f"AdamW: a group of weights has {' and '.join(unsupported)}: must be without")
+        for name in SHARED:
+            if name in group and group[name] != self.defaults.get(name):
+                raise ValueError(
+                    f"AdamW: a group of weights has {name}={group[name]!r}: must be an argument, for all groups"
+                )
+            group.pop(name, None)
+        for weight in group["params"]:
             if weight.dtype not in (torch.bfloat16, torch.float32, torch.float16):
                 raise ValueError(f"AdamW: weights must be in bf16, fp32 or fp16, and one is {weight.dtype}")
             if not local(weight).is_contiguous():
@@ -131,7 +142,7 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
-        if unsupported := [name for name in ("amsgrad", "maximize") if any(group.get(name) for group in groups)]:
+        if unsupported := [name for name in UNSUPPORTED if any(group.get(name) for group in groups)]:
             raise ValueError(f"the state is from an AdamW with {' and '.join(unsupported)}: must be without")
         super().load_state_dict({**state_dict, "state": {}})
         weights = [weight for group in self.param_groups for weight in group["params"]]

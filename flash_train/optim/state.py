@@ -61,8 +61,16 @@ def adopted_state(weight: Tensor, saved: dict[str, Any], storage: Format) -> Sta
     """Convert a saved state of any format to the format ``storage``, on the device where that keeps it.
 
     It keeps no part of a larger tensor in ``saved``, and no file that ``saved`` is mapped from.
+
+    Raises:
+        ValueError: the state is of a weight with another shape.
     """
     own = local(weight)
+    if (shape := local(saved["exp_avg"]).shape) != own.shape:
+        raise ValueError(
+            f"AdamW: the state is of a weight of shape {tuple(shape)}, and the weight has {tuple(own.shape)}: must be "
+            "equal; the state belongs to other weights, or to the same ones in another order"
+        )
     state: State = {}
     device = torch.device("cpu") if storage.on_host else own.device
     for name in AVERAGES:

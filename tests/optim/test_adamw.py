@@ -167,6 +167,43 @@ def test_settings_out_of_range(options, message):
         AdamW(random_weights(), **options)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"maximize": True}, "AdamW: a group of weights has maximize: must be without"),
+        ({"amsgrad": True}, "AdamW: a group of weights has amsgrad: must be without"),
+        ({"moments": "8bit"}, "AdamW: a group of weights has moments='8bit': must be an argument, for all groups"),
+    ],
+)
+def test_settings_that_groups_do_not_have(settings, message):
+    """They would be ignored: with maximize, the loss would be minimised."""
+    weight = nn.Parameter(torch.zeros(2, 256))
+    with pytest.raises(ValueError, match=message):
+        AdamW([{"params": [weight], **settings}])
+    optimizer = AdamW([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weight], **settings})
+
+
+def test_a_group_that_is_added_later_is_as_the_first_ones():
+    optimizer = AdamW([nn.Parameter(torch.zeros(3))], moments="bf16")
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
+    first, second = optimizer.param_groups
+    assert first.keys() == second.keys() and (first["lr"], second["lr"]) == (1e-3, 0.5)
+
+
+@pytest.mark.parametrize("moments", [None, "8bit"])
+def test_a_state_of_weights_with_other_shapes_is_refused(moments):
+    """Transposed, they have the same number of elements."""
+    weight, other = (nn.Parameter(torch.zeros(shape)) for shape in ((256, 512), (512, 256)))
+    first, second = AdamW([weight], moments=moments), AdamW([other], moments=moments)
+    weight.grad = torch.ones_like(weight)
+    first.step()
+    message = r"the state is of a weight of shape \(256, 512\), and the weight has \(512, 256\): must be equal"
+    with pytest.raises(ValueError, match=message):
+        second.load_state_dict(first.state_dict())
+
+
 def test_weights_of_other_dtypes_are_refused():
     weights = random_weights(dtype=torch.float64)
     with pytest.raises(ValueError, match="weights must be in bf16, fp32 or fp16"):
