@@ -35,7 +35,10 @@ class RopeScaling:
     `ntk`: theta multiplied by factor^(d/(d-2)), "NTK-aware" (bloc97 2023); it does not change with the length.
     `yarn`: interpolation by wavelength and an attention factor (Peng et al. 2023, arXiv:2309.00071).
     `llama3`: the rule of Llama 3.1 (arXiv:2407.21783).
-    The fields have the names of `transformers`' `rope_scaling`.
+    The fields have the names of `transformers`' `rope_scaling`. A field that the rule does not take keeps its default.
+
+    Raises:
+        ValueError: an unknown rule, a number out of range, or a field that the rule does not take.
     """
 
     kind: RopeKind
@@ -56,6 +59,15 @@ class RopeScaling:
                 f"model.rope_scaling.original_max_position_embeddings={self.original_max_position_embeddings}: must be "
                 f"the length in tokens that the model was trained at, which {self.kind} needs"
             )
+        taken = ("factor", *_RULE_FIELDS[self.kind])
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in taken and value is not None:
+                check(f"model.rope_scaling.{name}", value, POSITIVE)
+            elif name not in ("kind", *taken) and value != field.default:
+                raise ValueError(
+                    f"model.rope_scaling.{name}={value}: must be left out; {self.kind} takes {', '.join(taken)}"
+                )
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"model.rope_scaling.low_freq_factor={self.low_freq_factor}: must be more than 0 and less than "

@@ -57,6 +57,26 @@ def test_config_refuses_impossible_shapes(overrides, message):
             {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_slow": 40.0},
             r"beta_slow=.*: must be more than 0 and less than beta_fast=",
         ),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "attention_factor": 0.0},
+            r"attention_factor=0\.0: must be positive and finite",  # all scores would be 0
+        ),
+        (
+            {"kind": "yarn", "factor": float("inf"), "original_max_position_embeddings": 8},
+            r"factor=inf: must be positive and finite",
+        ),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": float("inf")},
+            r"beta_fast=inf: must be positive and finite",
+        ),
+        (
+            {"kind": "linear", "factor": 2.0, "attention_factor": 1.2},
+            r"attention_factor=1\.2: must be left out; linear takes factor",
+        ),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "high_freq_factor": 8.0},
+            r"high_freq_factor=8\.0: must be left out; yarn takes factor, original_max_position_embeddings, ",
+        ),
     ],
 )
 def test_scaling_refuses_impossible_arguments(arguments, message):
