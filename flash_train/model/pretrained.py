@@ -127,8 +127,14 @@ def save_pretrained(
             f"model.width={config.width}: must be a multiple of model.n_heads={config.n_heads} in the Llama layout"
         )
     state = model.state_dict() if isinstance(model, nn.Module) else model
-    if wrong := sorted(_expected_shapes(config).keys() ^ state.keys()):
+    expected = _expected_shapes(config)
+    if wrong := sorted(expected.keys() ^ state.keys()):
         raise ValueError(f"the weights do not belong to this configuration: {wrong[0]} is missing or unknown")
+    if wrong := [name for name, shape in expected.items() if state[name].shape != shape]:
+        raise ValueError(
+            f"the weights do not belong to this configuration: {wrong[0]} has shape {tuple(state[wrong[0]].shape)}, "
+            f"and must have {tuple(expected[wrong[0]])}"
+        )
     tensors = {llama_name(name): t.detach().to("cpu").contiguous() for name, t in state.items()}
     folder = Path(path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)

@@ -200,6 +200,9 @@ def test_export_refuses_features_that_llama_lacks(tmp_path, overrides, message):
 def test_export_refuses_weights_of_another_configuration(tmp_path):
     with pytest.raises(ValueError, match=r"do not belong to this configuration: blocks\.2"):
         save_pretrained(tiny_model(width=64), tiny_config(width=64, n_layers=3), tmp_path)
+    with pytest.raises(ValueError, match=r"embedding\.weight has shape \(96, 64\), and must have \(128, 64\)"):
+        save_pretrained(tiny_model(width=64, vocab_size=96), tiny_config(width=64, vocab_size=128), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
