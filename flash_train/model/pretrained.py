@@ -165,6 +165,9 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
     for key, plain in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if values.get(key, plain) != plain:
             raise ValueError(f"init_from={path}: {key}={values[key]!r} is not supported; only {plain!r} is")
+    length = values.get("max_position_embeddings")
+    if not isinstance(length, int | None):
+        raise ValueError(f"init_from={path}: max_position_embeddings={length!r}: must be an integer")
     if values.get("quantization_config"):
         raise ValueError(f"init_from={path}: the weights are quantized; give a model in bf16, fp16 or fp32")
     try:

@@ -212,6 +212,7 @@ def test_export_refuses_weights_of_another_configuration(tmp_path):
         ({"model_type": "remove"}, r"model_type is None"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; only 'silu' is"),
         ({"attention_bias": True}, r"attention_bias=True is not supported"),
+        ({"max_position_embeddings": "2048"}, r"max_position_embeddings='2048': must be an integer"),
         ({"quantization_config": {"bits": 4}}, r"the weights are quantized"),
         ({"num_hidden_layers": 3}, r"lacks model\.layers\.2.*\(9 such tensors\)"),
         ({"num_hidden_layers": 1}, r"has an unexpected model\.layers\.1"),
