@@ -38,7 +38,7 @@ def generate(
         agree: takes whether this rank's time is over, and returns whether any rank's is.
 
     Raises:
-        ValueError: no token to continue, or an argument is out of range.
+        ValueError: no token to continue, tokens of several texts, or an argument is out of range.
     """
     if not len(tokens):
         raise ValueError("tokens=[]: must be at least one token to start from")
@@ -46,7 +46,10 @@ def generate(
     check("max_new_tokens", max_new_tokens, integer_at_least(0))
     check("vocab_limit", vocab_limit, integer_at_least(1), or_none="or None for the whole vocabulary")
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
-    stream = torch.as_tensor(tokens, dtype=torch.int64, device=next(model.parameters()).device).view(1, -1)
+    stream = torch.as_tensor(tokens, dtype=torch.int64, device=next(model.parameters()).device)
+    if stream.dim() != 1:
+        raise ValueError(f"tokens has shape {tuple(stream.shape)}: must be (seq,), the ids of one text")
+    stream = stream[None]
     start, was_training = stream.shape[1], model.training
     model.eval()
     try:

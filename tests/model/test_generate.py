@@ -64,9 +64,11 @@ def test_a_compiled_model_runs_eagerly_and_is_compiled_afterwards():
     assert compilations.frame_count > 0
 
 
-def test_generate_refuses_an_empty_prompt_and_a_negative_temperature():
+def test_generate_refuses_wrong_prompts_and_a_negative_temperature():
     with pytest.raises(ValueError, match="at least one token"):
         generate(tiny_model(), [], max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"tokens has shape \(2, 3\): must be \(seq,\), the ids of one text"):
+        generate(tiny_model(), [[1, 2, 3], [4, 5, 6]], max_new_tokens=1)  # two prompts would be continued as one
     with pytest.raises(ValueError, match="temperature=-1: must be 0 or more"):
         generate(tiny_model(), [1], max_new_tokens=1, temperature=-1)
 
