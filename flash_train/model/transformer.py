@@ -96,7 +96,14 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, packing: Layout = None) -> Tensor:
-        """Return normalised hidden states (batch, seq, width), in autocast's dtype if autocast is on."""
+        """Return normalised hidden states (batch, seq, width), in autocast's dtype if autocast is on.
+
+        Raises:
+            ValueError: no tokens, or shapes that do not fit together. `forward` and `loss` raise it, too.
+        """
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}: must be (batch, seq), both 1 or more")
+        _check_shape("positions", positions, tokens)
         if positions is None:
             positions = _default_positions(tokens, packing)
         cos, sin = rope_tables(self.config, positions.reshape(-1))  # once for all layers
@@ -127,6 +134,7 @@ class Transformer(nn.Module):
 
         `labels` int64 (batch, seq) are the next tokens; -100 is ignored.
         """
+        _check_shape("labels", labels, tokens)
         hidden = self.hidden(tokens, positions=positions, packing=packing)
         labels = labels.reshape(-1)
         total = ops.linear_cross_entropy(hidden.view(len(labels), -1), self.head_weight, labels)
@@ -163,6 +171,12 @@ class Transformer(nn.Module):
         """
         c = self.config
         return 6 * c.matmul_parameters * n_tokens + 12 * c.n_layers * c.n_heads * c.head_dim * pairs
+
+
+def _check_shape(name: str, given: Tensor | None, tokens: Tensor) -> None:
+    """Raise ValueError for a tensor that does not have a value for each token."""
+    if given is not None and given.shape != tokens.shape:
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: must be {tuple(tokens.shape)}, as tokens")
 
 
 def _default_positions(tokens: Tensor, packing: Layout) -> Tensor:

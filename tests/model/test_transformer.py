@@ -88,6 +88,20 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(tied):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_shapes_that_do_not_fit_are_named():
+    """Labels of the transposed shape would be compared with the logits of other tokens."""
+    model = tiny_model()
+    tokens, labels = random_batch((2, 8), 96)
+    for wrong in (labels.T, labels[:, 1:], labels[:1]):
+        with pytest.raises(ValueError, match=r"^labels has shape \(\d, \d\): must be \(2, 8\), as tokens$"):
+            model.loss(tokens, wrong)
+    with pytest.raises(ValueError, match=r"^positions has shape \(8,\): must be \(2, 8\), as tokens$"):
+        model(tokens, positions=torch.arange(8))
+    for wrong in (tokens[0], tokens[:, :0], tokens[:0], tokens[None]):
+        with pytest.raises(ValueError, match=r"^tokens has shape \(.*\): must be \(batch, seq\), both 1 or more$"):
+            model(wrong)
+
+
 def gradients(model: Transformer, dtype: torch.dtype, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and all gradients of the mean loss, in fp64."""
     model = model.to(dtype)
