@@ -60,5 +60,8 @@ def _combined(runs: Sequence[Row], seeds: str) -> Row:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the known values; NaN if one is, for `statistics.median` then depends on their order."""
     known = [value for value in values if value is not None]
+    if any(map(math.isnan, known)):
+        return math.nan
     return statistics.median(known) if known else None

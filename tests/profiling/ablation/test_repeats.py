@@ -1,6 +1,7 @@
 """The spread of steps and runs, and trials of several seeds combined into one."""
 
 import math
+from itertools import permutations
 
 import pytest
 
@@ -77,3 +78,9 @@ def test_failed_run_does_not_fail_its_trial():
 def test_metric_of_some_runs_is_the_median_of_those_runs():
     (found,) = combine_seeds([run(0, mfu=None), run(1, mfu=0.4), run(2)])
     assert found.measured["mfu"] == 0.4 and math.isfinite(found.measured["step_seconds"])
+
+
+@pytest.mark.parametrize("losses", permutations([2.0, math.nan, 3.0]))
+def test_a_loss_that_is_no_number_is_the_median_in_any_order(losses):
+    (found,) = combine_seeds([run(seed, train_loss=loss) for seed, loss in enumerate(losses)])
+    assert math.isnan(found.measured["train_loss"])
