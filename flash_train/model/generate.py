@@ -1,7 +1,8 @@
 """Sampling without a KV cache. It shows what a model has learnt and is not meant for serving."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -50,23 +51,31 @@ def generate(
     if stream.dim() != 1:
         raise ValueError(f"tokens has shape {tuple(stream.shape)}: must be (seq,), the ids of one text")
     stream = stream[None]
-    start, was_training = stream.shape[1], model.training
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(max_new_tokens):
-                logits = model(stream)[0, -1].float()[:vocab_limit]
-                if temperature == 0:
-                    token = logits.argmax(keepdim=True)
-                else:
-                    relative = (logits - logits.max()) / temperature  # 0 for the likeliest id, however small it is
-                    token = torch.multinomial(relative.softmax(-1), 1, generator=generator)
-                stream = torch.cat((stream, token[None]), dim=1)
-                if deadline is not None and agree(_time_when_ready(token) >= deadline):
-                    break
-    finally:
-        model.train(was_training)
+    start = stream.shape[1]
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
+        for _ in range(max_new_tokens):
+            logits = model(stream)[0, -1].float()[:vocab_limit]
+            if temperature == 0:
+                token = logits.argmax(keepdim=True)
+            else:
+                relative = (logits - logits.max()) / temperature  # 0 for the likeliest id, however small it is
+                token = torch.multinomial(relative.softmax(-1), 1, generator=generator)
+            stream = torch.cat((stream, token[None]), dim=1)
+            if deadline is not None and agree(_time_when_ready(token) >= deadline):
+                break
     return stream[0, start:].tolist()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module of it back into its own mode at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _time_when_ready(token: torch.Tensor) -> float:

@@ -45,10 +45,13 @@ def test_ids_at_or_above_the_limit_are_never_drawn(temperature):
     assert max(generate(model, [1], max_new_tokens=30, temperature=temperature)) >= 10
 
 
-def test_generate_samples_without_dropout_and_restores_training_mode():
+def test_generate_samples_without_dropout_and_restores_each_modules_mode():
     model = tiny_model(residual_dropout=0.5).train()
+    model.blocks[0].eval()  # as of blocks that are frozen
+    modes = [module.training for module in model.modules()]
     first = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=5, temperature=0)
-    assert model.training and all(p.grad is None for p in model.parameters())
+    assert modes == [module.training for module in model.modules()]
+    assert all(p.grad is None for p in model.parameters())
     assert first == generate(model, [1, 2, 3], max_new_tokens=5, temperature=0)
     assert generate(model, [1], max_new_tokens=0) == []
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flash_train.distributed.sharding import is_sharded
+from flash_train.model.generate import evaluating
 from flash_train.output import STDOUT
 from flash_train.training.callbacks.base import find_callback
 from flash_train.training.callbacks.progress import short
@@ -53,12 +54,9 @@ class ClosingSample(Callback):
         if sharded:
             finished = trainer.strategy.broadcast(finished)
         if self.generate is not None and finished:
-            training = pl_module.training
-            pl_module.eval()
             # With whole weights on this rank alone: without DDP's wrapper the module does not communicate.
-            with trainer.precision_plugin.forward_context():
+            with evaluating(pl_module), trainer.precision_plugin.forward_context():
                 text = self.generate(pl_module)
-            pl_module.train(training)
             if not trainer.is_global_zero:
                 return
             self.console.print(
