@@ -40,6 +40,7 @@ def generate(
 
     Raises:
         ValueError: no token to continue, tokens of several texts, or an argument is out of range.
+        FloatingPointError: the model's logits are nan or inf.
     """
     if not len(tokens):
         raise ValueError("tokens=[]: must be at least one token to start from")
@@ -55,10 +56,13 @@ def generate(
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         for _ in range(max_new_tokens):
             logits = model(stream)[0, -1].float()[:vocab_limit]
+            largest = logits.max()
+            if not largest.isfinite():  # sampling from NaN ends a process's use of its GPU
+                raise FloatingPointError(f"the model's largest logit is {largest.item()}: training has diverged")
             if temperature == 0:
                 token = logits.argmax(keepdim=True)
             else:
-                relative = (logits - logits.max()) / temperature  # 0 for the likeliest id, however small it is
+                relative = (logits - largest) / temperature  # 0 for the likeliest id, however small it is
                 token = torch.multinomial(relative.softmax(-1), 1, generator=generator)
             stream = torch.cat((stream, token[None]), dim=1)
             if deadline is not None and agree(_time_when_ready(token) >= deadline):

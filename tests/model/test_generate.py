@@ -1,10 +1,12 @@
 """Sampling: greedy, seeded, bounded to the real vocabulary."""
 
+import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from flash_train.model import generate
@@ -74,6 +76,15 @@ def test_generate_refuses_wrong_prompts_and_a_negative_temperature():
         generate(tiny_model(), [[1, 2, 3], [4, 5, 6]], max_new_tokens=1)  # two prompts would be continued as one
     with pytest.raises(ValueError, match="temperature=-1: must be 0 or more"):
         generate(tiny_model(), [1], max_new_tokens=1, temperature=-1)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(temperature):
+    """The likeliest id would be 0, and a draw on a GPU would be an assertion that ends its use."""
+    model = tiny_model()
+    nn.init.constant_(model.norm.weight, math.nan)
+    with pytest.raises(FloatingPointError, match="the model's largest logit is nan: training has diverged"):
+        generate(model, [1, 2], max_new_tokens=1, temperature=temperature)
 
 
 def test_generate_stops_at_its_time_limit(monkeypatch):

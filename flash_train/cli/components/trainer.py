@@ -109,14 +109,18 @@ class Sample:
 
     def __call__(self, module: CausalLMModule) -> str:
         start = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
-        ids = generate(
-            module,
-            [start],
-            max_new_tokens=self.tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            generator=torch.Generator(module.device).manual_seed(self.seed),
-            vocab_limit=self.tokenizer.vocab_size,
-            max_seconds=self.seconds,
-            agree=partial(module.trainer.strategy.reduce_boolean_decision, all=False) if is_sharded(module) else bool,
-        )
+        agree = partial(module.trainer.strategy.reduce_boolean_decision, all=False) if is_sharded(module) else bool
+        try:
+            ids = generate(
+                module,
+                [start],
+                max_new_tokens=self.tokens,
+                temperature=SAMPLE_TEMPERATURE,
+                generator=torch.Generator(module.device).manual_seed(self.seed),
+                vocab_limit=self.tokenizer.vocab_size,
+                max_seconds=self.seconds,
+                agree=agree,
+            )
+        except FloatingPointError as error:  # the last step made the weights nan, after its own loss was finite
+            return f"no text: {error}"
         return self.tokenizer.decode(ids)

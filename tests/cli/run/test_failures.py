@@ -1,5 +1,6 @@
 """Failures during a run end in one line, and the exit status says which kind it was."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,3 +150,11 @@ def test_other_errors_keep_their_type(config):
     with pytest.raises(UsageError) as caught, known_failures(config):
         raise NonFiniteLossError("the training loss is nan at step 3")
     assert caught.value.status == 1
+
+
+def test_a_last_step_that_diverges_leaves_a_run_without_a_text(tiny, in_this_process, tmp_path):
+    """The loss of that step was finite. Sampling from NaN ended the run in a stack trace."""
+    diverging = ("optimizer.lr=1e38", "optimizer.gradient_clip=null", "optimizer.warmup_steps=0", "max_steps=1")
+    code, errors = in_this_process(main)(*tiny, *diverging, "callbacks.sample.tokens=4")
+    assert code == 0, errors
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
