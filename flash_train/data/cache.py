@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from flash_train.checks import brief
 from flash_train.data.corpora.corpus import Corpus, Document, hash_file, hash_strings
 from flash_train.data.errors import empty_corpus
 from flash_train.data.lock import exclusive
@@ -120,7 +121,7 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
         corpus_hash = corpus.fingerprint()
     key = hash_strings([VERSION, corpus_hash, tokenizer.fingerprint])
     folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
-    cache = TokenCache(folder, corpus_hash, tokenizer.dtype)
+    cache = TokenCache(folder, corpus_hash, np.dtype(tokenizer.dtype))
 
     def write(scratch: Path) -> None:
         write_tokens(scratch, corpus.documents(), tokenizer)
@@ -193,7 +194,7 @@ def write_tokens(
     """Write the tokens and indices of `documents` into `folder`; return whether all documents were written.
 
     With `min_tokens` it stops after the batch of documents that reaches this number of tokens, without reading the
-    next one.
+    next one. Raises ValueError if the tokenizer returns something other than its ids.
     """
     offsets, sizes, keys = array("q", [0]), array("q"), array("Q")
     is_end, skipped = True, 0
@@ -202,8 +203,9 @@ def write_tokens(
             encoded = tokenizer.encode_documents([d.text for d in batch], [d.source for d in batch])
             for document, tokens in zip(batch, encoded, strict=True):
                 if tokens is not None:
-                    file.write(tokens.data)
-                    offsets.append(offsets[-1] + len(tokens))
+                    ids = _as_stored(tokens, tokenizer, document.source)
+                    file.write(ids.data)
+                    offsets.append(offsets[-1] + len(ids))
                     sizes.append(len(document.text))
                     keys.append(_key_hash(document.key))
                 else:
@@ -218,6 +220,22 @@ def write_tokens(
     for name, index in zip(INDICES, (offsets, sizes, keys), strict=True):
         _save_index(folder / name, np.asarray(index))  # int64 or uint64, as the array is; not copied
     return is_end
+
+
+def _as_stored(tokens: Any, tokenizer: Tokenizer, source: str) -> np.ndarray:
+    """Return a document's ids in the tokenizer's dtype, whatever integers the tokenizer returned: (tokens,).
+
+    Raises ValueError unless they are one or more ids of the vocabulary.
+    """
+    ids = np.asarray(tokens)
+    is_list = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind in "iu"
+    if not is_list or ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        given = f"ids from {ids.min()} to {ids.max()}" if is_list else brief(tokens)
+        raise ValueError(
+            f"tokenizer={type(tokenizer).__name__}: encode_documents gave {given} for {source}: "
+            f"must be one or more integers from 0 to {tokenizer.vocab_size - 1}"
+        )
+    return np.ascontiguousarray(ids, dtype=tokenizer.dtype)
 
 
 def _save_index(file: Path, index: np.ndarray) -> None:

@@ -54,7 +54,10 @@ class Tokenizer(Protocol):
         """Return the token ids of `text`, without bos and eos: (n,)."""
 
     def encode_documents(self, texts: Sequence[bytes], sources: Sequence[str]) -> list[np.ndarray | None]:
-        """Return ``[bos] tokens [eos]`` of each text; None for a text to skip. `sources` name the texts in errors."""
+        """Return ``[bos] tokens [eos]`` of each text, integers of any dtype: (n,); None for a text to skip.
+
+        `sources` name the texts in errors.
+        """
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`, without special tokens."""

@@ -99,6 +99,43 @@ def test_skipped_and_empty_documents_are_not_documents(tmp_path, capsys):
     ]
 
 
+class Shaped(ByteTokenizer):
+    """A user's tokenizer, which returns ids in a form of its own."""
+
+    fingerprint, dtype = "shaped", np.uint16  # also a dtype's class is a dtype
+
+    def __init__(self, form) -> None:
+        self.form = form
+
+    def encode_documents(self, texts, sources):
+        return [self.form([256, *text, 257]) for text in texts]
+
+
+@pytest.mark.parametrize("form", [np.array, list, lambda ids: np.repeat(np.array(ids), 2)[::2]])
+def test_a_users_tokenizer_may_return_integers_of_any_dtype(tmp_path, form):
+    cache = tokenize(ListCorpus(TEXTS), Shaped(form), tmp_path)
+    assert cache.tokens.tolist() == tokenize(ListCorpus(TEXTS), ByteTokenizer(), tmp_path).tokens.tolist()
+    assert cache.is_whole()
+
+
+@pytest.mark.parametrize(
+    ("form", "given"),
+    [
+        (lambda ids: [*ids, 259], "ids from 97 to 259"),
+        (lambda ids: [-1, *ids], "ids from -1 to 257"),
+        (lambda ids: np.array(ids, dtype=np.float32), "ndarray of shape (3,)"),
+        (lambda ids: [], "[]"),
+    ],
+    ids=["beyond", "negative", "float", "empty"],
+)
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, form, given):
+    with pytest.raises(ValueError) as caught:
+        tokenize(ListCorpus([b"a"]), Shaped(form), tmp_path)
+    message = f"tokenizer=Shaped: encode_documents gave {given} for text 0: must be one or more integers from 0 to 258"
+    assert str(caught.value) == message
+    assert not list(tmp_path.iterdir())
+
+
 NAMES = ("tokens.bin", "offsets.npy", "keys.npy", "sizes.npy", "meta.json")
 DAMAGES = [(name, damage) for name in NAMES for damage in ("missing", "cut", "changed")]
 DAMAGES.remove(("tokens.bin", "changed"))  # not detected, because it would mean reading all tokens at every start
