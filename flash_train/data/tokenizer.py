@@ -135,7 +135,7 @@ class JsonTokenizer:
             raise ValueError(f"data.tokenizer={path}: not a `tokenizers` JSON file ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        self._take_specials_as_text()
         self.special_tokens = find_special_tokens(self._tokenizer, path, bos=bos, eos=eos, limit=embeddings)
         self.bos, self.eos, self.pad = self.special_tokens.bos, self.special_tokens.eos, self.special_tokens.pad
         self.vocab_size = self._count_ids(embeddings)
@@ -163,6 +163,14 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`, without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_specials_as_text()
+
+    def _take_specials_as_text(self) -> None:
+        """Encode text that looks like a special token as text. `tokenizers` does not pickle this setting."""
+        self._tokenizer.encode_special_tokens = True
 
     def _count_ids(self, embeddings: int | None) -> int:
         """Return the largest id plus one: added tokens may leave gaps, and every id needs its embedding.

@@ -1,4 +1,6 @@
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -53,6 +55,14 @@ def test_json_round_trip_takes_specials_in_text_as_text(tmp_path):
     text = "héllo <|endoftext|> wörld"
     assert tokenizer.eos not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda tokenizer: pickle.loads(pickle.dumps(tokenizer))])
+def test_a_copy_in_another_process_gives_the_same_tokens(tmp_path, copied):
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "t.json", ["<|endoftext|>"]))
+    texts, sources = [b"a <|endoftext|> b", b"\xc3\xa9"], ["a.txt", "b.txt"]
+    expected = [ids.tolist() for ids in tokenizer.encode_documents(texts, sources)]
+    assert [ids.tolist() for ids in copied(tokenizer).encode_documents(texts, sources)] == expected
 
 
 def test_invalid_utf8_is_raised_replaced_or_skipped(tmp_path):
