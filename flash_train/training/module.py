@@ -167,6 +167,9 @@ class CausalLMModule(pl.LightningModule):
         """Give the model its first weights. A strategy calls this once it has allocated weights on the meta device."""
         self.first_weights(self.model)
 
+    def on_fit_start(self) -> None:
+        self.seq_len, self.last_step, self.validation = None, None, {}  # of an earlier fit or validation
+
     def on_train_start(self) -> None:
         self._token_mean.begin()  # an earlier fit may have ended between the micro-batches of a step
         self._finished = None
@@ -289,15 +292,16 @@ class CausalLMModule(pl.LightningModule):
         self._evaluate(batch)
 
     def on_validation_epoch_end(self) -> None:
-        self.validation = self._metrics("val")
-        if not self.validation:
+        metrics = self._metrics("val")
+        self.validation = {} if self.trainer.sanity_checking else metrics
+        if not metrics:
             return
         fitting = self.trainer.state.fn == "fit"
         # These are already means over all ranks, which Lightning cannot know. During a fit they are logged below, at
         # the step of the weights. Outside of a fit Lightning returns what it logs.
-        self.log_dict(self.validation, logger=not fitting, sync_dist=True)
+        self.log_dict(metrics, logger=not fitting, sync_dist=True)
         if fitting and not self.trainer.sanity_checking:
-            log_at_step(self.trainer, self.validation, self.trainer.global_step)
+            log_at_step(self.trainer, metrics, self.trainer.global_step)
 
     # -- test and prediction
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import WandbLogger
 
 from flash_train.training import RunRecord, Throughput, newest_checkpoint
@@ -60,6 +61,34 @@ def test_summary_of_a_running_run_has_status_running(tmp_path):
 
     plain_trainer(tmp_path, Throughput(), RunRecord(tmp_path), Hook(2, look)).fit(tiny_module(), datamodule=TinyData())
     assert seen == ["running", 2]
+
+
+def test_a_sanity_check_is_no_validation_of_the_run(tmp_path):
+    trainer = plain_trainer(
+        tmp_path, Throughput(), RunRecord(tmp_path), max_steps=2, num_sanity_val_steps=1, limit_val_batches=1,
+        val_check_interval=100, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["val_loss"]) == ("finished", None)
+
+
+def test_results_of_an_earlier_fit_are_not_in_the_record_of_the_next(tmp_path):
+    module, seen = tiny_module(), []
+
+    def look(trainer, pl_module, batch, batch_idx):
+        seen.append(json.loads((tmp_path / "summary.json").read_text()))
+
+    tiny_trainer(tmp_path / "earlier", max_steps=1).fit(module, datamodule=TinyData())
+    assert module.last_step is not None and module.validation
+    trainer = plain_trainer(
+        tmp_path, Throughput(), RunRecord(tmp_path), LambdaCallback(on_train_batch_start=look), max_steps=1,
+        limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=TinyData())
+    seen.append(json.loads((tmp_path / "summary.json").read_text()))
+    assert [summary["val_loss"] for summary in seen] == [None, None]
+    assert seen[0]["train_loss"] is None and seen[1]["train_loss"] > 0
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
