@@ -34,6 +34,18 @@ def test_at_the_end_nothing_is_copied_to_the_host(tmp_path, monkeypatch):
     assert all(torch.equal(state[i]["exp_avg"], other_state[i]["exp_avg"]) for i in other_state)
 
 
+def test_a_trial_leaves_the_files_of_a_run_alone(tmp_path):
+    tiny_trainer(tmp_path, max_steps=3, log_every=1).fit(tiny_module(), datamodule=TinyData())
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for folder in (tmp_path, tmp_path / "new"):
+        trainer = tiny_trainer(folder, progress=True, fast_dev_run=True)
+        trainer.fit(tiny_module(), datamodule=TinyData())
+        assert trainer.global_step == 1
+        trainer.validate(tiny_module(), datamodule=TinyData(), verbose=False)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert newest_checkpoint(tmp_path / "checkpoints").name == "step-000003.ckpt"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -100,6 +100,11 @@ def find_callback(trainer: Trainer, kind: type[C], *, before: Callback | None = 
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
+def is_trial(trainer: Trainer) -> bool:
+    """Whether this is Lightning's `fast_dev_run`: it tries the program, and leaves the files of real runs alone."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
 def require(callback: Callback, pl_module: LightningModule, *names: str) -> None:
     """Refuse a module without the attributes that a callback reads.
 

@@ -17,7 +17,7 @@ from flash_train.distributed.background import BackgroundWriter, write_with
 from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
-from flash_train.training.callbacks.base import StepCallback
+from flash_train.training.callbacks.base import StepCallback, is_trial
 
 NAME = re.compile(r"step-\d{6,}\.ckpt")
 # An entry of a checkpoint: the number of its branch (see `newest_checkpoint`)
@@ -102,7 +102,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     It replaces `ModelCheckpoint`. It keeps no list of checkpoints but reads the folder, so it also counts checkpoints
     that earlier runs left there. If a checkpoint cannot be written, for example because the disk is full, it prints a
-    line, keeps the older ones, and training continues; it tries again when training ends.
+    line, keeps the older ones, and training continues; it tries again when training ends. With
+    `Trainer(fast_dev_run=...)` it saves nothing, as `ModelCheckpoint` does.
 
     With `asynchronous`, training waits only until the checkpoint is copied to the host's memory, which must have room
     for it: each process takes as much as it writes. A thread writes the copy. The next checkpoint, and the end of
@@ -147,7 +148,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._saved_step, self._in_batch = trainer.global_step, False
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not is_trial(trainer):
             remove_temporary(self.folder, ["step-"])  # from a run that was killed while it wrote
             later = [path for path in checkpoints_by_step(self.folder) if step_of(path) > trainer.global_step]
             branches = [order[0] for path in later if (order := branch_and_step(path)) is not None]
@@ -193,6 +194,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the current step, then remove the oldest beyond `keep`. All ranks call it."""
+        if is_trial(trainer):
+            return
         path = self.path(trainer.global_step)
         remove_old = partial(self._remove_old, trainer.global_step) if trainer.is_global_zero else lambda: None
         if self._writer is not None:

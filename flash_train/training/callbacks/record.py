@@ -17,7 +17,7 @@ from flash_train.files import remove_temporary, write_json
 from flash_train.output import say
 from flash_train.precision import name_of
 from flash_train.records import MetricsTable, device_name, memory_use, peak_memory, plot_run, versions
-from flash_train.training.callbacks.base import find_callback, validation_metrics
+from flash_train.training.callbacks.base import find_callback, is_trial, validation_metrics
 from flash_train.training.callbacks.stop import SaveOnSignal
 from flash_train.training.callbacks.throughput import Throughput
 
@@ -44,7 +44,7 @@ class RunRecord(Callback):
     `finished`, `interrupted` (by a signal) or `failed` (with the error). The plots are drawn at the end. If a file
     cannot be written, for example because the disk is full, the callback prints a line and the run continues; it
     writes the missing rows as soon as it can. `Trainer.validate` changes none of these files and writes
-    `validation.json`.
+    `validation.json`. With `Trainer(fast_dev_run=...)` it writes nothing, and keeps the record of an earlier run.
 
     It works with every module that `Throughput` supports; facts that the module lacks are null in the summary.
 
@@ -71,7 +71,7 @@ class RunRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not is_trial(trainer):
             remove_temporary(self.run_dir, (METRICS, SUMMARY, *PLOTS))
             self.table = MetricsTable(self.run_dir / METRICS, up_to_step=trainer.global_step)
             self._is_resumed = bool(self.table.rows)
@@ -85,7 +85,7 @@ class RunRecord(Callback):
             self._attempt(METRICS, self.table.flush)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.sanity_checking or is_trial(trainer) or not trainer.is_global_zero:
             return
         if trainer.state.fn == "validate":
             self._write_validation(trainer, pl_module)
@@ -124,7 +124,7 @@ class RunRecord(Callback):
 
     def _close(self, trainer: Trainer, pl_module: Any, status: str, **entries: Any) -> None:
         # A run that fails before it trains must not replace the record of an earlier one.
-        began = self.table is not None or not (self.run_dir / SUMMARY).exists()
+        began = is_trial(trainer) or self.table is not None or not (self.run_dir / SUMMARY).exists()
         if trainer.is_global_zero and began and trainer.state.fn == "fit":
             try:
                 self._draw(trainer, pl_module)
@@ -177,7 +177,8 @@ class RunRecord(Callback):
             "versions": versions(),
             **self.extra,
         }
-        self._attempt(SUMMARY, lambda: write_json(self.run_dir / SUMMARY, self.summary))
+        if not is_trial(trainer):
+            self._attempt(SUMMARY, lambda: write_json(self.run_dir / SUMMARY, self.summary))
 
     def _newest(self, name: str) -> float | None:
         """Return the last measured value of a metric; it may be from before the run was resumed."""
