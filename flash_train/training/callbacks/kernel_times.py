@@ -77,7 +77,14 @@ class KernelTimes(RecordingCallback):
         recorded.stop()
         self.receive(ProfiledStep(trainer.global_step, seconds, tuple(device_kernels(recorded)), recorded))
 
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._drop()  # training may end between the micro-batches of a step
+
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        """End the recording of a step that did not end."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

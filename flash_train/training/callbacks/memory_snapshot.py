@@ -93,8 +93,7 @@ class MemorySnapshot(RecordingCallback):
         self._phase("end")
         if throughput := find_callback(trainer, Throughput):
             throughput.pause(trainer, pl_module)
-        self._open.close()
-        self.recording = None
+        self._end()
         computes_in = lightning_compute_dtype(trainer.precision) or pl_module.dtype  # 64-true is not in our table
         peaks: tuple[int | None, int | None] = (None, None)
         if recording.device.type == "cuda":
@@ -103,8 +102,11 @@ class MemorySnapshot(RecordingCallback):
         profile = profile_of(recording, pl_module.model, computes_in.itemsize)
         self.receive(RecordedStep(trainer.global_step, profile, *peaks, self._lengths, recording.snapshot))
 
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._end()  # training may end between the micro-batches of a step
+
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._open.close()
+        self._end()
 
     def _begin(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
         device = pl_module.device
@@ -113,6 +115,10 @@ class MemorySnapshot(RecordingCallback):
         self._lengths = tuple(map(int, lengths)) if lengths is not None else None
         begin_peak(device)
         self._open.enter_context(self.recording.recording(pl_module.model))
+
+    def _end(self) -> None:
+        self._open.close()
+        self.recording = None
 
     def _phase(self, name: str) -> None:
         if self.recording is not None:

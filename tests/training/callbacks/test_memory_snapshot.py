@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_train.training.callbacks import MemorySnapshot
-from tests.support.training.tiny_run import TinyData, plain_trainer, tiny_module
+from tests.support.training.tiny_run import Hook, TinyData, plain_trainer, tiny_module
 
 
 def test_it_records_the_steps_that_are_due(tmp_path):
@@ -16,6 +16,26 @@ def test_it_records_the_steps_that_are_due(tmp_path):
     trainer.fit(tiny_module(), datamodule=TinyData())
     assert [step.step for step in recorded] == [1, 3, 6]
     assert all(step.profile.peak_bytes > 0 for step in recorded)
+
+
+def test_a_step_that_fails_is_recorded_anew_by_the_next_fit(tmp_path):
+    recorded, module = [], tiny_module()
+    fail = Hook(1, lambda *_: 1 / 0)
+    trainer = plain_trainer(tmp_path, MemorySnapshot(recorded.append, steps=(2,)), fail, max_steps=2)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, datamodule=TinyData())
+    trainer.fit(module, datamodule=TinyData())
+    (step,) = recorded
+    assert step.profile.phases["step"].parts["gradients"] > 0
+
+
+def test_a_fit_that_ends_within_a_step_ends_the_recording(tmp_path):
+    callback = MemorySnapshot(print, steps=(2,))
+    stop = Hook(1, lambda trainer, _: setattr(trainer, "should_stop", True))
+    trainer = plain_trainer(tmp_path, callback, stop, accumulate_grad_batches=2)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == 1
+    assert not torch.autograd._profiler_enabled()
 
 
 class Own(pl.LightningModule):
