@@ -174,6 +174,7 @@ def _read_table(
             return
         if text_field not in header:
             raise _no_such_field(text_field, file, header)
+        _check_one_column(header, text_field)
         column, fields = header.index(text_field), _Fields(file, text_field, errors)
         while True:
             place = f"line {rows.line_num + 1}"
@@ -207,8 +208,7 @@ def _read_parquet(file: Path, text_field: str, errors: Errors) -> Iterator[RowTe
             return
         if text_field not in schema.names:
             raise _no_such_field(text_field, file, schema.names)
-        if schema.names.count(text_field) > 1:
-            raise ValueError(f"{schema.names.count(text_field)} columns have the name {text_field}")
+        _check_one_column(schema.names, text_field)
         kind = schema.field(text_field).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
@@ -264,6 +264,12 @@ class _Fields:
         """Raise NoSuchFieldError if rows were read and none had the field."""
         if self.rows and not self.is_known:
             raise _no_such_field(self.text_field, self.file, self.first_keys)
+
+
+def _check_one_column(names: list[str], text_field: str) -> None:
+    """Refuse a table where several columns could be the text."""
+    if names.count(text_field) > 1:
+        raise ValueError(f"{names.count(text_field)} columns have the name {text_field}")
 
 
 def _no_such_field(text_field: str, file: Path, names: Any) -> NoSuchFieldError:

@@ -357,3 +357,10 @@ def test_parquet_with_two_columns_of_the_name(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="x.parquet cannot be read as parquet: 2 columns have the name text"):
         texts(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(("kind", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_tables_with_two_columns_of_the_name(tmp_path, kind, separator):
+    (tmp_path / f"x.{kind}").write_text(separator.join(["text", "id", "text"]) + "\n" + separator.join("abc") + "\n")
+    with pytest.raises(ValueError, match=f"x.{kind} cannot be read as {kind}: 2 columns have the name text"):
+        texts(tmp_path / f"x.{kind}")
