@@ -103,12 +103,18 @@ class HubCorpus:
         """Call a loader of `datasets`; its errors are raised again as one line that begins with the key."""
         from datasets.exceptions import DatasetsError
 
-        if Path(self.dataset).expanduser().is_file():
+        path = Path(self.dataset).expanduser()
+        if path.is_file():
             raise ValueError(
                 f"data.name={self.dataset}: is a file; give its folder, or data=text data.path={self.dataset}"
             )
+        if (path / "state.json").is_file():  # `datasets` would name a function that this program does not call
+            raise ValueError(
+                f"data.name={self.dataset}: `save_to_disk` wrote it, and `load_dataset` cannot read this format; "
+                "write it by `to_parquet` into a folder, and give the folder"
+            )
         try:
-            return load(self.dataset, self.config, **options)
+            return load(os.path.expanduser(self.dataset), self.config, **options)
         except (FileNotFoundError, ValueError, ConnectionError) as error:
             kind = next(kind for kind in (FileNotFoundError, ValueError, ConnectionError) if isinstance(error, kind))
             raise kind(f"data.name={self.dataset}: {_first_line(error)}") from None

@@ -142,6 +142,24 @@ def test_hub_errors_name_the_data_set(tmp_path):
         texts(HubCorpus(str(tmp_path / "set"), text_field="body", streaming=True))
 
 
+def test_hub_reads_a_folder_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "set" / "train.jsonl", [{"text": "one"}])
+    assert texts(HubCorpus("~/set")) == [b"one"]
+    assert HubCorpus("~/set").fingerprint() == HubCorpus(str(tmp_path / "set")).fingerprint()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_says_what_to_do_with_a_data_set_of_save_to_disk(tmp_path, streaming):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "set")
+    corpus = HubCorpus(str(tmp_path / "set"), streaming=streaming)
+    for read in (corpus.fingerprint, lambda: texts(corpus)):
+        with pytest.raises(ValueError, match="set: `save_to_disk` wrote it, .*; write it by `to_parquet`"):
+            read()
+
+
 def test_hub_lists_files_that_it_does_not_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     write_jsonl(tmp_path / "set" / "a.jsonl", [{"text": "one"}])
