@@ -100,6 +100,11 @@ def find_callback(trainer: Trainer, kind: type[C], *, before: Callback | None = 
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
+def will_stop(trainer: Trainer) -> bool:
+    """Whether training ends early after this step: `should_stop` alone does not, before `min_steps` or `min_epochs`."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
 def is_trial(trainer: Trainer) -> bool:
     """Whether this is Lightning's `fast_dev_run`: it tries the program, and leaves the files of real runs alone."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

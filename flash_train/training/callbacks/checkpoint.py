@@ -17,7 +17,7 @@ from flash_train.distributed.background import BackgroundWriter, write_with
 from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
-from flash_train.training.callbacks.base import StepCallback, is_trial
+from flash_train.training.callbacks.base import StepCallback, is_trial, will_stop
 
 NAME = re.compile(r"step-\d{6,}\.ckpt")
 # An entry of a checkpoint: the number of its branch (see `newest_checkpoint`)
@@ -171,13 +171,13 @@ class StepCheckpoint(StepCallback, Checkpoint):
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         step = trainer.global_step
         due = self.every is not None and self.has_reached(self.every)
-        if due or trainer.should_stop or step == trainer.max_steps:
+        if due or will_stop(trainer) or step == trainer.max_steps:
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         # A signal arrived during the validation: the run stops at this step.
         in_training = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if in_training and trainer.should_stop and trainer.global_step != self._saved_step:
+        if in_training and will_stop(trainer) and trainer.global_step != self._saved_step:
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

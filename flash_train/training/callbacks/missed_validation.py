@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
-from flash_train.training.callbacks.base import find_callback
+from flash_train.training.callbacks.base import find_callback, will_stop
 from flash_train.training.callbacks.record import RunRecord, is_unfinished
 
 DUE = "validation_due"  # an entry of a checkpoint: whether a validation was due right after it was written
@@ -32,7 +32,7 @@ class MissedValidation(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         at_end = trainer.global_step == trainer.max_steps
-        before_stop = trainer.should_stop and not getattr(pl_module, "skip_validation", False)
+        before_stop = will_stop(trainer) and not getattr(pl_module, "skip_validation", False)
         checkpoint[DUE] = at_end or before_stop or _is_due_by_interval(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:

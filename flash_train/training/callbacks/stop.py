@@ -21,7 +21,24 @@ STOPPING = ("SIGTERM", "SIGINT", "SIGHUP")  # SIGHUP, for a terminal that closes
 SAME_SIGNAL_SECONDS = 0.5
 
 
-class StopAfter(StepCallback):
+class StoppingCallback(StepCallback):
+    """Ends training after the current step, also before the trainer's `min_steps` and `min_epochs`."""
+
+    _least: tuple[int | None, int | None] | None = None  # the trainer's own, until training has ended
+
+    def stop(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop
+        if loop.min_epochs or loop.min_steps:
+            self._least = loop.min_epochs, loop.min_steps
+            loop.min_epochs = loop.epoch_loop.min_steps = None
+        trainer.should_stop = True
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if self._least is not None:
+            (trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps), self._least = self._least, None
+
+
+class StopAfter(StoppingCallback):
     """Stops after `steps` optimizer steps of this run, or at `max_steps`, with a final validation.
 
     The learning-rate schedule depends on `max_steps` only, so it stays the same.
@@ -45,10 +62,10 @@ class StopAfter(StepCallback):
         enough = self.steps is not None and trainer.global_step - self._first_step >= self.steps
         # Lightning validates at the end if `should_stop` is set, but not if it only reaches max_steps.
         if enough or trainer.global_step == trainer.max_steps:
-            trainer.should_stop = True
+            self.stop(trainer)
 
 
-class SaveOnSignal(StepCallback):
+class SaveOnSignal(StoppingCallback):
     """On SIGTERM, SIGHUP or a first Ctrl-C, finishes the optimizer step and ends `fit` normally, with a checkpoint.
 
     The checkpoint needs a `StepCheckpoint` among the callbacks, which saves whenever the trainer is about to stop.
@@ -151,9 +168,10 @@ class SaveOnSignal(StepCallback):
             if trainer.is_global_zero:
                 say("another rank received a signal: stopping")
         pl_module.skip_validation = True
-        trainer.should_stop = True
+        self.stop(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         # Not in `on_train_end`: other callbacks write the run's record there, and a Ctrl-C must not interrupt them.
         self._restore_handlers(pl_module)
 

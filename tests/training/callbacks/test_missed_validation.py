@@ -173,7 +173,8 @@ def test_users_module_may_rename_its_validation_metric(tmp_path):
     assert record.lacks_validation(4)
     record.table.write(4, {"val_loss": 3.0})
     assert not record.lacks_validation(4)
-    stopping = SimpleNamespace(global_step=4, max_steps=9, should_stop=True)
+    loop = SimpleNamespace(_can_stop_early=True)
+    stopping = SimpleNamespace(global_step=4, max_steps=9, should_stop=True, fit_loop=loop)
     checkpoint = {}
     MissedValidation().on_save_checkpoint(stopping, pl.LightningModule(), checkpoint)
     assert checkpoint == {"validation_due": True}

@@ -39,6 +39,22 @@ def send(number):
     return Hook(2, lambda trainer, pl_module: os.kill(os.getpid(), number))
 
 
+@pytest.mark.parametrize("callbacks", [[StopAfter(3)], [SaveOnSignal(), send(signal.SIGTERM)]])
+def test_a_run_ends_before_the_trainers_least_steps(callbacks, tmp_path):
+    checkpoints = StepCheckpoint(tmp_path / "c", keep=None)
+    trainer = plain_trainer(tmp_path, *callbacks, checkpoints, min_steps=5, max_steps=8)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-000003.ckpt"]
+    assert (trainer.global_step, trainer.fit_loop.min_epochs, trainer.fit_loop.min_steps) == (3, 1, 5)
+
+
+def test_a_stop_before_the_least_steps_saves_nothing(tmp_path):
+    stop = Hook(2, lambda trainer, _: setattr(trainer, "should_stop", True))
+    checkpoints = StepCheckpoint(tmp_path, keep=None)
+    plain_trainer(tmp_path, stop, checkpoints, min_steps=5, max_steps=8).fit(tiny_module(), datamodule=TinyData())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000008.ckpt"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_ends_fit_with_a_checkpoint(number, tmp_path, capfd):
     before = signal.getsignal(number)
