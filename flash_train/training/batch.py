@@ -1,5 +1,6 @@
 """Packed batches: the documents in their rows, as the model needs them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,9 +8,36 @@ import torch
 from flash_train.attention import Packing
 from flash_train.attention.backends import flash_unavailable
 from flash_train.attention.kernels.families import is_own
+from flash_train.checks import brief
 
 Batch = dict[str, Any]
 """`tokens`, `labels` and, for packed rows, `positions`, `cu_seqlens` and `lengths` (see `flash_train.data.dataset`)."""
+
+
+PACKED = ("positions", "cu_seqlens", "lengths")  # the entries of packed rows
+
+
+def check_batch(batch: Any, *needed: str) -> None:
+    """Refuse a batch without what training needs.
+
+    Raises:
+        TypeError: it is not a dictionary, or its lengths are a tensor.
+        ValueError: it lacks an entry in `needed`, or has only some of the entries of packed rows.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch={brief(batch)}: must be a dictionary with {' and '.join(needed)}")
+    if missing := [name for name in needed if name not in batch]:
+        raise ValueError(f"batch: has {', '.join(map(str, batch))}: must also have {' and '.join(missing)}")
+    if not ("cu_seqlens" in batch or "lengths" in batch):
+        return
+    if missing := [name for name in PACKED if name not in batch]:
+        given = [name for name in PACKED if name in batch]
+        raise ValueError(
+            f"batch: has {' and '.join(given)} without {' and '.join(missing)}: packed rows need "
+            f"{', '.join(PACKED)}, and plain rows have neither cu_seqlens nor lengths"
+        )
+    if isinstance(batch["lengths"], torch.Tensor):
+        raise TypeError("batch: lengths is a tensor: must be Python ints, lengths.tolist(), since the host reads them")
 
 
 def document_layout(batch: Batch, *, on_device: bool) -> dict[str, Any]:

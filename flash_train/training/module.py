@@ -23,7 +23,7 @@ from flash_train.distributed.context import own_part
 from flash_train.distributed.strategy import ShardedStrategy
 from flash_train.model import ModelConfig, Transformer
 from flash_train.optim import exact_weights, step_in_backward
-from flash_train.training.batch import Batch, document_layout, document_lengths, uses_own_kernels
+from flash_train.training.batch import Batch, check_batch, document_layout, document_lengths, uses_own_kernels
 from flash_train.training.evaluation_sums import EvaluationSums
 from flash_train.training.optimizer import (
     OptimizerConfig,
@@ -175,6 +175,7 @@ class CausalLMModule(pl.LightningModule):
         self._finished = None
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        check_batch(batch, "tokens", "labels")
         self._forward_dtype = torch.get_default_dtype()
         sums = None if self.step_graph is None else self.step_graph.run(batch)
         self._is_replayed = sums is not None
@@ -322,9 +323,11 @@ class CausalLMModule(pl.LightningModule):
         """
         if self._context_group is not None:
             raise ValueError("predict: the logits of a row need a strategy with context=1")
+        check_batch(batch, "tokens")
         return self(batch["tokens"], **self.model_arguments(batch))
 
     def _evaluate(self, batch: Batch) -> None:
+        check_batch(batch, "tokens", "labels")
         batch, context = self.own_part(batch)
         self._evaluation.add(*self.model.loss(batch["tokens"], batch["labels"], **context))
         if self.answer_accuracy:

@@ -309,6 +309,34 @@ def test_plain_rows_need_no_packing():
     assert module.flops(batch) == module.model.model_flops(32, 32 * 33 // 2)
 
 
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        (
+            ["lengths"],
+            "has positions and cu_seqlens without lengths: packed rows need positions, cu_seqlens, lengths, ",
+        ),
+        (["cu_seqlens"], "has positions and lengths without cu_seqlens: packed rows need"),
+        (["positions", "cu_seqlens"], "has lengths without positions and cu_seqlens: packed rows need"),
+        (["tokens", "labels"], "has positions, cu_seqlens, lengths: must also have tokens and labels"),
+    ],
+)
+def test_a_batch_that_lacks_an_entry_is_refused(without, message):
+    batch = {name: x for name, x in packed_row(0).items() if name not in without}
+    with pytest.raises(ValueError, match=f"^batch: {message}"):
+        fit(tiny_module(), [batch], accumulate=1, max_steps=1)
+
+
+def test_batches_of_other_types_are_refused(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"^batch=Tensor of shape \(1, 32\): must be a dictionary with tokens and labels"
+    ):
+        fit(tiny_module(), [packed_row(0)["tokens"]], accumulate=1, max_steps=1)
+    batch = {**packed_row(0), "lengths": torch.tensor(packed_row(0)["lengths"])}
+    with pytest.raises(TypeError, match="^batch: lengths is a tensor: must be Python ints"):
+        fit(tiny_module(), [batch], accumulate=1, max_steps=1)
+
+
 def test_flops_are_counted_for_packed_documents():
     module = tiny_module()
     row = packed_row(0)
