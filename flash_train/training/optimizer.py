@@ -191,7 +191,7 @@ def rescale_and_clip(optimizer: torch.optim.Optimizer, scale: Tensor, max_norm: 
     factor = scale.to(torch.float32)
     norm = total_norm(gradients, factor.device) * factor
     if max_norm:
-        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # fp32, also for weights in fp64
     # PyTorch's fused step takes no plain factor together with sharded gradients
     takes_factor = hasattr(optimizer, "grad_scale") and not (
         type(optimizer) is torch.optim.AdamW and any(isinstance(gradient, DTensor) for gradient in gradients)
