@@ -5,6 +5,7 @@ Standard library only: the command line checks values before it imports torch, a
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, overload
@@ -87,8 +88,9 @@ def check(name: str, value: Any, allowed: Allowed, *, or_none: str = "") -> None
     Raises:
         ValueError: `name=value: must be …`.
     """
-    if (value is None and or_none) or allowed.contains(value):
-        return
+    with suppress(TypeError):  # a value of another type, such as text for a number, cannot be compared
+        if (value is None and or_none) or allowed.contains(value):
+            return
     raise ValueError(f"{name}={brief(value)}: must be {allowed.words}{', ' if or_none else ''}{or_none}")
 
 

@@ -23,8 +23,8 @@ from flash_train.checks import (
 @pytest.mark.parametrize(
     ("allowed", "good", "bad", "words"),
     [
-        (at_least(2), [2, 2.5], [1, math.nan], "2 or more"),
-        (above(0), [1e-9], [0, -1, math.nan], "more than 0"),
+        (at_least(2), [2, 2.5], [1, math.nan, "3", None], "2 or more"),
+        (above(0), [1e-9], [0, -1, math.nan, "3e-4"], "more than 0"),
         (within(0, 1), [0, 1], [-0.1, 1.1, math.nan], "in [0, 1]"),
         (within(0, 1, "[)"), [0, 0.9], [-0.1, 1, math.nan], "in [0, 1)"),
         (within(0, 1, "()"), [0.1, 0.9], [0, 1, math.nan], "in (0, 1)"),

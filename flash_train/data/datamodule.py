@@ -130,6 +130,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self.seq_len = as_integer("seq_len", seq_len, 2)
         self.batch_size = as_integer("batch_size", batch_size, 1)
         self.seed = as_integer("seed", seed, 0)
+        check("seed", self.seed, within(0, 2**64, "[)"))
         self.val_batches = as_integer("data.val_batches", val_batches, 1, or_none="or null for all")
         self.val_tokens = as_integer("data.val_tokens", val_tokens, 2, or_none="or null for all")
         self.num_workers = as_integer("data.num_workers", num_workers, 0)

@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flash_train.checks import as_integer
 from flash_train.data.dataset import IGNORE_INDEX, PADDING_ROW, Row, as_row
 
 STREAMS = {"train": 0, "val": 1}
@@ -45,13 +46,12 @@ class RecallCorpus:
     name = "recall"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n_pairs <= self.n_keys:
+        for name in ("n_pairs", "n_keys", "n_values", "val_rows"):
+            object.__setattr__(self, name, as_integer(f"data.{name}", getattr(self, name), 1))
+        if self.n_pairs > self.n_keys:
             raise ValueError(f"data.n_pairs={self.n_pairs}: must be from 1 to n_keys={self.n_keys}")
-        if self.n_values < 1 or self.val_rows < 1 or self.n_keys + self.n_values > 256:
-            raise ValueError(
-                f"data.n_keys={self.n_keys}, n_values={self.n_values}, val_rows={self.val_rows}: "
-                "must be n_values ≥ 1, val_rows ≥ 1 and n_keys + n_values ≤ 256"
-            )
+        if self.n_keys + self.n_values > 256:
+            raise ValueError(f"data.n_keys={self.n_keys}, n_values={self.n_values}: must be 256 or less together")
 
     @property
     def chance(self) -> float:

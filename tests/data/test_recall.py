@@ -69,8 +69,12 @@ def test_accuracy_counts_answers_only():
 def test_impossible_counts_are_refused():
     with pytest.raises(ValueError, match="data.n_pairs=65: must be from 1 to n_keys=64"):
         RecallCorpus(n_pairs=65)
-    with pytest.raises(ValueError, match="n_keys \\+ n_values ≤ 256"):
+    with pytest.raises(ValueError, match="data.n_keys=200, n_values=64: must be 256 or less together"):
         RecallCorpus(n_keys=200, n_values=64)
+    with pytest.raises(ValueError, match="data.n_pairs=2.5: must be an integer of at least 1"):
+        RecallCorpus(n_pairs=2.5)
+    with pytest.raises(ValueError, match="data.n_keys='64': must be an integer of at least 1"):
+        RecallCorpus(n_keys="64")
     with pytest.raises(ValueError, match="seq_len=64: must be greater than 2 \\* n_pairs = 64 with data=recall"):
         RecallRows(RecallCorpus(), 64, seed=0, stream="train")
 
