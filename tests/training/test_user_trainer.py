@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from flash_train.data import ByteTokenizer, PackedDataModule, RecallCorpus, TextCorpus
-from flash_train.training import CausalLMModule, OptimizerConfig, StepSeed
+from flash_train.training import AtomicCheckpointIO, CausalLMModule, OptimizerConfig, StepCheckpoint, StepSeed
 from tests.support.training.tiny_run import plain_trainer, tiny_config
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -109,6 +109,22 @@ def test_trainer_test_gives_the_metrics_of_validation(make_data, tmp_path):
     assert set(tested) == {"test/loss", "test/bits_per_byte"}
     assert {name.replace("test", "val"): value for name, value in tested.items()} == validated
     assert own.validation == pytest.approx(validated)  # a test is no validation
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_trainer_test_without_a_model_takes_the_newest_checkpoint(make_data, tmp_path, asynchronous):
+    saving = StepCheckpoint(tmp_path / "c", every=1, keep=1, asynchronous=asynchronous)
+    plugins = [AtomicCheckpointIO()] if asynchronous else None
+    trainer = plain_trainer(tmp_path, saving, max_steps=3, limit_val_batches=0, plugins=plugins)
+    with pytest.raises(ValueError, match="not configured to save the best model"):  # nothing is saved yet
+        trainer.test(module(), datamodule=make_data(), ckpt_path="best", verbose=False)
+    trained = module()
+    trainer.fit(trained, datamodule=make_data())
+    expected = trainer.test(trained, datamodule=make_data(), verbose=False)
+    with torch.no_grad():
+        trained.model.embedding.weight.zero_()
+    assert trainer.test(datamodule=make_data(), verbose=False, weights_only=True) == expected
+    assert Path(saving.best_model_path).name == "step-000003.ckpt"
 
 
 def test_predictions_are_the_logits_of_each_document(make_data, tmp_path):

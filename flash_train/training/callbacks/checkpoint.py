@@ -100,7 +100,9 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     It also saves if the next batch cannot be read, where training has one process: no other one is within a step then.
 
-    It replaces `ModelCheckpoint`. It keeps no list of checkpoints but reads the folder, so it also counts checkpoints
+    It replaces `ModelCheckpoint`. `Trainer.test()` and the like, without a model, take the newest checkpoint, as with a
+    `ModelCheckpoint` that monitors nothing. Lightning's `ckpt_path="last"` does not look for these checkpoints: pass
+    `newest_checkpoint(folder)`. It keeps no list of checkpoints but reads the folder, so it also counts checkpoints
     that earlier runs left there. If a checkpoint cannot be written, for example because the disk is full, it prints a
     line, keeps the older ones, and training continues; it tries again when training ends. With
     `Trainer(fast_dev_run=...)` it saves nothing, as `ModelCheckpoint` does.
@@ -118,6 +120,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     Attributes:
         unsaved: why the newest checkpoint could not be written; None if it was.
+        best_model_path: the newest checkpoint that this callback wrote, by the name that Lightning reads; "" at first.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self.every = as_integer("every", every, 1, or_none="or null to save when training stops")
         self.keep = as_integer("keep", keep, 1, or_none="or null to keep all")
         self.unsaved: str | None = None
+        self.best_model_path = ""
         self._saved_step = 0
         self._in_batch = False
         self._branch = 0
@@ -234,6 +238,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
         if self.unsaved not in (None, before) and (trainer.is_global_zero or written):
             say(f"{self.unsaved}; the run continues")
         self._saved_step = step_of(path) if written else -1
+        if written:
+            self.best_model_path = str(path)
 
     def _remove_old(self, step: int) -> None:
         if self.keep is not None:
