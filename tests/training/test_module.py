@@ -1,6 +1,7 @@
 """CausalLMModule: training steps and validation in every precision, and the contents of a checkpoint."""
 
 import json
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_train.attention import Packing
+from flash_train.data import PackedDataModule, RecallCorpus
 from flash_train.model import Transformer
 from flash_train.training import CausalLMModule, OptimizerConfig, newest_checkpoint
 from tests.support.training.tiny_run import TinyData, packed_row, tiny_config, tiny_module, tiny_trainer
@@ -364,6 +366,16 @@ def test_a_model_without_a_loss_is_refused(model, given):
         f"model={given}: must be a ModelConfig, its dictionary, or a module with "
         "loss(tokens, labels, *, positions, packing) -> (sum, count)"
     )
+
+
+def test_a_module_and_its_data_go_to_other_processes(tmp_path):
+    """As `strategy="ddp_spawn"` sends them."""
+    data = PackedDataModule(RecallCorpus(n_pairs=4), seq_len=32, batch_size=1)
+    module, data = pickle.loads(pickle.dumps((tiny_module(config=tiny_config(vocab_size=259)), data)))
+    module.initialize_weights()
+    trainer = tiny_trainer(tmp_path, max_steps=1, accumulate=1)
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 1
 
 
 def test_an_unknown_backend_is_refused_before_training():
