@@ -34,6 +34,7 @@ class NonFiniteLoss(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         require(self, pl_module, "last_step")
+        self._pending = None  # of an earlier fit that ended with an error
 
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._read(trainer)

@@ -42,7 +42,7 @@ class _Measurement(NamedTuple):
 
 
 class Throughput(StepCallback):
-    """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at the last one, and logs them.
+    """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at `max_steps`, and logs them.
 
     `row` holds the newest measurement with full precision, and `listeners` are called with each and its step. A row
     has the metrics `train/`, `time/`, `throughput/`, `data/` and `memory/` of `flash_train.records.run_files.METRICS`.

@@ -20,6 +20,7 @@ from flash_train.training import (
     Throughput,
     newest_checkpoint,
 )
+from flash_train.training.callbacks.base import HostCopy
 from flash_train.training.callbacks.stop import SAME_SIGNAL_SECONDS
 from tests.support.training.tiny_run import Hook, TinyData, plain_trainer, read_metrics, tiny_module, tiny_trainer
 
@@ -238,6 +239,15 @@ def test_nan_loss_names_its_step(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "at step 3" in summary["error"]
+
+
+def test_a_nan_that_an_earlier_fit_did_not_read_is_forgotten(tmp_path):
+    """On a GPU a step is read at the end of the next one, which may fail before."""
+    callback = NonFiniteLoss()
+    callback._pending = 3, HostCopy(torch.tensor([float("nan"), 0.0, float("nan")]))
+    trainer = plain_trainer(tmp_path, callback)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    assert trainer.global_step == trainer.max_steps
 
 
 def test_infinite_gradient_names_its_step(tmp_path):
