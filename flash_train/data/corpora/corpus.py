@@ -10,18 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from flash_train.checks import check_attributes
+from flash_train.checks import brief, check_attributes
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document. `key` is its identity, which decides its part; `source` names it in errors."""
+    """One document. `key` is its identity, which decides its part; `source` names it in errors.
+
+    Raises:
+        TypeError: `key` is not a string, or `text` is not bytes.
+    """
 
     key: str
     source: str
     text: bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise TypeError(f"Document: key={brief(self.key)}: must be a string, such as a path")
+        if not isinstance(self.text, bytes | bytearray):
+            kind = type(self.text).__name__
+            raise TypeError(f"Document: the text of {self.source} is {kind}: must be bytes, such as text.encode()")
 
 
 class Corpus(Protocol):

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flash_train.data import ByteTokenizer, JsonTokenizer, PackedDataModule, StdlibCorpus, load_corpus
+from flash_train.data import ByteTokenizer, Document, JsonTokenizer, PackedDataModule, StdlibCorpus, load_corpus
 from flash_train.data.cache import tokenize
 from flash_train.data.split import split
 from tests.support.data.corpora import ListCorpus, random_texts
@@ -136,6 +136,20 @@ def test_equal_documents_still_make_two_parts(tmp_path):
 def test_impossible_fraction_is_named(tmp_path, val_fraction):
     with pytest.raises(ValueError, match="data.val_fraction="):
         parts(tmp_path, [b"a", b"b"], val_fraction)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (("a", "mail 1", "text"), "Document: the text of mail 1 is str: must be bytes, such as text.encode()"),
+        (("a", "mail 1", None), "Document: the text of mail 1 is NoneType: must be bytes, such as text.encode()"),
+        ((1, "mail 1", b"text"), "Document: key=1: must be a string, such as a path"),
+    ],
+)
+def test_a_document_of_other_types_is_refused(document, message):
+    with pytest.raises(TypeError) as caught:
+        Document(*document)
+    assert str(caught.value) == message
 
 
 def test_load_corpus_names_the_kinds(tmp_path):
