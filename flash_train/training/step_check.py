@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -80,6 +80,7 @@ class _KeepsGradients(CausalLMModule):
     """Keeps the gradients of the step on the first rank."""
 
     values: StepValues | None = None
+    validation_step: Any = LightningModule.validation_step  # none: Lightning warns about one without rows
 
     def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         super().configure_gradient_clipping(optimizer, *args, **kwargs)

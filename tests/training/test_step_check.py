@@ -1,12 +1,15 @@
 """A step on one device, and how it is compared with a step on several."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Trainer
 
-from flash_train.training.step_check import CheckedStep, StepValues, compare, take_step_alone
+from flash_train.training.step_check import CheckedStep, StepValues, compare, take_step, take_step_alone
 from tests.support.training.tiny_run import packed_row, tiny_config
 
 CPU = torch.device("cpu")
@@ -36,6 +39,18 @@ def test_the_same_step_agrees(values):
     own, exact = values
     assert compare(own, own, exact, "bf16-true").error <= 1.0
     assert compare(own, own, exact, "bf16-true").holds
+
+
+def test_a_trainer_takes_the_step_without_a_warning_about_validation(tmp_path):
+    step = replace(checked_step("fp32"), batches=[{**packed_row(0), "places": (0,)}])
+    trainer = Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", max_steps=1, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*val_dataloader", category=PossibleUserWarning)
+        found = take_step(step, step.module(), trainer)
+    assert found.gradients.keys() == take_step_alone(step, CPU, exact=True).gradients.keys()
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "blocks.1.attention.k.weight", "norm.weight"])
