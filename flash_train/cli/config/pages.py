@@ -35,8 +35,12 @@ PAGES = (
     ("find_max", "memory.md#the-longest-row-that-trains"),
     ("logger", "train.md#the-files-of-a-run"),
     *((key, "choosing.md#batch-size-and-accumulation") for key in ("seq_len", "batch_size", "accumulate")),
-    *((key, "configuration.md") for key in ("max_steps", "stop_after", "seed", "trainer", "log_every", "val_every")),
-    *((key, "configuration.md") for key in ("validate_only", "force", "experiment")),
+    ("stop_after", "resume.md"),
+    ("validate_only", "resume.md#validate-only"),
+    ("log_every", "train.md#what-to-measure-on-request"),
+    ("val_every", "train.md#what-to-measure-on-request"),
+    ("force", "memory.md#before-a-run"),
+    *((key, "configuration.md") for key in ("max_steps", "seed", "trainer", "experiment")),
 )
 OUT_OF_MEMORY = "questions.md#my-run-is-refused-or-memory-runs-out-what-now"
 #: "seq_len=3", "model.width must …"; only at the start of a word, as paths such as "runs/precision=fp32" have keys, too

@@ -112,7 +112,7 @@ def check_step_and_optimizer(
     """
     step = checkpoint["global_step"]
     if step > max_steps or (step == max_steps and not only_validation_left(path, step, max_steps, run_dir)):
-        raise UsageError(f"max_steps={max_steps}: {path} is at step {step}; allowed: more than that")
+        raise UsageError(f"resume={path}: is at step {step} and max_steps={max_steps}; allowed: max_steps above that")
     saved, own = checkpoint["hyper_parameters"]["optimizer"], module.optimizer_config.to_dict()
     for name in RESTORED:
         if saved[name] != own[name]:

@@ -54,6 +54,16 @@ def test_changed_settings_are_reported(in_process, tiny, tmp_path):
     )
 
 
+def test_a_finished_run_is_not_resumed(in_process, flash_train, tiny, tmp_path):
+    in_process(*tiny)
+    code, lines = flash_train(f"run_dir={tmp_path / 'run'}", "resume=last")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003.ckpt"
+    assert code == 1 and lines == [
+        f"flash-train: resume={checkpoint}: is at step 3 and max_steps=3; allowed: max_steps above that "
+        "(see docs/resume.md)"
+    ]
+
+
 def change_checkpoint(path: Path, **entries) -> None:
     torch.save({**torch.load(path, weights_only=True), **entries}, path)
 
