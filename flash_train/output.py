@@ -89,6 +89,11 @@ if LOGGER.level == logging.NOTSET:  # the root logger's level would hide message
     LOGGER.setLevel(logging.INFO)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is 1."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def show_messages() -> None:
     """Show messages on stderr even if a library has set up logging. Commands call this, since they own the process."""
     _HANDLER.always = True

@@ -9,6 +9,7 @@ from flash_train.cli.config.parallel import ParallelPlan
 from flash_train.cli.config.schema import DataSchema
 from flash_train.data import Corpus, PackedDataModule, RecallCorpus, Validated, load_corpus
 from flash_train.model import Transformer
+from flash_train.output import counted
 
 COMMON_DATA_KEYS = DataSchema.__dataclass_fields__.keys()
 
@@ -66,8 +67,3 @@ def describe_validation(found: Validated) -> str:
     """How many tokens, documents and rows a validation reads: a loss over few tokens is not reliable."""
     documents = "" if found.documents is None else f" of {counted(found.documents, 'document')}"
     return f"on {found.tokens:,} tokens{documents}, in {counted(found.rows, 'row')}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural unless it is 1."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -8,12 +8,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from flash_train.attention.parallel import can_divide_heads
-from flash_train.cli.components.data import counted
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.config.parallel import ParallelPlan, parallel_plan
 from flash_train.cli.memory.check import check_memory, memory_of_rank, step_before_run
 from flash_train.cli.memory.choice import choose_open_settings
 from flash_train.distributed.dims import ParallelDims
+from flash_train.output import counted
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.step import Step
 from flash_train.records.memory_use import bytes_in_words

@@ -20,6 +20,7 @@ from flash_train.cli.config.validate import require_files, validate
 from flash_train.cli.launch.run_dir import new_folder
 from flash_train.cli.launch.slurm import check_tasks, with_requeued_run
 from flash_train.cli.launch.torchrun import with_started_processes
+from flash_train.output import counted
 
 TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 
@@ -44,7 +45,8 @@ def prepare(arguments: list[str]) -> list[str]:
         line = line.with_override("hardware", choice)
         configs = check(line)
         if not line.shows and is_first_process():
-            chosen = "; ".join(dict.fromkeys(f"{c.model.name}, {c.precision}, {c.max_steps} steps" for c in configs))
+            choices = (f"{c.model.name}, {c.precision}, {counted(c.max_steps, 'step')}" for c in configs)
+            chosen = "; ".join(dict.fromkeys(choices))
             print(f"hardware: {choice} ({reason}): {chosen}", flush=True)
     return with_new_run_dir(line, Path(configs[0].run_dir)).arguments()
 

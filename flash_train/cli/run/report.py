@@ -12,9 +12,9 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from flash_train.cli.components.data import counted
 from flash_train.cli.components.loggers import sync_hint
 from flash_train.cli.config.paths import CHECKPOINTS, holds_checkpoint
+from flash_train.output import counted
 from flash_train.precision import PRECISIONS
 from flash_train.training.callbacks.record import is_unfinished
 

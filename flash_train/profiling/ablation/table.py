@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from flash_train.output import counted
 from flash_train.profiling.ablation.repeats import combine_seeds
 from flash_train.profiling.ablation.row import DISTURBED, Row
 from flash_train.records.markdown import escape, markdown_table
@@ -147,7 +148,7 @@ def values(row: Row) -> list[Any]:
 
 def title(device: str, steps: int) -> str:
     """Return the heading of the tables and plots."""
-    return f"Ablation on {device}, {steps} {'step' if steps == 1 else 'steps'}"
+    return f"Ablation on {device}, {counted(steps, 'step')}"
 
 
 def format_versions(versions: Mapping[str, str | None]) -> list[str]:

@@ -35,11 +35,12 @@ def test_auto_is_replaced_before_composing(monkeypatch, given):
     assert "hardware=cuda_small" in prepare([*given, "seq_len=128", "run_dir=run"])
 
 
-def test_auto_prints_its_choice_and_the_reason(monkeypatch, capsys):
+@pytest.mark.parametrize(("max_steps", "words"), [(1, "1 step"), (7, "7 steps")])
+def test_auto_prints_its_choice_and_the_reason(monkeypatch, capsys, max_steps, words):
     monkeypatch.setattr(hardware, "detect", lambda: Device("cuda", "RTX 4070", 11.7, (8, 9)))
-    prepare(["max_steps=7", "run_dir=run"])
+    prepare([f"max_steps={max_steps}", "run_dir=run"])
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == "hardware: cuda_small (RTX 4070, 12 GiB, sm_89: less than 16 GiB): 125m, bf16-mixed, 7 steps"
+    assert line == f"hardware: cuda_small (RTX 4070, 12 GiB, sm_89: less than 16 GiB): 125m, bf16-mixed, {words}"
 
 
 def test_only_the_first_process_prints_its_choice(monkeypatch, capsys):
