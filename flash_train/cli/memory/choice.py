@@ -194,4 +194,5 @@ def print_inputs(blocks: int, step: Step, *, limited: bool) -> None:
 
 @rank_zero_only
 def print_kept(kept: int, layers: int, memory: str) -> None:
-    print(f"memory.keep: {kept} of {layers} blocks keep everything, the others what memory={memory} keeps", flush=True)
+    others = f", the others what memory={memory} keeps" if kept < layers else ""
+    print(f"memory.keep: {kept} of {layers} blocks keep everything{others}", flush=True)
