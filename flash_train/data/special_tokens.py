@@ -76,6 +76,8 @@ class _Search:
         return SpecialTokens(bos, eos, pad, f"begin {begins}, end with {self._token(eos)!r} ({eos}) by {eos_from}")
 
     def _eos(self, given: str | None) -> tuple[int, str]:
+        if given == "":
+            raise ValueError(f"data.eos=: every document ends with a token; {self._advice()}")
         if given is not None:
             return self._given("eos", given), "data.eos"
         for source, id in self._named_in_files("eos"):

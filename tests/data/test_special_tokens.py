@@ -84,6 +84,8 @@ def test_ordinary_tokens_with_special_names_are_not_used(tmp_path):
     with pytest.raises(ValueError, match=r"no end-of-document token is known; give data\.eos=TOKEN"):
         JsonTokenizer(tmp_path / "tokenizer.json")
     assert ids(tmp_path / "tokenizer.json", eos="</s>") == (None, 2)
+    with pytest.raises(ValueError, match=r"data\.eos=: every document ends with a token; give data\.eos=TOKEN"):
+        JsonTokenizer(tmp_path / "tokenizer.json", eos="")
 
 
 @pytest.mark.parametrize(
