@@ -9,6 +9,7 @@ from itertools import groupby
 from flash_train.profiling.ablation.row import Row
 
 SEED = "seed"
+UNTIMED = ("peak_memory_gib", "train_loss", "val_loss", "val_tokens")  #: do not depend on what else runs on the machine
 
 
 def relative_spread(values: Sequence[float]) -> float | None:
@@ -33,9 +34,10 @@ def step_spread(seconds: Sequence[float], utilisation: Sequence[float] = ()) -> 
 def combine_seeds(rows: Sequence[Row]) -> list[Row]:
     """Merge trials that differ only in their seed: the median of each measurement, and the number of runs.
 
-    Runs whose steps were disturbed are left out if there are others. `step_spread` becomes the range of the runs' step
-    times over their median, if this is more than the median spread of their steps. Trials of a single seed, or without
-    that axis, are returned as they are.
+    Times of runs whose steps were disturbed are left out if there are others; `runs` says how many are not. Memory and
+    losses (`UNTIMED`) are of all runs, so that trials are compared over the same seeds. `step_spread` becomes the range
+    of the runs' step times over their median, if this is more than the median spread of their steps. Trials of a single
+    seed, or without that axis, are returned as they are.
     """
     if len({row.axes.get(SEED) for row in rows}) < 2:
         return list(rows)
@@ -50,13 +52,13 @@ def _combined(runs: Sequence[Row], seeds: str) -> Row:
     if not ran:
         return replace(runs[0], axes={**runs[0].axes, SEED: seeds})
     used = [row for row in ran if not row.disturbed] or ran
-    names = dict.fromkeys(name for row in used for name in row.measured)
-    measured = {name: _median(row.measured.get(name) for row in used) for name in names}
+    names = dict.fromkeys(name for row in ran for name in row.measured)
+    measured = {name: _median(row.measured.get(name) for row in (ran if name in UNTIMED else used)) for name in names}
     times = [seconds for row in used if (seconds := row.measured.get("step_seconds")) is not None]
     between = (max(times) - min(times)) / statistics.median(times) if len(times) > 1 else None
     spreads = [spread for spread in (measured.get("step_spread"), between) if spread is not None]
     measured |= {"step_spread": max(spreads, default=None), "runs": len(used)}
-    return replace(used[0], axes={**used[0].axes, SEED: seeds}, measured=measured)
+    return replace(ran[0], axes={**ran[0].axes, SEED: seeds}, measured=measured)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

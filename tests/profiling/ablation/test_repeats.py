@@ -63,6 +63,15 @@ def test_disturbed_run_is_left_out_if_others_exist():
     assert found.measured["runs"] == 2 and found.disturbed
 
 
+def test_memory_and_losses_of_a_disturbed_run_count():
+    losses = {"train_loss": (3.0, 4.0, 5.0), "val_loss": (3.1, 4.1, 5.1), "peak_memory_gib": (7.0, 7.5, 8.0)}
+    spreads = (0.5, 0.02, 0.02)
+    found = combine_seeds(
+        [run(i, spread=spread, **{name: x[i] for name, x in losses.items()}) for i, spread in enumerate(spreads)]
+    )
+    assert [found[0].measured[name] for name in losses] == [4.0, 4.1, 7.5] and found[0].measured["runs"] == 2
+
+
 def test_runs_that_differ_more_than_their_steps_are_disturbed():
     (found,) = combine_seeds([run(0, 1.0), run(1, 1.5)])
     assert found.measured["step_spread"] == pytest.approx(0.4) and found.disturbed
