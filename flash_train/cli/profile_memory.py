@@ -131,7 +131,7 @@ def profile_memory(config: DictConfig) -> None:
     with locked(run_dir), known_failures(config) as watched:
         step, plan, _ = plan_run(config)
         run = build(config, run_dir, plan, step)
-        announce(run.attention, run.data.info, run.notes)
+        announce(run.attention, run.data.info, run.notes | {"validation": None})  # there is none
         only_measure(run.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         watched.begin(step, run, run_dir)
         run.trainer.fit(run.module, datamodule=run.data)
