@@ -51,6 +51,19 @@ def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
     assert not list(folder.rglob("*.ckpt"))
 
 
+def test_a_compiled_profile_says_what_its_prediction_is_for(monkeypatch, capsys, tiny, tmp_path):
+    write = memory_files.write_memory
+
+    def of_compiled(config, *arguments):  # compiling takes longer than all of this file's tests
+        config.compile = True
+        write(config, *arguments)
+
+    monkeypatch.setattr(memory_files, "write_memory", of_compiled)
+    run(monkeypatch, *tiny)
+    note = "; the prediction is for the model without compile=true"
+    assert note in capsys.readouterr().out and note in (tmp_path / "run" / "memory.md").read_text()
+
+
 def test_a_profile_with_a_progress_bar(monkeypatch, tiny, tmp_path):
     run(monkeypatch, *tiny, "trainer.progress_bar=true")
     assert (tmp_path / "run" / "memory.json").exists()

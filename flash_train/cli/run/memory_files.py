@@ -55,6 +55,8 @@ def write_memory(config: DictConfig, run: Run, recorded: RecordedStep, folder: P
         for mode in MEMORY_MODES
     }
     title = f"{model.name}, {step.seq_len:,} tokens, {step.precision}, memory={step.memory}, {run.attention[0]}"
+    note = "; the prediction is for the model without compile=true" if config.compile else ""
+    title += note
     folder.mkdir(parents=True, exist_ok=True)
     picture = plot_memory(
         folder / "memory.png", recorded.profile.moments, curves,
@@ -65,7 +67,7 @@ def write_memory(config: DictConfig, run: Run, recorded: RecordedStep, folder: P
         written.append(folder / "snapshot.pickle")
         write_bytes(written[-1], pickle.dumps(recorded.snapshot))
     log_artifact(run.logger, "memory", written)
-    print(f"{summary(found)}\n{folder}: {', '.join(path.name for path in written)}")
+    print(f"{summary(found)}{note}\n{folder}: {', '.join(path.name for path in written)}")
 
 
 def settings(config: DictConfig, run: Run) -> dict[str, Any]:
