@@ -39,7 +39,8 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], Sums]) -> tuple[Replay, Sums]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread may use CUDA meanwhile: with workers, a thread of the data loader pins the next batch
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             sums = run()
         self._pool = graph.pool()
         return graph.replay, sums

@@ -1,5 +1,6 @@
 """StepGraph: replayed micro-batches give the losses, gradients and weights of others, bit for bit."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from flash_train.training import CausalLMModule, CudaGraph, OptimizerConfig, StepSeed, StepTimes, build_trainer
-from flash_train.training.step_graph import WARM_UP, StepGraph
+from flash_train.training.step_graph import WARM_UP, CudaCapture, StepGraph
 from tests.support.training.tiny_run import packed_row, tiny_config, tiny_module
 
 NO_DROPOUT = tiny_config(attention_dropout=0.0, residual_dropout=0.0)
@@ -248,6 +249,15 @@ def test_weights_that_are_unfrozen_end_the_graph(caplog):
     assert_same(found, fit(batches, Unfreezing(), max_steps=8))
     assert "weights were frozen or unfrozen since training began" in caplog.text
     assert replaying.capture.replays == 4 - WARM_UP
+
+
+def test_other_threads_may_use_cuda_during_a_capture(monkeypatch):
+    """A data loader's thread pins the next batch, which ended the capture, and the run with it."""
+    given = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: (0, 1), replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: given.append(options) or nullcontext())
+    CudaCapture()(lambda: None)
+    assert given[0]["capture_error_mode"] == "thread_local"
 
 
 @pytest.mark.gpu
