@@ -11,6 +11,7 @@ A replay reads the present state of PyTorch's generator, so it draws the random 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,11 +40,18 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], Sums]) -> tuple[Replay, Sums]:
         graph = torch.cuda.CUDAGraph()
+        stream = _capture_stream(torch.cuda.current_device())
         # Another thread may use CUDA meanwhile: with workers, a thread of the data loader pins the next batch
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             sums = run()
         self._pool = graph.pool()
         return graph.replay, sums
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return a device's stream for captures; PyTorch's default one is on the device of the process's first capture."""
+    return torch.cuda.Stream(device)
 
 
 class StepGraph:

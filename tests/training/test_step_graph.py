@@ -10,7 +10,15 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from flash_train.training import CausalLMModule, CudaGraph, OptimizerConfig, StepSeed, StepTimes, build_trainer
+from flash_train.training import (
+    CausalLMModule,
+    CudaGraph,
+    OptimizerConfig,
+    StepSeed,
+    StepTimes,
+    build_trainer,
+    step_graph,
+)
 from flash_train.training.step_graph import WARM_UP, CudaCapture, StepGraph
 from tests.support.training.tiny_run import packed_row, tiny_config, tiny_module
 
@@ -251,13 +259,29 @@ def test_weights_that_are_unfrozen_end_the_graph(caplog):
     assert replaying.capture.replays == 4 - WARM_UP
 
 
-def test_other_threads_may_use_cuda_during_a_capture(monkeypatch):
-    """A data loader's thread pins the next batch, which ended the capture, and the run with it."""
+@pytest.fixture
+def captures(monkeypatch):
+    """The options of all captures, which capture nothing; a stream is the number of its device."""
     given = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: (0, 1), replay=None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: given.append(options) or nullcontext())
+    monkeypatch.setattr(step_graph, "_capture_stream", lambda device: device)
+    return given
+
+
+def test_other_threads_may_use_cuda_during_a_capture(captures):
+    """A data loader's thread pins the next batch, which ended the capture, and the run with it."""
     CudaCapture()(lambda: None)
-    assert given[0]["capture_error_mode"] == "thread_local"
+    assert captures[0]["capture_error_mode"] == "thread_local"
+
+
+def test_a_later_fit_may_capture_on_another_device(captures, monkeypatch):
+    """PyTorch's own stream for captures is on the device of the first one."""
+    CudaCapture()(lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    CudaCapture()(lambda: None)
+    assert [options["stream"] for options in captures] == [0, 1]
 
 
 @pytest.mark.gpu
