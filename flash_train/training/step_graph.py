@@ -79,6 +79,7 @@ class StepGraph:
     ) -> None:
         self._loss, self._by_lengths, self._required = loss, by_lengths, required
         self._all = list(parameters)
+        self._learn = [parameter.requires_grad for parameter in parameters]
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._capture = capture or CudaCapture()
         self._is_on = True
@@ -96,7 +97,7 @@ class StepGraph:
         is_first = all(parameter.grad is None for parameter in self._parameters)
         if not self._is_on or self._seen <= WARM_UP or not (is_first or self._are_given()):
             return None
-        if sum(parameter.requires_grad for parameter in self._all) != len(self._parameters):
+        if [parameter.requires_grad for parameter in self._all] != self._learn:
             self._end(RuntimeError("weights were frozen or unfrozen since training began"))
             return None
         if self._batch is None:
