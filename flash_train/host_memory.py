@@ -76,7 +76,7 @@ def computed(device: torch.device) -> Event:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def compute_after(event: Event) -> None:
-    """Begin what follows on the current stream after an event."""
+def compute_after(event: Event, device: torch.device) -> None:
+    """Begin what follows on the current stream of a device after an event. Another device may be the current one."""
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(device).wait_event(event)

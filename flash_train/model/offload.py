@@ -77,7 +77,8 @@ class HostInputs:
     def settle(self) -> None:
         """Free the input that is on its way to the host; what follows is computed after it has arrived."""
         if self._leaving is not None:
-            compute_after(self._leaving[1])
+            x, has_left = self._leaving
+            compute_after(has_left, x.device)
             self._leaving = None
 
     def fetch_before(self, block: int, output: Tensor) -> None:
@@ -135,7 +136,7 @@ class HostInputs:
         x, arrived = self._fetch(place, device)
         place.arriving = None
         self._taken.append(weakref.ref(place))
-        compute_after(arrived)
+        compute_after(arrived, device)
         return x
 
     def _streams_of(self, device: torch.device) -> tuple[CopyStream, CopyStream]:

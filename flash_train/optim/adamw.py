@@ -137,7 +137,9 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         if self.defaults["offload"] and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the last step may still copy to the host's memory
+            weights = (weight for group in self.param_groups for weight in group["params"])
+            for device in {weight.device for weight in weights if weight.is_cuda}:
+                torch.cuda.synchronize(device)  # the last step may still copy to the host's memory
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

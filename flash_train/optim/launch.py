@@ -59,14 +59,14 @@ class Launcher:
             to_gpu.wait(stage.is_free)
             with to_gpu.running():
                 stage.load(update, pieces)
-            compute_after(to_gpu.event())
+            compute_after(to_gpu.event(), device)
             states = [[stage.address(name, piece) for piece in stage.places(pieces)] for name in STATE_NAMES]
             self._launch(update, (number,), pieces, states)
             to_host.wait(computed(device))
             with to_host.running():
                 stage.store(update, pieces)
             stage.is_free = to_host.event()
-        compute_after(to_host.event())  # then the buffers are free
+        compute_after(to_host.event(), device)  # then the buffers are free
 
     def _launch(
         self, update: Update, key: tuple[int, ...], pieces: Sequence[Piece], states: Sequence[Sequence[int]]

@@ -5,10 +5,12 @@ import gc
 import pickle
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flash_train.host_memory import compute_after
 from flash_train.model import ModelConfig, Transformer
 from flash_train.model.offload import blocks_on_host
 
@@ -69,6 +71,18 @@ def test_inputs_are_freed_during_the_forward():
     loss, _ = model.loss(tokens, tokens)
     assert max(most) <= 2
     loss.backward()
+
+
+def test_a_copy_is_awaited_on_its_own_device(monkeypatch):
+    """Another device may be the current one, whose stream waited in its place."""
+    waits = []
+
+    def stream_of(device=None):
+        return SimpleNamespace(wait_event=lambda event: waits.append((device, event)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    compute_after("copied", torch.device("cuda", 1))
+    assert waits == [(torch.device("cuda", 1), "copied")]
 
 
 def test_a_graph_can_be_used_twice():
