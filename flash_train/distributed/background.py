@@ -77,7 +77,8 @@ class BackgroundWriter:
         copy = self._copy(checkpoint)
         # Where there are other ranks, a thread that waits for them must not keep the process from ending.
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._thread = threading.Thread(target=self._run, args=(copy, write), name="checkpoint", daemon=several)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(target=self._run, args=(copy, write, device), name="checkpoint", daemon=several)
         self._thread.start()
 
     def wait(self) -> BaseException | None:
@@ -95,8 +96,10 @@ class BackgroundWriter:
             self._stager.close()
             self._stager = None
 
-    def _run(self, checkpoint: Mapping[str, Any], write: Write) -> None:
+    def _run(self, checkpoint: Mapping[str, Any], write: Write, device: int | None) -> None:
         try:
+            if device is not None:  # a thread begins on the first GPU, and PyTorch's writer synchronises with its own
+                torch.cuda.set_device(device)
             write(checkpoint)
             if self.after is not None:
                 self.after()

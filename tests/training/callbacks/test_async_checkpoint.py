@@ -112,3 +112,16 @@ def test_the_writer_raises_an_error_that_nobody_asked_for():
         writer.start({}, found.append)
     assert writer.wait() is None and len(found) == 1
     writer.close()
+
+
+def test_the_thread_is_on_the_device_of_its_rank(monkeypatch):
+    """On the first GPU, where a thread begins, each rank's writer took hundreds of megabytes for a context."""
+    writer, devices = BackgroundWriter(), []
+    monkeypatch.setattr(writer, "_copy", dict)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append((threading.current_thread(), device)))
+    writer.start({}, lambda copy: devices.append((threading.current_thread(), "written")))
+    assert writer.wait() is None
+    (thread, device), written = devices
+    assert (thread.name, device) == ("checkpoint", 3) and written == (thread, "written")
