@@ -62,6 +62,7 @@ class AdamW(torch.optim.AdamW):
         ValueError: an unknown master or moments, weights in another dtype, or a group with a setting that groups do not
             have; from `step`, if weights were moved or cast after the first step; from `load_state_dict`, if the state
             is of weights with other shapes, or from an optimizer with ``amsgrad`` or ``maximize``.
+        RuntimeError: from `step`, while a CUDA graph is captured.
     """
 
     def __init__(
@@ -181,6 +182,11 @@ class AdamW(torch.optim.AdamW):
 
     def _step_some(self, key: tuple[str, int], group: dict[str, Any], numbers: dict[Tensor, int]) -> None:
         """Update a group's weights that have a gradient; `numbers` counts weights over all groups."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "AdamW: a CUDA graph would repeat the number and the learning rate of one step; capture the forward "
+                "and the backward alone"
+            )
         for index, ((step, storage), weights) in enumerate(self._alike(numbers).items()):
             update = Update(
                 key=(*key, index),

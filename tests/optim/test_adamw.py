@@ -304,3 +304,15 @@ def test_weights_that_it_cannot_update(weight, message):
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [parameter]})
+
+
+def test_a_step_cannot_be_captured(monkeypatch):
+    """Its replays would all be the step that was captured, without a message."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = AdamW([weight])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="capture the forward and the backward alone"):
+        optimizer.step()
+    assert not optimizer.state and weight.eq(1).all()
