@@ -216,3 +216,13 @@ def test_output_is_bitwise_equal_for_any_schedule(case):
         with hopper_on_cpu(seed, programs):
             results.append(attention(*(problem.inputs[x] for x in "qkv"), problem.spec, backend="hopper"))
     assert all(torch.equal(out, results[0]) for out in results)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(0, 40), (2, 0)])
+def test_sinks_without_queries(batch, rows):
+    """Nothing is launched, and the gradient of the sinks is 0."""
+    q, k = (torch.randn(batch, n, 2, 64, dtype=torch.bfloat16, requires_grad=True) for n in (rows, 40))
+    sinks = torch.zeros(2, requires_grad=True)
+    with hopper_on_cpu(0) as ran:
+        attention(q, k, k, AttentionSpec(Causal()), sinks=sinks, backend="hopper").sum().backward()
+    assert not ran and sinks.grad.eq(0).all() and k.grad.eq(0).all()

@@ -46,7 +46,7 @@ from flash_train.attention.kernels.launch import Launch, on_device
 from flash_train.attention.kernels.launch_cache import TensorSignature, launch_all, signature_of
 from flash_train.attention.kernels.results import gradients, outputs, sink_gradient, slope_gradient
 from flash_train.attention.kernels.tile_lists import lists_launch
-from flash_train.attention.kernels.tile_sizes import block_d
+from flash_train.attention.kernels.tile_sizes import block_d, cdiv
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -252,8 +252,9 @@ class BackwardBuffers:
     def delta_like(self, call: Call, lse: Tensor) -> Tensor:
         """Return delta in the shape of ``lse``."""
         if call.cu_seqlens_q is None:
-            by_entry = self.delta.view(lse.shape[1], lse.shape[0], -1)
-            return by_entry[:, :, : lse.shape[2]].transpose(0, 1)
+            entries, heads, rows = lse.shape
+            by_entry = self.delta.view(heads, entries, PAD * cdiv(rows, PAD))  # no -1: there may be no entries
+            return by_entry[:, :, :rows].transpose(0, 1)
         row = torch.arange(lse.shape[1], device=lse.device)
         entry = torch.searchsorted(call.cu_seqlens_q[1:], row, right=True, out_int32=True)
         first = call.cu_seqlens_q[entry]
