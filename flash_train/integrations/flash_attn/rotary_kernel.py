@@ -30,7 +30,8 @@ def rotary_kernel(
     c = tl.where(in_table, c, float("nan"))  # a mistake that the result shows
     if BACK:
         s = -s
-    first = x_ptr + (token // seqlen) * stride_xb + (token % seqlen) * stride_xs + offs_h[:, None] * stride_xh
+    first = x_ptr + (token // seqlen) * stride_xb + (token % seqlen) * stride_xs
+    first += offs_h[:, None].to(tl.int64) * stride_xh  # heads may be far apart, as in (batch, heads, seqlen, head_dim)
     if INTERLEAVED:
         first += 2 * offs_p[None, :]
         second = first + 1
