@@ -111,7 +111,7 @@ class AdamW(torch.optim.AdamW):
         # GradScaler unscales before clipping, as for any other optimizer, and Lightning does not refuse to clip.
         self._step_supports_amp_scaling = False
         self.grad_scale: Tensor | None = None
-        self._launch: Callable[[Update], None] | None = None
+        self._launches: dict[bool, Callable[[Update], None]] = {}  # by whether the weights are on a GPU
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -187,7 +187,7 @@ class AdamW(torch.optim.AdamW):
                 "AdamW: a CUDA graph would repeat the number and the learning rate of one step; capture the forward "
                 "and the backward alone"
             )
-        for index, ((step, storage), weights) in enumerate(self._alike(numbers).items()):
+        for index, ((step, storage, _), weights) in enumerate(self._alike(numbers).items()):
             update = Update(
                 key=(*key, index),
                 storage=storage,
@@ -204,21 +204,22 @@ class AdamW(torch.optim.AdamW):
             )
             self._update(update)
 
-    def _alike(self, parameters: Iterable[Tensor]) -> dict[tuple[int, Format], list[Tensor]]:
-        """Group the weights that have a gradient by their steps, including this one, and their formats."""
+    def _alike(self, parameters: Iterable[Tensor]) -> dict[tuple[int, Format, torch.device], list[Tensor]]:
+        """Group the weights that have a gradient by their steps, including this one, their formats and devices."""
         weights = [parameter for parameter in parameters if parameter.grad is not None]
-        groups: dict[tuple[int, Format], list[Tensor]] = {}
+        groups: dict[tuple[int, Format, torch.device], list[Tensor]] = {}
         if weights:
             steps = [self.state_of(weight)["step"] for weight in weights]
             torch._foreach_add_(steps, 1)
             for step, weight in zip(torch.stack(steps).tolist(), weights, strict=True):
-                groups.setdefault((int(step), self.format_of(weight)), []).append(weight)
+                groups.setdefault((int(step), self.format_of(weight), weight.device), []).append(weight)
         return groups
 
     def _update(self, update: Update) -> None:
-        if self._launch is None:
-            self._launch = self._launcher(update.weights[0].is_cuda)
-        self._launch(update)
+        is_cuda = update.weights[0].is_cuda
+        if is_cuda not in self._launches:
+            self._launches[is_cuda] = self._launcher(is_cuda)
+        self._launches[is_cuda](update)
 
     def _launcher(self, is_cuda: bool) -> Callable[[Update], None]:
         """Return what updates weights: the kernel on a GPU, else PyTorch's operations."""

@@ -306,6 +306,17 @@ def test_weights_that_it_cannot_update(weight, message):
         optimizer.add_param_group({"params": [parameter]})
 
 
+def test_weights_may_be_on_several_devices(monkeypatch):
+    """As in a model that is divided over GPUs. One launch was for all of them."""
+    weights = [nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "meta", "cpu", "meta")]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer, numbers = AdamW(weights), []
+    monkeypatch.setattr(optimizer, "_launcher", lambda is_cuda: lambda update: numbers.append(update.numbers))
+    optimizer.step()
+    assert numbers == [[0, 2], [1, 3]]
+
+
 def test_a_step_cannot_be_captured(monkeypatch):
     """Its replays would all be the step that was captured, without a message."""
     weight = nn.Parameter(torch.ones(4))
