@@ -49,7 +49,7 @@ class HostInputs:
         self._free: list[Tensor] = []
         self._taken: list[weakref.ref[_OnHost]] = []  # inputs that a backward has asked for
         self._sent: dict[int, weakref.ref[_OnHost]] = {}  # the newest input of each block
-        self._leaving: tuple[Tensor, Event] | None = None  # an input that is copied to the host
+        self._moving: list[tuple[Tensor, Event]] = []  # inputs on the GPU that are copied, and when that is complete
         self._streams: dict[torch.device, tuple[CopyStream, CopyStream]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostInputs:
@@ -75,11 +75,13 @@ class HostInputs:
             yield
 
     def settle(self) -> None:
-        """Free the input that is on its way to the host; what follows is computed after it has arrived."""
-        if self._leaving is not None:
-            x, has_left = self._leaving
-            compute_after(has_left, x.device)
-            self._leaving = None
+        """Free the inputs that are copied; what follows is computed after that.
+
+        One is on its way to the host. After a backward that ended early, others may be on their way to the GPU.
+        """
+        for x, copied in self._moving:
+            compute_after(copied, x.device)
+        self._moving.clear()
 
     def fetch_before(self, block: int, output: Tensor) -> None:
         """Begin to copy a block's input back when the gradient of a later block's output is known."""
@@ -98,7 +100,7 @@ class HostInputs:
         stream.wait(computed(x.device))
         with stream.running():
             memory.copy_(x.detach(), non_blocking=True)
-        self._leaving = x.detach(), stream.event()
+        self._moving.append((x.detach(), stream.event()))
         place = _OnHost(block, memory)
         weakref.finalize(place, self._free.extend, place.memory).atexit = False
         self._sent[block] = weakref.ref(place)
@@ -130,10 +132,12 @@ class HostInputs:
             with stream.running():
                 x.copy_(memory, non_blocking=True)
             place.arriving = x, stream.event()
+            self._moving.append(place.arriving)
         return place.arriving
 
     def _take(self, place: _OnHost, device: torch.device) -> Tensor:
         x, arrived = self._fetch(place, device)
+        self._moving = [moving for moving in self._moving if moving is not place.arriving]
         place.arriving = None
         self._taken.append(weakref.ref(place))
         compute_after(arrived, device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_train.host_memory import compute_after
-from flash_train.model import ModelConfig, Transformer
+from flash_train.model import ModelConfig, Transformer, offload
 from flash_train.model.offload import blocks_on_host
 
 CONFIG = ModelConfig(
@@ -145,6 +145,19 @@ def test_a_backward_that_ends_early_leaves_nothing_behind():
     handle.remove()
     expected, found = gradients_of(plain, loss_of(plain, 2)), gradients_of(model, loss_of(model, 2))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_an_input_that_no_backward_took_is_kept_until_it_has_arrived(monkeypatch):
+    """The copy would write to memory that a later tensor has by then."""
+    model, arrived = without_dropout(offload=1.0), []
+    torch.autograd.grad(loss_of(model, 1), list(model.blocks[3].parameters()))
+    under_way = [x for x, _ in model._host_inputs._moving]
+    assert len(under_way) == 1
+    monkeypatch.setattr(offload, "compute_after", lambda event, device: arrived.append(device))
+    model._host_inputs.settle()
+    assert arrived == [torch.device("cpu")] and not model._host_inputs._moving
+    loss_of(model, 1).backward()
+    assert not model._host_inputs._moving
 
 
 def test_a_second_backward_after_another_forward_is_an_error():
