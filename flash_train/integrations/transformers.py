@@ -10,9 +10,10 @@ and `cu_seq_lens_k`. The boundaries of the documents are found once for all laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -135,8 +136,12 @@ def attention_forward(
         k, v = k[:, :keys], v[:, :keys]
         positions = position_ids if causal and length == keys else None
         window = sliding_window if sliding_window is not None and sliding_window < keys else None
-        asked = (length, causal, None if positions is None else (id(positions), _version_of(positions)), window)
-        found = _once(attention_mask, asked, lambda: Unpadded.of(attention_mask, length, causal, positions, window))
+        asked = (length, causal, window)
+        found = _once(
+            (attention_mask, positions),
+            asked,
+            lambda: Unpadded.of(attention_mask, length, causal, positions, window),
+        )
         q, k, v = (take_rows(x.flatten(0, 1), rows) for x, rows in ((q, found.q), (k, found.k), (v, found.k)))
         out = attention(q, k, v, spec, packing=found.packing, sinks=s_aux, backend=backend)
         return pad_input(out, found.q, batch, length), None
@@ -144,9 +149,9 @@ def attention_forward(
         packing = Packing(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
     elif packing is None and length == k.shape[1] > 1:
         if position_ids is not None:
-            packing = _once(position_ids, batch, lambda: packing_of(position_ids, batch))
+            packing = _once((position_ids,), batch, lambda: packing_of(position_ids, batch))
         if packing is None and documents is not None:
-            packing = _once(documents, None, lambda: packing_of_documents(documents[:, 0]))
+            packing = _once((documents,), None, lambda: packing_of_documents(documents[:, 0]))
     if packing is None:
         return attention(q, k, v, spec, sinks=s_aux, backend=backend), None
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -257,26 +262,32 @@ def _in_one_dtype(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+class _Known(NamedTuple):
+    """What was found from a tensor, and from it together with other tensors."""
+
+    version: int  #: of the tensor; it grows with each change
+    results: dict[Any, Any]
+    with_others: WeakTensorKeyDictionary
 
 
-def _version_of(tensor: Tensor) -> int | None:
-    """Return a number that grows when the tensor is changed; None for tensors of `torch.inference_mode`."""
-    return None if tensor.is_inference() else tensor._version
+_known = WeakTensorKeyDictionary()
 
 
 @torch.compiler.disable  # it looks at values
-def _once(tensor: Tensor, key: Any, find: Any) -> Any:
-    """Return ``find()`` for a tensor that all layers get, cached by ``key`` until the tensor changes.
+def _once(tensors: Sequence[Tensor | None], key: Any, find: Any) -> Any:
+    """Return ``find()`` for tensors that all layers get, cached by ``key`` until one of them changes.
 
     For tensors of ``torch.inference_mode``, whose changes are unknown, nothing is cached.
     """
-    if tensor.is_inference():
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.is_inference() for tensor in given):
         return find()
-    version, results = _found.get(tensor, (None, None))
-    if version != tensor._version:
-        version, results = tensor._version, {}
-        _found[tensor] = version, results
+    level, results = _known, {}
+    for tensor in given:
+        found = level.get(tensor)
+        if found is None or found.version != tensor._version:
+            level[tensor] = found = _Known(tensor._version, {}, WeakTensorKeyDictionary())
+        results, level = found.results, found.with_others
     if key not in results:
         results[key] = find()
     return results[key]

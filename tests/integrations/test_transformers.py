@@ -174,6 +174,25 @@ def test_packing_is_found_again_when_positions_change():
     assert not torch.allclose(first, second)
 
 
+def test_what_was_found_from_tensors_is_forgotten_with_each_of_them():
+    """A mask may serve for all batches, and new positions may get the `id` of those that were freed."""
+    mask, positions = torch.ones(1, 4), torch.arange(4)[None]
+
+    def once() -> object:
+        return adapter._once((mask, positions), "key", object)
+
+    first = once()
+    assert once() is first
+    positions += 1
+    second = once()
+    assert second is not first and once() is second
+    mask += 1
+    assert once() is not second
+    assert len(adapter._known[mask].with_others) == 1
+    positions = torch.zeros(1)  # frees the others
+    assert len(adapter._known[mask].with_others) == 0
+
+
 BART = transformers.BartConfig(
     vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.3,
