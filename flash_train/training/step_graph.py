@@ -64,6 +64,7 @@ class StepGraph:
         loss: returns the loss of a batch to run backward from, and the sums that it came from.
         parameters: the weights.
         by_lengths: whether a batch must have documents of the same lengths, too.
+        settings: returns what the graphs take as it is when they are captured. A change ends them.
         required: whether a failed capture is an error. If not, a message says so, and the run continues without graphs.
         capture: how to capture; tests on a CPU give another.
     """
@@ -74,10 +75,12 @@ class StepGraph:
         parameters: Sequence[nn.Parameter],
         *,
         by_lengths: bool = False,
+        settings: Callable[[], Any] = lambda: None,
         required: bool = True,
         capture: Capture | None = None,
     ) -> None:
         self._loss, self._by_lengths, self._required = loss, by_lengths, required
+        self._settings, self._captured_settings = settings, None
         self._all = list(parameters)
         self._learn = [parameter.requires_grad for parameter in parameters]
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -101,7 +104,11 @@ class StepGraph:
             self._end(RuntimeError("weights were frozen or unfrozen since training began"))
             return None
         if self._batch is None:
+            self._captured_settings = self._settings()
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
+        elif self._settings() != self._captured_settings:
+            self._end(RuntimeError("accumulate_grad_batches or the mode of a module has changed since the capture"))
+            return None
         elif not self._serves(batch, self._batch):
             return None
         for name, x in batch.items():

@@ -1,6 +1,7 @@
 """StepGraph: replayed micro-batches give the losses, gradients and weights of others, bit for bit."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from flash_train.training import (
     build_trainer,
     step_graph,
 )
+from flash_train.training.callbacks.cuda_graph import captured_settings
 from flash_train.training.step_graph import WARM_UP, CudaCapture, StepGraph
 from tests.support.training.tiny_run import packed_row, tiny_config, tiny_module
 
@@ -72,7 +74,8 @@ class Replaying(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         parameters = [*pl_module.parameters()]
         self.capture = Rerun(parameters)
-        options = {"required": False, "capture": self.capture, **self.options}
+        settings = partial(captured_settings, trainer, pl_module)
+        options = {"required": False, "capture": self.capture, "settings": settings, **self.options}
         pl_module.step_graph = StepGraph(pl_module.loss_with_sums, parameters, **options)
 
 
@@ -265,6 +268,26 @@ def test_weights_that_are_unfrozen_end_the_graph(caplog, kind):
     found = fit(batches, kind(), replaying, max_steps=8)
     assert_same(found, fit(batches, kind(), max_steps=8))
     assert "weights were frozen or unfrozen since training began" in caplog.text
+    assert replaying.capture.replays == 4 - WARM_UP
+
+
+class Accumulating(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.accumulate_grad_batches = 1 if trainer.global_step < 4 else 2
+
+
+class Evaluating(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.model.blocks[0].train(trainer.global_step < 4)
+
+
+@pytest.mark.parametrize("kind", [Accumulating, Evaluating])
+def test_settings_that_change_end_the_graph(caplog, kind):
+    batches = [plain_row(index) for index in range(12)]
+    replaying = Replaying()
+    found = fit(batches, kind(), replaying, max_steps=6)
+    assert_same(found, fit(batches, kind(), max_steps=6))
+    assert "accumulate_grad_batches or the mode of a module has changed since the capture" in caplog.text
     assert replaying.capture.replays == 4 - WARM_UP
 
 

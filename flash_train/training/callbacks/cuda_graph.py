@@ -1,5 +1,6 @@
 """Runs the micro-batches of a training by CUDA graphs, where they can be captured."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class CudaGraph(Callback):
                 pl_module.loss_with_sums,
                 [*pl_module.parameters()],
                 by_lengths=_reads_lengths(pl_module.model, trainer.strategy.root_device),
+                settings=partial(captured_settings, trainer, pl_module),
                 required=self.mode is True,
             )
 
@@ -106,6 +108,11 @@ class CudaGraph(Callback):
         if graph := getattr(pl_module, "step_graph", None):
             graph.release()
             pl_module.step_graph = None
+
+
+def captured_settings(trainer: Trainer, pl_module: Any) -> tuple[int, list[bool]]:
+    """Return what a graph takes as it is at its capture: micro-batches in a step, and the mode of each module."""
+    return trainer.accumulate_grad_batches, [module.training for module in pl_module.modules()]
 
 
 def _reads_lengths(model: Transformer, device: torch.device) -> bool:
