@@ -253,12 +253,16 @@ def _mask(causal: bool, sliding_window: int | None) -> Any:
 
 
 def _in_one_dtype(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
-    """Cast fp32 tensors to the weights' dtype: adapters keep the norms of 16-bit models in fp32."""
+    """Cast fp32 tensors to the weights' dtype: adapters keep the norms of 16-bit models in fp32.
+
+    Where the weights are quantised, to integers or fp8, it is the narrowest dtype of the tensors.
+    """
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device) or not any(x.dtype == torch.float32 for x in tensors):
         return list(tensors)
     weights = (layer.weight.dtype for layer in module.modules() if isinstance(layer, torch.nn.Linear))
-    dtype = next((dtype for dtype in weights if dtype.is_floating_point), tensors[0].dtype)
+    narrowest = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
+    dtype = next((dtype for dtype in weights if dtype.is_floating_point and dtype.itemsize > 1), narrowest)
     return [x.to(dtype) for x in tensors]
 
 

@@ -174,6 +174,14 @@ def test_packing_is_found_again_when_positions_change():
     assert not torch.allclose(first, second)
 
 
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_do_not_decide_the_dtype_of_attention(stored):
+    layer = torch.nn.Linear(4, 4)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(stored), requires_grad=False)
+    q, k, v = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4, dtype=torch.bfloat16)
+    assert {x.dtype for x in adapter._in_one_dtype(layer, q, k, v)} == {torch.bfloat16}
+
+
 def test_what_was_found_from_tensors_is_forgotten_with_each_of_them():
     """A mask may serve for all batches, and new positions may get the `id` of those that were freed."""
     mask, positions = torch.ones(1, 4), torch.arange(4)[None]
