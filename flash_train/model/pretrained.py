@@ -191,6 +191,8 @@ def config_from_llama(values: dict[str, Any], path: str, *, rope_scaling: bool =
         raise ValueError(f"init_from={path}: config.json lacks {error.args[0]}") from None
     except TypeError as error:
         raise ValueError(f"init_from={path}: config.json has a value of the wrong type: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"init_from={path}: config.json: {error}") from error
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:

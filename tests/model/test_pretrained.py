@@ -326,7 +326,10 @@ def test_weights_of_several_dtypes_are_saved(tmp_path):
             "config.json has a value of the wrong type: rope_scaling is 'linear', and must be",
         ),
         ({"rope_scaling": [1]}, "config.json has a value of the wrong type: rope_scaling is "),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "config.json has a value of the wrong type: "),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "4"}},
+            "config.json: model.rope_scaling.factor='4': must be 1.0 or more",
+        ),
         ({"hidden_size": "48"}, "config.json has a value of the wrong type: "),
     ],
 )

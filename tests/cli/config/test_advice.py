@@ -165,7 +165,7 @@ def missing(line):
 
 
 def original(line, kind):
-    (rules, key) = re.search(r"; (.+) need (\S+) too", line).groups()
+    (rules, key) = re.search(r"; ([^;]+) need (\S+) too", line).groups()
     return [f"{key}=64"] if kind in rules else []
 
 
