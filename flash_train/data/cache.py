@@ -106,7 +106,7 @@ class TokenCache:
             if any(hashes[name] != hash_file(self.folder / name).hex() for name in INDICES):
                 return False
             tokens = int(np.load(self.folder / "offsets.npy", mmap_mode="r")[-1])
-            return (self.folder / "tokens.bin").stat().st_size == tokens * self.dtype.itemsize
+            return (self.folder / "tokens.bin").stat().st_size == tokens * np.dtype(self.dtype).itemsize
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return False
 
@@ -121,7 +121,7 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | Path | None 
         corpus_hash = corpus.fingerprint()
     key = hash_strings([VERSION, corpus_hash, tokenizer.fingerprint])
     folder = Path(cache_dir or default_cache_dir()).expanduser() / f"{corpus.name}-{key}"
-    cache = TokenCache(folder, corpus_hash, np.dtype(tokenizer.dtype))
+    cache = TokenCache(folder, corpus_hash, tokenizer.dtype)
 
     def write(scratch: Path) -> None:
         write_tokens(scratch, corpus.documents(), tokenizer)

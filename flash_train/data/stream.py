@@ -187,7 +187,7 @@ class StreamedRows(Dataset):
     def _cache(self, chunk: int) -> TokenCache:
         """Return the token cache of a chunk; build it first if it is missing or damaged."""
         folder = self._folder.with_name(f"{self._folder.name}-{chunk:06d}")
-        cache = TokenCache(folder, self.corpus_hash, np.dtype(self.tokenizer.dtype))
+        cache = TokenCache(folder, self.corpus_hash, self.tokenizer.dtype)
         try:
             build_if_missing(cache, lambda scratch: self._write(chunk, scratch))
         except (ValueError, OSError) as error:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from operator import methodcaller
 from typing import Any
 
 import lightning.pytorch as pl
@@ -116,7 +117,7 @@ class CausalLMModule(pl.LightningModule):
         self.skip_validation = False
         self.planned_steps: int | None = None
         self.pretrained: dict[str, Any] | None = None  # see PRETRAINED
-        self.first_weights: Callable[[Any], None] = _draw_weights
+        self.first_weights: Callable[[Any], None] = methodcaller("draw_weights")
         self.step_graph: StepGraph | None = None  # set by the callback `CudaGraph`
         self._is_replayed = False  # the newest micro-batch
         self._token_mean = TokenMean()
@@ -400,10 +401,6 @@ class CausalLMModule(pl.LightningModule):
         """Return the model's configuration as plain values; None for a model without a `ModelConfig`."""
         config = getattr(self.model, "config", None)
         return config.to_dict() if isinstance(config, ModelConfig) else None
-
-
-def _draw_weights(model: Any) -> None:
-    model.draw_weights()
 
 
 def _build_model(model: nn.Module | ModelConfig | Mapping[str, Any], attention: str, memory: str) -> Any:

@@ -14,12 +14,10 @@ from flash_train.attention.dense.sequences import (
     alibi_distance,
     attend_no_pairs,
     join_out,
-    open_empty_rows,
+    masks_of,
     repeat_heads,
-    seen_keys,
     split_call,
     statistics_dtype,
-    visible_pairs,
     zero_unseen,
 )
 from flash_train.attention.index_tensors import contiguous_tensor
@@ -92,10 +90,7 @@ def _attend(part: Part, spec: AttentionSpec) -> Tensor:
         return attend_no_pairs(part)[0]
     # PyTorch's is_causal aligns sequences at their beginnings
     is_causal = isinstance(spec.mask, Causal) and _is_square(part.q, part.k) and part.slopes is None
-    visible = None if is_causal else visible_pairs(spec.mask, part)
-    mask, has_keys = open_empty_rows(visible)
-    seen = seen_keys(spec.mask, part, visible)
-    del visible  # one byte per pair, no longer needed
+    mask, has_keys, seen = (None, None, None) if is_causal else masks_of(spec.mask, part)
     q, k, v = part.q, zero_unseen(part.k, seen), zero_unseen(part.v, seen)
     grouped = q.shape[2] != k.shape[2]
     if grouped and q.device.type == "cpu":  # on the CPU the backward of enable_gqa is eight times slower than copies

@@ -122,6 +122,15 @@ def visible_pairs(
     return torch.stack([mask.dense(entry, n_heads, device, queries, keys) for entry in part.entries])
 
 
+def masks_of(mask: Mask, part: Part) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return both results of ``open_empty_rows`` and ``seen_keys`` for all pairs of a part.
+
+    ``visible_pairs`` has a byte per pair. It is freed here, before the scores exist.
+    """
+    visible = visible_pairs(mask, part)
+    return *open_empty_rows(visible), seen_keys(mask, part, visible)
+
+
 def open_empty_rows(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask with rows of False replaced by True, and bool (..., queries, 1), False for those rows.
 

@@ -18,11 +18,9 @@ from flash_train.attention.dense.sequences import (
     dropout_keep,
     join_lse,
     join_out,
-    open_empty_rows,
-    seen_keys,
+    masks_of,
     split_call,
     statistics_dtype,
-    visible_pairs,
     zero_unseen,
 )
 from flash_train.attention.dropout import EntryOrigins
@@ -82,10 +80,7 @@ def _attend(
     entries: EntryOrigins | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    visible = visible_pairs(spec.mask, part)
-    mask, has_keys = open_empty_rows(visible)
-    seen = seen_keys(spec.mask, part, visible)
-    del visible  # one byte per pair, no longer needed
+    mask, has_keys, seen = masks_of(spec.mask, part)
     keep = dropout_keep(part, spec, rng, origin, entries) if spec.dropout > 0 else None
     distance = None if part.slopes is None else alibi_distance(part.entries[0], part.q.device)
     scale, rate = spec.scale_for(part.q.shape[-1]), spec.keep_threshold / 256
