@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from flash_train.integrations import transformers as adapter  # noqa: E402
-from flash_train.integrations.transformers import packing_of, register  # noqa: E402
+from flash_train.integrations.transformers import register  # noqa: E402
 
 SHAPE = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -157,13 +157,6 @@ def test_attention_is_ours(monkeypatch):
     assert len(calls) == 3 and all(packing is calls[0] and packing.lengths == (3, 3) for packing in calls)
 
 
-def test_documents_of_packed_rows():
-    rows = torch.tensor([[0, 1, 2, 0, 1, 0], [3, 4, 5, 6, 7, 8]])
-    packing = packing_of(rows, 2)
-    assert packing.cu_seqlens_q.tolist() == [0, 3, 5, 6, 12] and packing.lengths == (3, 2, 1, 6)
-    assert packing_of(torch.arange(6)[None], 4) is None
-
-
 def test_packing_is_found_again_when_positions_change():
     _, ours = pair("LlamaConfig")
     tokens, positions = random_tokens(1, 8), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
@@ -172,33 +165,6 @@ def test_packing_is_found_again_when_positions_change():
     second = ours(tokens, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(second, ours(tokens, use_cache=False).logits)
     assert not torch.allclose(first, second)
-
-
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_weights_do_not_decide_the_dtype_of_attention(stored):
-    layer = torch.nn.Linear(4, 4)
-    layer.weight = torch.nn.Parameter(layer.weight.detach().to(stored), requires_grad=False)
-    q, k, v = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4, dtype=torch.bfloat16)
-    assert {x.dtype for x in adapter._in_one_dtype(layer, q, k, v)} == {torch.bfloat16}
-
-
-def test_what_was_found_from_tensors_is_forgotten_with_each_of_them():
-    """A mask may serve for all batches, and new positions may get the `id` of those that were freed."""
-    mask, positions = torch.ones(1, 4), torch.arange(4)[None]
-
-    def once() -> object:
-        return adapter._once((mask, positions), "key", object)
-
-    first = once()
-    assert once() is first
-    positions += 1
-    second = once()
-    assert second is not first and once() is second
-    mask += 1
-    assert once() is not second
-    assert len(adapter._known[mask].with_others) == 1
-    positions = torch.zeros(1)  # frees the others
-    assert len(adapter._known[mask].with_others) == 0
 
 
 BART = transformers.BartConfig(
