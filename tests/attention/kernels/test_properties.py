@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from tests.support.attention import fuzz
 from tests.support.attention.cases.drawn import CARD, SMALL, cases, problem, variant
 from tests.support.attention.cases.problem import FAR_STEP, STRIDED, Case, arrange
+from tests.support.attention.cases.recipes import Blocks
 from tests.support.attention.contract import run
 from tests.support.processes import python_path
 
@@ -138,7 +139,7 @@ def test_far_rows_have_the_same_numbers():
 
 def test_a_printed_case_evaluates_to_the_case():
     from flash_train.attention.masks import Causal, Full, Window
-    from tests.support.attention.cases.recipes import Blocks, Documents, Nodes, Rule
+    from tests.support.attention.cases.recipes import Documents, Nodes, Rule
 
     names = {x.__name__: x for x in (Case, Causal, Full, Window, Blocks, Documents, Nodes, Rule)} | {"torch": torch}
     for seed in range(50):
@@ -154,6 +155,15 @@ def test_draws_are_reproducible():
     static = ("heads", "kv_heads", "head_dim", "v_head_dim", "terms", "dropout", "packed", "strided", "dtype", "slopes")
     assert [getattr(one, name) for name in static] == [getattr(other, name) for name in static]
     assert [getattr(one, name) for name in static] != [getattr(next_variant, name) for name in static]
+
+
+def test_draws_for_hopper_have_a_backward():
+    """Hopper's backward takes one block pattern for the heads that share keys."""
+    on_card = fuzz.Subject(0, "cuda", "hopper")
+    draws = [fuzz.draw(on_card, 100 * group) for group in (*range(60), 1000)]
+    blocks = [(case, term) for case in draws for term in case.terms if isinstance(term, Blocks)]
+    assert any(term.per_head for _, term in blocks)
+    assert all(case.heads == case.kv_heads for case, term in blocks if term.per_head)
 
 
 def test_fuzz_record_is_read_back_after_an_interruption(tmp_path):

@@ -153,7 +153,10 @@ def problem(variant: Variant, pick: Pick) -> Case:
 
 
 def for_hopper(case: Case) -> Case:
-    """The case with settings that Hopper's kernels support: v as wide as q, an aligned origin, contiguous columns."""
+    """The case with settings that Hopper's kernels support.
+
+    These are v as wide as q, an aligned origin, contiguous columns, and one block pattern for heads that share keys.
+    """
     from flash_train.attention.kernels.portable.tiles import block_d  # Triton exists for Linux only
 
     v_head_dim = case.v_head_dim
@@ -163,7 +166,10 @@ def for_hopper(case: Case) -> Case:
     strided = "wide" if case.strided == "columns" else case.strided
     origin = (entry, head, query // 16 * 16, key // 16 * 16)
     pieces = -(-case.pieces // 16) * 16
-    return replace(case, v_head_dim=v_head_dim, origin=origin, pieces=pieces, strided=strided)
+    terms = case.terms
+    if case.heads != case.kv_heads:
+        terms = tuple(replace(term, per_head=False) if isinstance(term, Blocks) else term for term in terms)
+    return replace(case, v_head_dim=v_head_dim, origin=origin, pieces=pieces, strided=strided, terms=terms)
 
 
 @st.composite
