@@ -32,8 +32,6 @@ from flash_train.records.markdown import number, paragraph
 ROOT = Path(__file__).parents[1]
 Records = list[dict[str, Any]]
 INDEX = "index"  # the table that comes from all records
-#: commits of records that were measured before recomputed blocks ran their MLP in tiles
-BEFORE_TILES = {"db6db91"}
 LONG = 2048  # tokens; attention is hardly any part of a step over shorter rows
 MARKED = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
@@ -75,7 +73,7 @@ def memory_summary(records: Records) -> str:
         memory_results.worst_error(records),
         "[All measurements](measurements.md#memory-of-a-step) has every step.",
     )
-    return f"{words}\n{memory_results.summary_table(records)}{before_tiles(records)}"
+    return f"{words}\n{memory_results.summary_table(records)}"
 
 
 def memory_modes(records: Records) -> str:
@@ -84,17 +82,7 @@ def memory_modes(records: Records) -> str:
         "`precision=bf16-mixed`, `batch_size=1` and packed documents. –: no mode does. The measured lengths that are",
         f"not in the table fit with `none` on all three cards. The peaks were measured on {cards_of(records)}.",
     )
-    return f"{words}\n{memory_results.first_modes_table(records)}{before_tiles(records)}"
-
-
-def before_tiles(records: Records) -> str:
-    """What readers must know about peaks that were measured before recomputed blocks ran their MLP in tiles."""
-    if not set(sources.facts_of(records).commits) & BEFORE_TILES:
-        return ""
-    return "\n" + paragraph(
-        "The record is older than the tiles in which a recomputed block runs its MLP. Today `selective` and",
-        "`checkpoint` take less memory, and save most on long rows.",
-    )
+    return f"{words}\n{memory_results.first_modes_table(records)}"
 
 
 def memory_picture(records: Records) -> str:
@@ -103,7 +91,7 @@ def memory_picture(records: Records) -> str:
 
 
 def memory_steps(records: Records) -> str:
-    return memory_results.cases_table(records) + before_tiles(records)
+    return memory_results.cases_table(records)
 
 
 def find_max_table(records: Records) -> str:

@@ -12,7 +12,7 @@ PARTS = ("forward", "backward", "optimizer")
 
 
 def runs_table(records: Records) -> str:
-    """A row per run, and whether CUDA graphs existed when they were measured."""
+    """A row per run."""
     rows = [
         (
             record["attention"],
@@ -24,13 +24,7 @@ def runs_table(records: Records) -> str:
         )
         for record in records
     ]
-    text = table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
-    if all("cuda_graph" not in record for record in records):
-        text += "\n" + paragraph(
-            "These runs were measured before `trainer.cuda_graph` existed.",
-            "Without a graph a step of 4,096 tokens is launch-bound.",
-        )
-    return text
+    return table(("attention", "seq_len", "tokens/s", "MFU", "peak GiB", "loss (mean of last 10)"), rows)
 
 
 def graphs_table(records: Records) -> str:

@@ -14,10 +14,9 @@ from flash_train.cli.memory import check as module
 from flash_train.profiling.memory.prediction import predict
 from tests.support.tiers import slow_after
 
-# The records are of an optimizer that rounded bf16 weights to nearest
-MEASURED_WITH = ("optimizer.master=none",)
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "memory.json"
-CLOSE = 0.005  # of a peak; much less than the allowed error, so that any change in what a step holds shows
+CLOSE = 0.001  # of a peak; much less than the allowed error, so that any change in what a step holds shows
+CLOSE_RECOMPUTED = 0.007  # of 131,072 tokens: dQ is padded for each document, and their number is not known beforehand
 STEPS = [r for r in json.loads(PUBLISHED.read_text())["records"] if r["kind"] == "step" and r["status"] == "ok"]
 
 
@@ -34,13 +33,10 @@ def test_predictions_agree_with_the_published_peaks(model, monkeypatch):
     off = []
     for record in (r for r in STEPS if r["model"] == model):
         monkeypatch.setattr(model_config, "choose_attention", lambda *_, name=record["attention"]: (name, ""))
-        step, _ = module.step_before_run(
-            compose_config((*FIXED, "hardware=cuda", *MEASURED_WITH, *record["overrides"]))
-        )
+        step, _ = module.step_before_run(compose_config((*FIXED, "hardware=cuda", *record["overrides"])))
         difference = predict(step).peak_bytes - record["measured_bytes"]
-        if difference < 0 and record["memory"] != "none":
-            continue  # when these were measured, the MLP of a recomputed block was not in tiles, and took more
-        if abs(difference) > CLOSE * record["measured_bytes"]:
+        close = CLOSE_RECOMPUTED if record["memory"] != "none" and record["seq_len"] == 131072 else CLOSE
+        if abs(difference) > close * record["measured_bytes"]:
             off.append(f"{record['case']}: {difference / 2**20:+.0f} MiB")
     assert not off, off
 
