@@ -26,6 +26,8 @@ from flash_train.training.batch import Batch
 #: micro-batches that run without a graph: they compile and choose kernels, and allocate the optimizer's state
 WARM_UP = 2
 
+CHANGED = "accumulate_grad_batches, the mode of a module or the memory of a weight has changed since the capture"
+
 Sums = tuple[Tensor, Tensor]  # of the losses in nats, and the number of labelled tokens
 Replay = Callable[[], Any]
 #: returns what runs a function again, and the tensors that each run writes
@@ -107,7 +109,7 @@ class StepGraph:
             self._captured_settings = self._settings()
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
         elif self._settings() != self._captured_settings:
-            self._end(RuntimeError("accumulate_grad_batches or the mode of a module has changed since the capture"))
+            self._end(RuntimeError(CHANGED))
             return None
         elif not self._serves(batch, self._batch):
             return None

@@ -271,12 +271,22 @@ class Evaluating(pl.Callback):
         pl_module.model.blocks[0].train(trainer.global_step < 4)
 
 
+class Replacing(pl.Callback):
+    """Gives a weight other memory, as a swap with its moving average may do."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 4:
+            weight = pl_module.model.norm.weight
+            weight.data = weight.data.clone()
+
+
 FROZEN = "weights were frozen or unfrozen since training began"
-CHANGED = "accumulate_grad_batches or the mode of a module has changed since the capture"
+CHANGED = "accumulate_grad_batches, the mode of a module or the memory of a weight has changed since the capture"
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [(Unfreezing, FROZEN), (Alternating, FROZEN), (Accumulating, CHANGED), (Evaluating, CHANGED)]
+    ("kind", "says"),
+    [(Unfreezing, FROZEN), (Alternating, FROZEN), (Accumulating, CHANGED), (Evaluating, CHANGED), (Replacing, CHANGED)],
 )
 def test_what_changes_in_training_ends_the_graph(caplog, kind, says):
     batches = [plain_row(index) for index in range(12)]
