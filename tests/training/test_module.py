@@ -4,7 +4,6 @@ import json
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +13,6 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flash_train.attention import Packing
 from flash_train.data import PackedDataModule, RecallCorpus
 from flash_train.model import Transformer
 from flash_train.training import CausalLMModule, OptimizerConfig, newest_checkpoint
@@ -311,34 +309,6 @@ def test_plain_rows_need_no_packing():
     assert module.flops(batch) == module.model.model_flops(32, 32 * 33 // 2)
 
 
-@pytest.mark.parametrize(
-    ("without", "message"),
-    [
-        (
-            ["lengths"],
-            "has positions and cu_seqlens without lengths: packed rows need positions, cu_seqlens, lengths, ",
-        ),
-        (["cu_seqlens"], "has positions and lengths without cu_seqlens: packed rows need"),
-        (["positions", "cu_seqlens"], "has lengths without positions and cu_seqlens: packed rows need"),
-        (["tokens", "labels"], "has positions, cu_seqlens, lengths: must also have tokens and labels"),
-    ],
-)
-def test_a_batch_that_lacks_an_entry_is_refused(without, message):
-    batch = {name: x for name, x in packed_row(0).items() if name not in without}
-    with pytest.raises(ValueError, match=f"^batch: {message}"):
-        fit(tiny_module(), [batch], accumulate=1, max_steps=1)
-
-
-def test_batches_of_other_types_are_refused(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"^batch=Tensor of shape \(1, 32\): must be a dictionary with tokens and labels"
-    ):
-        fit(tiny_module(), [packed_row(0)["tokens"]], accumulate=1, max_steps=1)
-    batch = {**packed_row(0), "lengths": torch.tensor(packed_row(0)["lengths"])}
-    with pytest.raises(TypeError, match="^batch: lengths is a tensor: must be Python ints"):
-        fit(tiny_module(), [batch], accumulate=1, max_steps=1)
-
-
 def test_flops_are_counted_for_packed_documents():
     module = tiny_module()
     row = packed_row(0)
@@ -381,19 +351,6 @@ def test_a_module_and_its_data_go_to_other_processes(tmp_path):
 def test_an_unknown_backend_is_refused_before_training():
     with pytest.raises(ValueError, match="^attention='flsh': must be one of auto, flash, "):
         CausalLMModule(tiny_config(), attention="flsh")
-
-
-def test_packing_for_flash_has_no_host_lengths():
-    row = packed_row(0)
-    module = tiny_module()
-    assert isinstance(module.model_arguments(row)["packing"], Packing)
-    assert module.model_arguments(row)["packing"].lengths == row["lengths"]
-    module.attention = "flash"
-    assert module.model_arguments(row)["packing"].lengths is None
-    module.attention = "auto"
-    assert module.model_arguments(row)["packing"].lengths == row["lengths"]
-    with mock.patch("flash_train.training.batch.flash_unavailable", return_value=None):
-        assert module.model_arguments(row)["packing"].lengths is None
 
 
 def test_compile_takes_each_block():
