@@ -1,5 +1,7 @@
 """`CausalLMModule` trains a model of transformers: the loss is the model's own, and a run resumes bit for bit."""
 
+import copy
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def batch_with_packing(index):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_the_sum_of_the_documents_losses(name):
     model = model_of(name).eval()
-    eager = AutoModelForCausalLM.from_config(model.model.config, attn_implementation="eager").eval()
+    eager = AutoModelForCausalLM.from_config(copy.deepcopy(model.model.config), attn_implementation="eager").eval()
     eager.load_state_dict(model.model.state_dict())
     row, packing = batch_with_packing(3)
     total, count = model.loss(row["tokens"], row["labels"], positions=row["positions"], packing=packing)

@@ -1,5 +1,7 @@
 """Models of transformers compute the same with this project's attention as with `eager`."""
 
+import copy
+
 import pytest
 import torch
 
@@ -35,11 +37,16 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 def pair(name):
     """The same model with `eager` and with ours."""
-    config = getattr(transformers, name)(**{**SHAPE, **MODELS[name]})
     torch.manual_seed(0)
-    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    ours = AutoModelForCausalLM.from_config(config, attn_implementation=register()).eval()
+    config = getattr(transformers, name)(**{**SHAPE, **MODELS[name]})
+    return with_both(AutoModelForCausalLM.from_config, config)
+
+
+def with_both(build, config):
+    """A model of the configuration with `eager` and with ours; each has its own configuration, which names one."""
+    eager, ours = (build(copy.deepcopy(config), attn_implementation=name).eval() for name in ("eager", register()))
     ours.load_state_dict(eager.state_dict())
+    assert [model.config._attn_implementation for model in (eager, ours)] == ["eager", register()]
     return eager, ours
 
 
@@ -177,10 +184,7 @@ BART = transformers.BartConfig(
 def barts():
     """An encoder and decoder with `eager`, and with ours."""
     torch.manual_seed(0)
-    eager = transformers.BartForConditionalGeneration._from_config(BART, attn_implementation="eager").eval()
-    ours = transformers.BartForConditionalGeneration._from_config(BART, attn_implementation=register()).eval()
-    ours.load_state_dict(eager.state_dict())
-    return eager, ours
+    return with_both(transformers.BartForConditionalGeneration._from_config, BART)
 
 
 @pytest.mark.parametrize("padded", ["none", "ones", "left", "right"])
