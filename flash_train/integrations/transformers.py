@@ -88,6 +88,9 @@ def attention_forward(
         query, key, value: (batch, heads, seqlen, head_dim); key and value may have fewer heads.
         attention_mask: bool (batch, keys), which keys are tokens; None: all. For packed rows also int64
             (batch, 1, seqlen), each token's document, which counts if nothing else says where documents begin.
+        sliding_window: keys that a query sees on one side, with its own. Without a causal mask, the number in the
+            layer's configuration does not count its own.
+        is_causal: replaces the layer's own.
         s_aux: sinks, (heads,).
         position_ids: (batch, seqlen) or (1, seqlen); where they do not go up by 1, another document begins.
         cu_seq_lens_q, cu_seq_lens_k: int (documents + 1,), the documents' boundaries in the flattened batch.
@@ -117,6 +120,8 @@ def attention_forward(
         )
     q, k, v = (x.transpose(1, 2) for x in _in_one_dtype(module, query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and not causal and sliding_window == _configured_window(module):
+        sliding_window += 1  # the mask has this many keys on each side of the query; other layers count the query, too
     spec = AttentionSpec(_mask(causal, sliding_window), scaling, softcap or 0.0, dropout)
     batch, length = q.shape[:2]
     if documents is not None and not documents.shape[2] == length == k.shape[1]:
@@ -250,6 +255,13 @@ def _mask(causal: bool, sliding_window: int | None) -> Any:
     if sliding_window is None:
         return Causal() if causal else Full()
     return Window(sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _configured_window(module: nn.Module) -> int | None:
+    """Return the window in a layer's configuration, None if it has none or computes it."""
+    config = getattr(module, "config", None)
+    # not getattr: a configuration may refuse attributes that differ between its layers
+    return None if config is None else vars(config).get("sliding_window")
 
 
 def _in_one_dtype(module: nn.Module, *tensors: Tensor) -> list[Tensor]:

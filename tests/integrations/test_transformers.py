@@ -1,6 +1,7 @@
 """Models of transformers compute the same with this project's attention as with `eager`."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -295,6 +296,34 @@ def test_windows_on_both_sides_of_padded_rows(side):
     mask[1, slice(0, 9) if side == "left" else slice(15, 24)] = 0
     expected, found = (model(tokens, attention_mask=mask).last_hidden_state[mask.bool()] for model in models)
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Gemma2Config"])
+def test_decoders_that_are_made_bidirectional(name, side):
+    if 'config, "is_causal"' not in inspect.getsource(transformers.masking_utils.create_causal_mask):
+        pytest.skip(f"transformers {transformers.__version__} has causal masks only for decoders")
+    tokens, mask = random_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    if side != "none":
+        mask[1, slice(0, 7) if side == "left" else slice(13, 20)] = 0
+    found = [model(tokens, attention_mask=mask, is_causal=False, use_cache=False).logits for model in pair(name)]
+    torch.testing.assert_close(found[1][mask.bool()], found[0][mask.bool()], **TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_an_encoder_whose_windows_do_not_count_the_query(side):
+    part = {**SHAPE, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
+    config = transformers.T5GemmaConfig(
+        encoder=part, decoder=part, vocab_size=99, decoder_start_token_id=1, initializer_range=0.2, dropout_rate=0.0
+    )
+    torch.manual_seed(0)
+    models = with_both(transformers.T5GemmaForConditionalGeneration._from_config, config)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    if side != "none":
+        mask[1, slice(0, 7) if side == "left" else slice(13, 20)] = 0
+    given = {"input_ids": random_tokens(2, 20), "attention_mask": mask, "decoder_input_ids": random_tokens(2, 12)}
+    found = [model(**given, use_cache=False).logits for model in models]
+    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
 
 
 def test_a_window_that_no_layer_uses():
