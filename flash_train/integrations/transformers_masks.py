@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -86,18 +87,31 @@ def check_mask(mask_function: Callable, keys: int, config: Any) -> tuple[bool, T
 
     Raises:
         NotImplementedError: the mask has another part, such as chunks or blocks of images, or a window that the model
-            does not give to its layers' attention.
+            does not give to its layers' attention; or no layer of the model says that it is causal as the mask is, or
+            layers attend to other keys than the mask has.
     """
     parts = dict(_parts(mask_function))
+    is_causal = "causal_mask_function" in parts
     window, module = parts.get("sliding_window_overlay", {}).get("sliding_window"), _modeling_module(config)
     if window and window < keys and module and not _gives_window(module):
         raise NotImplementedError(OTHER_MASK.format(f"a window of {window} tokens"))
+    in_each_call = not getattr(config, "is_causal", True)  # then transformers tells the layers that they are not causal
+    if module and hasattr(module, "ALL_ATTENTION_FUNCTIONS") and not in_each_call:
+        known = _said_of_layers(module)
+        if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # the layers of Gemma's text models
+            known = known - {True}
+        if is_causal not in known:
+            raise NotImplementedError(
+                OTHER_MASK.format(f"an order (is_causal={is_causal}) of which its layers do not know")
+            )
+    if any("compressed" in kind for kind in getattr(config, "layer_types", None) or ()):
+        raise NotImplementedError(OTHER_MASK.format("compressed keys"))
     if (chunks := parts.pop("chunked_overlay", None)) is not None and chunks["chunk_size"] < keys:
         raise NotImplementedError(OTHER_MASK.format(f"chunks of {chunks['chunk_size']} tokens"))
     if unknown := sorted(parts.keys() - KNOWN_PARTS):
         raise NotImplementedError(OTHER_MASK.format(", ".join(unknown)))
     packed = parts.get("packed_sequence_mask_function")
-    return "causal_mask_function" in parts, None if packed is None else packed["packed_sequence_mask"]
+    return is_causal, None if packed is None else packed["packed_sequence_mask"]
 
 
 def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -121,6 +135,21 @@ def _modeling_module(config: Any) -> ModuleType | None:
 def _gives_window(module: ModuleType) -> bool:
     """Whether a model's layers give their sliding window to the attention function."""
     return "sliding_window=" in inspect.getsource(module)
+
+
+@cache
+def _said_of_layers(module: ModuleType) -> set[bool]:
+    """Return which values of `is_causal` a model's layers may have; attention functions take those without for causal.
+
+    Some models are written for masks with four dimensions only, which hold the order of the tokens.
+    """
+    given = set(
+        re.findall(r"is_causal(?:: bool(?: \| None)?)? = ([\w.]+)|is_causal=([\w.]+)", inspect.getsource(module))
+    )
+    values = {one or other for one, other in given} - {"is_causal", "self.is_causal"}
+    if not given:
+        return {True}
+    return {False} if values <= {"False"} else {True} if values == {"True"} else {True, False}
 
 
 @torch.compiler.disable

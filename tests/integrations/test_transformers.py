@@ -395,6 +395,29 @@ def test_other_masks_and_scores_are_refused():
         adapter.padding_mask(2, 12, 12, config=bloom)  # in 5.0 Bloom makes its own mask, too
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("SplinterModel", {}, r"an order \(is_causal=False\) of which its layers do not know"),
+        ("ClapTextModel", {}, r"an order \(is_causal=False\) of which its layers do not know"),
+        ("Aimv2TextModel", {"max_position_embeddings": 64}, r"an order \(is_causal=True\) of which its layers"),
+        ("GemmaModel", {"head_dim": 8, "use_bidirectional_attention": True}, r"an order \(is_causal=True\) of which"),
+        ("DeepseekV4Model", {"n_routed_experts": 4, "moe_intermediate_size": 16}, "compressed keys"),
+    ],
+)
+def test_masks_that_the_layers_do_not_know(name, config, message):
+    """Their layers take the order of the tokens, or the number of keys, from masks with four dimensions."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    shape = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = getattr(transformers, name).config_class(**shape, num_attention_heads=4, pad_token_id=0, **config)
+    model = getattr(transformers, name)._from_config(config, attn_implementation=register())
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    with pytest.raises(NotImplementedError, match=message):
+        model(random_tokens(2, 12), attention_mask=mask)
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match="must not be empty or contain 'flash'"):
         register("flash_train")
