@@ -41,7 +41,8 @@ def padding_mask(
     For packed rows without a mask it returns each token's document, int64 (batch, 1, keys): not all models give their
     `position_ids` to the attention function.
 
-    A cache of fixed size has more keys than have been seen; the mask is then only as long as these. The first releases
+    A cache of fixed size has more keys than have been seen; the mask is then only as long as these. An `attention_mask`
+    may also have columns for tokens that come later. The first releases
     of transformers 5 give the queries' positions as `cache_position`, later ones as `q_offset` and `q_length`.
 
     Raises:
@@ -73,7 +74,7 @@ def padding_mask(
             return None
         device = q_offset.device if isinstance(q_offset, Tensor) else None
         return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
-    mask = attention_mask[:, -kv_length:].bool()
+    mask = attention_mask[:, kv_offset : kv_offset + min(seen, kv_length)].bool()
     if mask.shape[1] < min(seen, kv_length):
         raise ValueError(TOO_SHORT.format(mask.shape[1], min(seen, kv_length)))
     return None if mask.shape[1] == kv_length and bool(mask.all()) else mask

@@ -353,6 +353,28 @@ def test_masks_shorter_than_the_row(padded):
         adapter.attention_forward(torch.nn.Module(), x, x, x, mask.bool())
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "GptOssConfig"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("length", [12, 24])
+def test_masks_longer_than_the_row(name, cache, length):
+    """The mask of all tokens that there will be, for the first ones, and for one after them."""
+    tokens, mask = random_tokens(2, 12), torch.ones(2, length, dtype=torch.long)
+    mask[1, :4] = 0
+    found = []
+    for model in pair(name):
+        kind = transformers.DynamicCache if cache == "dynamic" else transformers.StaticCache
+        options = {"config": model.config, **({} if cache == "dynamic" else {"max_cache_len": 24})}
+        keys, positions = kind(**options), (mask.cumsum(-1) - 1).clamp(min=0)
+        parts = [slice(0, 8), slice(8, 9)]
+        logits = [
+            model(tokens[:, part], attention_mask=mask, position_ids=positions[:, part], past_key_values=keys).logits
+            for part in parts
+        ]
+        found.append(torch.cat(logits, 1)[mask[:, :9].bool()])
+    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
+
+
 def test_inference_mode():
     _, ours = pair("LlamaConfig")
     mask = torch.ones(2, 9, dtype=torch.long)
