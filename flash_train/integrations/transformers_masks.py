@@ -20,6 +20,7 @@ KNOWN_PARTS = {
     "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 OTHER_MASK = "this model's mask has {}, which only attn_implementation='sdpa' or 'eager' can do"
+OTHER_LAYERS = "this model's mask is {}causal, and its layers do not say so; use attn_implementation='sdpa' or 'eager'"
 TOO_SHORT = "attention_mask.shape[1]={}: must be {}, one for each token, or more with a cache"
 
 
@@ -42,8 +43,8 @@ def padding_mask(
     `position_ids` to the attention function.
 
     A cache of fixed size has more keys than have been seen; the mask is then only as long as these. An `attention_mask`
-    may also have columns for tokens that come later. The first releases
-    of transformers 5 give the queries' positions as `cache_position`, later ones as `q_offset` and `q_length`.
+    may also have columns for tokens that come later. The first releases of transformers 5 give the queries' positions
+    as `cache_position`, later ones as `q_offset` and `q_length`.
 
     Raises:
         NotImplementedError: the model has attention of its own, or a mask that this attention does not know.
@@ -88,7 +89,7 @@ def check_mask(mask_function: Callable, keys: int, config: Any) -> tuple[bool, T
 
     Raises:
         NotImplementedError: the mask has another part, such as chunks or blocks of images, or a window that the model
-            does not give to its layers' attention; or no layer of the model says that it is causal as the mask is, or
+            does not give to its layers' attention; or the mask is causal and no layer says so, or the reverse; or
             layers attend to other keys than the mask has.
     """
     parts = dict(_parts(mask_function))
@@ -98,13 +99,11 @@ def check_mask(mask_function: Callable, keys: int, config: Any) -> tuple[bool, T
         raise NotImplementedError(OTHER_MASK.format(f"a window of {window} tokens"))
     in_each_call = not getattr(config, "is_causal", True)  # then transformers tells the layers that they are not causal
     if module and hasattr(module, "ALL_ATTENTION_FUNCTIONS") and not in_each_call:
-        known = _said_of_layers(module)
+        possible = _is_causal_of_layers(module)
         if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # the layers of Gemma's text models
-            known = known - {True}
-        if is_causal not in known:
-            raise NotImplementedError(
-                OTHER_MASK.format(f"an order (is_causal={is_causal}) of which its layers do not know")
-            )
+            possible = possible - {True}
+        if is_causal not in possible:
+            raise NotImplementedError(OTHER_LAYERS.format("" if is_causal else "not "))
     if any("compressed" in kind for kind in getattr(config, "layer_types", None) or ()):
         raise NotImplementedError(OTHER_MASK.format("compressed keys"))
     if (chunks := parts.pop("chunked_overlay", None)) is not None and chunks["chunk_size"] < keys:
@@ -139,18 +138,19 @@ def _gives_window(module: ModuleType) -> bool:
 
 
 @cache
-def _said_of_layers(module: ModuleType) -> set[bool]:
-    """Return which values of `is_causal` a model's layers may have; attention functions take those without for causal.
+def _is_causal_of_layers(module: ModuleType) -> set[bool]:
+    """Return which values of `is_causal` a model's layers may have, by the model's source.
 
-    Some models are written for masks with four dimensions only, which hold the order of the tokens.
+    Attention functions take layers without such a value for causal. Some models are written only for masks with four
+    dimensions, which hold the order of the tokens, so the value of their layers may differ from the mask.
     """
-    given = set(
-        re.findall(r"is_causal(?:: bool(?: \| None)?)? = ([\w.]+)|is_causal=([\w.]+)", inspect.getsource(module))
-    )
-    values = {one or other for one, other in given} - {"is_causal", "self.is_causal"}
-    if not given:
+    assigned = r"is_causal(?:: bool(?: \| None)?)? = ([\w.]+)"
+    passed = r"is_causal=([\w.]+)"
+    found = {one or other for one, other in re.findall(f"{assigned}|{passed}", inspect.getsource(module))}
+    values = found - {"is_causal", "self.is_causal"}  # these hand on a value
+    if not found or values == {"True"}:
         return {True}
-    return {False} if values <= {"False"} else {True} if values == {"True"} else {True, False}
+    return {False} if values <= {"False"} else {True, False}
 
 
 @torch.compiler.disable

@@ -13,8 +13,8 @@ from flash_train.attention import Packing  # noqa: E402
 from flash_train.integrations import causal_lm  # noqa: E402
 from flash_train.integrations.causal_lm import CausalLM  # noqa: E402
 from flash_train.training import CausalLMModule, OptimizerConfig  # noqa: E402
-from tests.integrations.test_transformers import MODELS, SHAPE  # noqa: E402
 from tests.support.training.tiny_run import TinyData, packed_row, read_metrics, tiny_trainer  # noqa: E402
+from tests.support.transformers_models import MODELS, SHAPE  # noqa: E402
 
 NAMES = ["LlamaConfig", "Qwen3Config", "Gemma2Config", "Gemma3TextConfig"]
 

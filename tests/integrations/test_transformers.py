@@ -1,8 +1,5 @@
 """Models of transformers compute the same with this project's attention as with `eager`."""
 
-import copy
-import inspect
-
 import pytest
 import torch
 
@@ -12,67 +9,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from flash_train.integrations import transformers as adapter  # noqa: E402
 from flash_train.integrations.transformers import register  # noqa: E402
-
-SHAPE = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "initializer_range": 0.2,  # with small weights attention is nearly uniform, whatever a token attends to
-}  # fmt: skip
-MLA = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2,
-    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-}  # fmt: skip
-MODELS = {
-    "LlamaConfig": {},
-    "Qwen3Config": {"head_dim": 16},
-    "MistralConfig": {"sliding_window": 5, "head_dim": 8},
-    "Gemma2Config": {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
-    "Gemma3TextConfig": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
-    "GptOssConfig": {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Phi3Config": {},
-    "DeepseekV3Config": MLA,
-}
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
-
-
-def pair(name):
-    """The same model with `eager` and with ours."""
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**SHAPE, **MODELS[name]})
-    return with_both(AutoModelForCausalLM.from_config, config)
-
-
-def with_both(build, config):
-    """A model of the configuration with `eager` and with ours; each has its own configuration, which names one."""
-    eager, ours = (build(copy.deepcopy(config), attn_implementation=name).eval() for name in ("eager", register()))
-    ours.load_state_dict(eager.state_dict())
-    assert [model.config._attn_implementation for model in (eager, ours)] == ["eager", register()]
-    return eager, ours
-
-
-def run(model, tokens, weights, lengths=None, **inputs):
-    """Logits, and the gradients of a weighted sum of the logits that count; with lengths, each document by itself."""
-    model.zero_grad()
-    parts = tokens.split(lengths, 1) if lengths else [tokens]
-    logits = torch.cat([model(part, use_cache=False, **inputs).logits for part in parts], 1)
-    (logits * weights).sum().backward()
-    return logits.detach() * (weights != 0), [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def assert_same(name, tokens, counts, lengths=None, **inputs):
-    eager, ours = pair(name)
-    weights = torch.randn(*tokens.shape, 99, generator=torch.Generator().manual_seed(1)) * counts[..., None]
-    expected = run(eager, tokens, weights, lengths, **({} if lengths else inputs))
-    found = run(ours, tokens, weights, **inputs)
-    torch.testing.assert_close(found[0], expected[0], **TOLERANCE)
-    assert len(found[1]) == len(expected[1]) > 10
-    for a, b in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
-
-
-def random_tokens(*shape):
-    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(0))
+from tests.support.transformers_models import MODELS, SHAPE, TOLERANCE, assert_same, pair, random_tokens, with_both  # noqa: E402
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -265,116 +202,6 @@ def test_documents_without_positions():
         adapter.attention_forward(torch.nn.Module(), one, one, one, documents)
 
 
-def test_padding_within_a_row_and_a_window():
-    """Unpadding takes the padding away, which a window counts."""
-    eager, ours = pair("MistralConfig")
-    tokens, mask = random_tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[0, 4:6] = 0
-    with pytest.raises(ValueError, match="sliding_window=5 and attention_mask: a row must not have padding between"):
-        ours(tokens, attention_mask=mask, use_cache=False)
-    # a window that holds all keys, and padding between two documents
-    found, expected = (model(tokens[:, 3:8], attention_mask=mask[:, 3:8]).logits for model in (ours, eager))
-    counts = mask[:, 3:8, None]
-    torch.testing.assert_close(found * counts, expected * counts, **TOLERANCE)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 4, 5], [*range(12)]])
-    found = ours(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    expected = [eager(tokens[:1, part], use_cache=False).logits for part in (slice(0, 4), slice(6, 12))]
-    torch.testing.assert_close(found[:1, mask[0].bool()], torch.cat(expected, 1), **TOLERANCE)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_windows_on_both_sides_of_padded_rows(side):
-    models = []
-    for attention in ("eager", register()):
-        config = transformers.ModernBertConfig(
-            vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-            local_attention=6, pad_token_id=0, initializer_range=0.3,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        models.append(transformers.ModernBertModel._from_config(config, attn_implementation=attention).eval())
-    tokens, mask = random_tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
-    mask[1, slice(0, 9) if side == "left" else slice(15, 24)] = 0
-    expected, found = (model(tokens, attention_mask=mask).last_hidden_state[mask.bool()] for model in models)
-    torch.testing.assert_close(found, expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Gemma2Config"])
-def test_decoders_that_are_made_bidirectional(name, side):
-    if 'config, "is_causal"' not in inspect.getsource(transformers.masking_utils.create_causal_mask):
-        pytest.skip(f"transformers {transformers.__version__} has causal masks only for decoders")
-    tokens, mask = random_tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
-    if side != "none":
-        mask[1, slice(0, 7) if side == "left" else slice(13, 20)] = 0
-    found = [model(tokens, attention_mask=mask, is_causal=False, use_cache=False).logits for model in pair(name)]
-    torch.testing.assert_close(found[1][mask.bool()], found[0][mask.bool()], **TOLERANCE)
-
-
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_an_encoder_whose_windows_do_not_count_the_query(side):
-    part = {**SHAPE, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
-    config = transformers.T5GemmaConfig(
-        encoder=part, decoder=part, vocab_size=99, decoder_start_token_id=1, initializer_range=0.2, dropout_rate=0.0
-    )
-    torch.manual_seed(0)
-    models = with_both(transformers.T5GemmaForConditionalGeneration._from_config, config)
-    mask = torch.ones(2, 20, dtype=torch.long)
-    if side != "none":
-        mask[1, slice(0, 7) if side == "left" else slice(13, 20)] = 0
-    given = {"input_ids": random_tokens(2, 20), "attention_mask": mask, "decoder_input_ids": random_tokens(2, 12)}
-    found = [model(**given, use_cache=False).logits for model in models]
-    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
-
-
-def test_a_window_that_no_layer_uses():
-    found = []
-    for attention in ("eager", register()):
-        config = transformers.Qwen2MoeConfig(
-            **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2, num_experts_per_tok=1
-        )
-        assert config.sliding_window == 0
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        found.append(model(random_tokens(2, 12), use_cache=False).logits)
-    torch.testing.assert_close(*found, **TOLERANCE)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_masks_shorter_than_the_row(padded):
-    _, ours = pair("LlamaConfig")
-    mask = torch.ones(2, 8)
-    mask[0, 0] = 0 if padded else 1
-    message = r"attention_mask.shape\[1\]=8: must be 12, one for each token, or more with a cache"
-    for cached in (False, True):
-        with pytest.raises(ValueError, match=message):
-            ours(random_tokens(2, 12), attention_mask=mask, use_cache=cached)
-    x = torch.randn(2, 4, 12, 8)
-    with pytest.raises(ValueError, match=message):
-        adapter.attention_forward(torch.nn.Module(), x, x, x, mask.bool())
-
-
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
-@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "GptOssConfig"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("length", [12, 24])
-def test_masks_longer_than_the_row(name, cache, length):
-    """The mask of all tokens that there will be, for the first ones, and for one after them."""
-    tokens, mask = random_tokens(2, 12), torch.ones(2, length, dtype=torch.long)
-    mask[1, :4] = 0
-    found = []
-    for model in pair(name):
-        kind = transformers.DynamicCache if cache == "dynamic" else transformers.StaticCache
-        options = {"config": model.config, **({} if cache == "dynamic" else {"max_cache_len": 24})}
-        keys, positions = kind(**options), (mask.cumsum(-1) - 1).clamp(min=0)
-        parts = [slice(0, 8), slice(8, 9)]
-        logits = [
-            model(tokens[:, part], attention_mask=mask, position_ids=positions[:, part], past_key_values=keys).logits
-            for part in parts
-        ]
-        found.append(torch.cat(logits, 1)[mask[:, :9].bool()])
-    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
-
-
 def test_inference_mode():
     _, ours = pair("LlamaConfig")
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -386,58 +213,6 @@ def test_inference_mode():
         assert torch.equal(ours(tokens, attention_mask=mask).logits, expected)
         packed = ours(tokens, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
         assert packed.logits.isfinite().all()
-
-
-def test_other_masks_and_scores_are_refused():
-    """They would be left out without a word."""
-    tokens = random_tokens(2, 12)
-    llama4 = transformers.Llama4TextConfig(
-        **SHAPE, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=4, num_local_experts=2
-    )
-    model = AutoModelForCausalLM.from_config(llama4, attn_implementation=register())
-    with pytest.raises(NotImplementedError, match="this model's mask has chunks of 4 tokens, which only"):
-        model(tokens)
-    assert model(tokens[:, :4], use_cache=False).logits.isfinite().all()
-    qwen = transformers.Qwen2MoeConfig(
-        **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2, num_experts_per_tok=1,
-        use_sliding_window=True, sliding_window=4, max_window_layers=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(qwen, attn_implementation=register())
-    with pytest.raises(NotImplementedError, match="this model's mask has a window of 4 tokens, which only"):
-        model(tokens)
-    t5 = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
-    model = transformers.T5ForConditionalGeneration._from_config(t5, attn_implementation=register())
-    with pytest.raises(
-        NotImplementedError, match="attention has position_bias, which only|T5 has attention of its own"
-    ):
-        model(tokens, decoder_input_ids=tokens)
-    bloom = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
-    AutoModelForCausalLM.from_config(bloom, attn_implementation=register())
-    with pytest.raises(NotImplementedError, match="Bloom has attention of its own"):
-        adapter.padding_mask(2, 12, 12, config=bloom)  # in 5.0 Bloom makes its own mask, too
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "message"),
-    [
-        ("SplinterModel", {}, r"an order \(is_causal=False\) of which its layers do not know"),
-        ("ClapTextModel", {}, r"an order \(is_causal=False\) of which its layers do not know"),
-        ("Aimv2TextModel", {"max_position_embeddings": 64}, r"an order \(is_causal=True\) of which its layers"),
-        ("GemmaModel", {"head_dim": 8, "use_bidirectional_attention": True}, r"an order \(is_causal=True\) of which"),
-        ("DeepseekV4Model", {"n_routed_experts": 4, "moe_intermediate_size": 16}, "compressed keys"),
-    ],
-)
-def test_masks_that_the_layers_do_not_know(name, config, message):
-    """Their layers take the order of the tokens, or the number of keys, from masks with four dimensions."""
-    if not hasattr(transformers, name):
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    shape = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = getattr(transformers, name).config_class(**shape, num_attention_heads=4, pad_token_id=0, **config)
-    model = getattr(transformers, name)._from_config(config, attn_implementation=register())
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, 8:] = 0
-    with pytest.raises(NotImplementedError, match=message):
-        model(random_tokens(2, 12), attention_mask=mask)
 
 
 def test_mistakes():

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from flash_train.integrations.transformers import register  # noqa: E402
-from tests.integrations.test_transformers import MODELS, SHAPE  # noqa: E402
+from tests.support.transformers_models import MODELS, SHAPE  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
