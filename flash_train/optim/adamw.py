@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flash_train.checks import check_name
 from flash_train.distributed.sharding import local, parts_of
@@ -44,7 +45,8 @@ class AdamW(torch.optim.AdamW):
     loaded. PyTorch's AdamW loads a state of this one too, after `without_codes` if its moments have 8 bits.
     ``exp_avg_scale`` and ``exp_avg_sq_scale`` are the scales of 8-bit moments, and ``weight_lower`` the further bits.
 
-    Weights must be contiguous; of sharded weights (`DTensor`) each rank updates its own part.
+    Weights must be contiguous; of sharded weights (`DTensor`) each rank updates its own part. Gradients of PyTorch's
+    tensor parallelism that each rank has a summand of (`Partial`) are summed first.
     `grad_scale`, a scalar tensor or None, divides the gradients of the next step; the step resets it to None.
 
     Args:
@@ -247,9 +249,14 @@ def _has_whole_blocks(weight: Tensor) -> bool:
 
 
 def _gradient(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight's gradient, contiguous."""
+    """Return this rank's part of a weight's gradient, contiguous.
+
+    With tensor parallelism a rank may have only a summand of the gradient; the ranks then add them up.
+    """
     gradient = weight.grad
     assert gradient is not None  # `AdamW._alike` takes only weights that have one
+    if isinstance(weight, DTensor) and isinstance(gradient, DTensor) and gradient.placements != weight.placements:
+        gradient = gradient.redistribute(placements=weight.placements)
     return local(gradient).contiguous()
 
 
