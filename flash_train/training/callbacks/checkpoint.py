@@ -104,8 +104,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
     `ModelCheckpoint` that monitors nothing. Lightning's `ckpt_path="last"` does not look for these checkpoints: pass
     `newest_checkpoint(folder)`. It keeps no list of checkpoints but reads the folder, so it also counts checkpoints
     that earlier runs left there. If a checkpoint cannot be written, for example because the disk is full, it prints a
-    line, keeps the older ones, and training continues; it tries again when training ends. With
-    `Trainer(fast_dev_run=...)` it saves nothing, as `ModelCheckpoint` does.
+    line, keeps the older ones, and training continues; it tries again when training ends. An older one that cannot be
+    removed is left, after a line. With `Trainer(fast_dev_run=...)` it saves nothing, as `ModelCheckpoint` does.
 
     With `asynchronous`, training waits only until the checkpoint is copied to the host's memory, which must have room
     for it: each process takes as much as it writes. A thread writes the copy. The next checkpoint, and the end of
@@ -141,6 +141,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self._branch = 0
         self._writer = BackgroundWriter() if asynchronous else None
         self._writing: Path | None = None  # the checkpoint that the thread writes
+        self._not_removed: set[Path] = set()  # each is reported once
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[BRANCH] = self._branch
@@ -211,10 +212,11 @@ class StepCheckpoint(StepCallback, Checkpoint):
         found = None
         try:
             trainer.save_checkpoint(path, weights_only=False)
-            remove_old()
         except OSError as error:
             found = error
             trainer.strategy.barrier("Trainer.save_checkpoint")  # the other ranks wait at this barrier
+        else:
+            remove_old()
         self._take_outcome(trainer, path, found)
 
     def _await_written(self, trainer: Trainer) -> None:
@@ -245,7 +247,12 @@ class StepCheckpoint(StepCallback, Checkpoint):
         if self.keep is not None:
             candidates = [other for other in checkpoints_by_step(self.folder) if step_of(other) <= step]
             for old in candidates[: -self.keep]:
-                remove_checkpoint(old)
+                try:
+                    remove_checkpoint(old)
+                except OSError as error:
+                    if old not in self._not_removed:
+                        self._not_removed.add(old)
+                        say(f"{old} not removed ({error.strerror or error}); the run continues")
 
 
 class AtomicCheckpointIO(CheckpointIO):

@@ -150,6 +150,30 @@ def test_a_checkpoint_that_the_full_disk_refused_is_tried_again_at_the_end(tmp_p
     assert names(tmp_path / "checkpoints") == ["step-000002.ckpt"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_cannot_be_removed_is_left(asynchronous, tmp_path, monkeypatch, capsys):
+    """The newer one counts as written, and no rank waits for others, which are in no error."""
+    barriers = []
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("flash_train.training.callbacks.checkpoint.remove_checkpoint", refuse)
+    trainer = tiny_trainer(
+        tmp_path, max_steps=6, checkpoint_every=2, keep_checkpoints=1, async_checkpoints=asynchronous
+    )
+    monkeypatch.setattr(trainer.strategy, "barrier", barriers.append)
+    trainer.fit(tiny_module(), datamodule=TinyData())
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flash-train: ")]
+    folder = tmp_path / "checkpoints"
+    assert lines == [
+        f"flash-train: {folder}/step-00000{step}.ckpt not removed (Permission denied); the run continues"
+        for step in (2, 4)
+    ]
+    assert names(folder) == [f"step-00000{step}.ckpt" for step in (2, 4, 6)]
+    assert barriers.count("Trainer.save_checkpoint") == 3, barriers  # Lightning's own, after each checkpoint
+
+
 def test_no_checkpoint_found(tmp_path):
     (tmp_path / "step=3.ckpt").touch()
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*: expected files named like step-000100.ckpt"):
