@@ -74,13 +74,16 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Iterator[Path]:
+def whole_folder(
+    folder: Path, *, earlier: Iterable[str] = (), last: str, replaces_file: bool = False
+) -> Iterator[Path]:
     """Yield a new folder to write in. When the block ends without an error, its files move to `folder`.
 
     After an error nothing is left. If `folder` exists, its files that match the glob patterns `earlier` are removed and
     all others are kept. The file `last` is removed first and moved last: while it exists, the files belong together.
+    With `replaces_file`, a file of the folder's name is removed at the end; without, it is an error.
     """
-    exists = folder.exists()
+    exists = folder.exists() and not (replaces_file and folder.is_file())
     if not exists:
         folder.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder if exists else folder.parent))
@@ -92,6 +95,8 @@ def whole_folder(folder: Path, *, earlier: Iterable[str] = (), last: str) -> Ite
             _move_into(staged, folder, earlier, last)
         else:
             staged.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+            if replaces_file:
+                folder.unlink(missing_ok=True)
             os.rename(staged, folder)
             _sync(folder.parent)
     finally:

@@ -44,7 +44,7 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup 
 
     Args:
         checkpoint: nested dictionaries. The first rank's values are saved for everything that is not sharded.
-        path: the folder.
+        path: the folder; a checkpoint there is replaced, a file too.
         group: all ranks, for the communication; None: the default group.
 
     Raises:
@@ -57,7 +57,7 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup 
     with ExitStack() as on_first_rank:  # after an error it removes what was written
 
         def begin() -> str:
-            folder = whole_folder(path, earlier=("*.distcp", METADATA), last=VALUES)
+            folder = whole_folder(path, earlier=("*.distcp", METADATA), last=VALUES, replaces_file=True)
             return str(on_first_rank.enter_context(folder))
 
         staged = Path(_on_first_rank(begin, group))
@@ -126,6 +126,12 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def make_way_for_file(path: Path) -> None:
+    """Remove a sharded checkpoint, whole or not, at a path to which a file is to move; leave anything else."""
+    if path.is_dir() and any(True for pattern in (VALUES, METADATA, "*.distcp") for _ in path.glob(pattern)):
+        remove_checkpoint(path)
 
 
 def _take_sharded(tree: Any, place: Place, tensors: dict[str, Tensor]) -> Any:

@@ -163,6 +163,26 @@ def test_a_folder_is_replaced(alone, tmp_path):
     assert torch.equal(found["state_dict"]["a"], saved["state_dict"]["a"].full_tensor())
 
 
+def test_a_file_and_a_folder_replace_each_other(alone, tmp_path):
+    """A run that resumes at an earlier step on another number of devices writes the steps again."""
+    path, saved = tmp_path / "x.ckpt", small()
+    AtomicCheckpointIO().save_checkpoint({"global_step": 1}, path)
+    sharded.save_sharded(saved, path)
+    assert torch.equal(sharded.load_whole(path)["state_dict"]["a"], saved["state_dict"]["a"].full_tensor())
+    (path / sharded.VALUES).unlink()  # also one that is not whole
+    AtomicCheckpointIO().save_checkpoint({"global_step": 2}, path)
+    assert AtomicCheckpointIO().load_checkpoint(path) == {"global_step": 2}
+    assert {file.name for file in tmp_path.iterdir()} == {"x.ckpt", "store"}
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes").touch()
+    with pytest.raises(IsADirectoryError):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "x")
+    assert [file.name for file in tmp_path.rglob("*")] == ["x", "notes"]
+
+
 def test_nothing_is_left_of_a_checkpoint_that_failed(alone, tmp_path, monkeypatch):
     def full(*_args):
         raise OSError(28, "No space left on device")

@@ -14,7 +14,13 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from flash_train.checks import as_integer
 from flash_train.distributed.background import BackgroundWriter, write_with
-from flash_train.distributed.checkpoint import is_sharded_checkpoint, load_whole, read_values, remove_checkpoint
+from flash_train.distributed.checkpoint import (
+    is_sharded_checkpoint,
+    load_whole,
+    make_way_for_file,
+    read_values,
+    remove_checkpoint,
+)
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
 from flash_train.training.callbacks.base import StepCallback, is_trial, will_stop
@@ -258,7 +264,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
 class AtomicCheckpointIO(CheckpointIO):
     """Writes a checkpoint to a temporary file and renames it once it is on the disk; loads with `weights_only=True`.
 
-    Lightning's default builds the whole file in memory first, and unpickles arbitrary objects.
+    Lightning's default builds the whole file in memory first, and unpickles arbitrary objects. A sharded checkpoint of
+    the same path, from a run on several devices, is replaced.
     """
 
     def save_checkpoint(
@@ -300,8 +307,10 @@ class _Writer:
 
 
 def _write(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        _save(checkpoint, file)
+    with replacing(path) as temporary:
+        with open(temporary, "wb") as file:
+            _save(checkpoint, file)
+        make_way_for_file(Path(path))
 
 
 def _save(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
