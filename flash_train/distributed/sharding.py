@@ -77,17 +77,42 @@ def _move(module: nn.Module, device: torch.device) -> None:
     module._apply(moved)
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate a module's weights if they are on the meta device, and fill them.
+def materialize(module: nn.Module, device: torch.device, *, loads_state: bool = False) -> None:
+    """Allocate and fill the tensors of a module that are on the meta device; the others keep their values.
 
-    ``module.initialize_weights()`` fills them if there is such a method, else every submodule's ``reset_parameters()``.
+    ``module.initialize_weights()`` fills them if there is such a method, else the ``reset_parameters()`` of each
+    submodule that has some of them, in itself or further down.
+
+    Args:
+        device: where to allocate.
+        loads_state: a checkpoint is loaded afterwards, so that what is in ``module.state_dict()`` needs no values.
+
+    Raises:
+        ValueError: nothing fills a tensor.
     """
-    if not any(parameter.is_meta for parameter in module.parameters()):
+    empty = {name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta}
+    if not empty:
         return
-    module.to_empty(device=device)
     initialize: Any = getattr(module, "initialize_weights", None)
-    each = [getattr(part, "reset_parameters", None) for part in module.modules()]
-    fills: list[Any] = [fill for fill in each if fill] if initialize is None else [initialize]
+    fills: list[Any] = []
+    unfilled = set(empty)
+    if initialize is not None:
+        fills, unfilled = [initialize], set()
+    else:
+        for prefix, part in module.named_modules():
+            own = {name for name in empty if not prefix or name.startswith(f"{prefix}.")}
+            fill = getattr(part, "reset_parameters", None)
+            if own and fill is not None:
+                fills.append(fill)
+                unfilled -= own
+    if loads_state:
+        unfilled -= module.state_dict().keys()
+    if unfilled:
+        raise ValueError(
+            f"{', '.join(sorted(unfilled)[:5])}: on the meta device, and nothing fills it; "
+            f"give {type(module).__name__} a method initialize_weights(), or the submodule reset_parameters()"
+        )
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     with WholeDraws():
         for fill in fills:
             fill()

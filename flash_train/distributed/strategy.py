@@ -166,8 +166,8 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
 
     It shards any LightningModule: each element of its outermost ``nn.ModuleList`` or ``nn.Sequential`` containers
     is gathered by itself, and all other weights together. All ranks get the first rank's weights. Weights on the meta
-    device are allocated sharded and then filled (see `flash_train.distributed.sharding.materialize`); give all ranks
-    the same seed.
+    device are allocated sharded and then filled (see `flash_train.distributed.sharding.materialize`), and others keep
+    their values; give all ranks the same seed.
 
     Args:
         shard: how many neighbouring ranks share one copy of the weights; None: all ranks, or all of a replica.
@@ -179,7 +179,8 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
         process_group_backend: None takes nccl on GPUs and gloo on CPUs.
 
     Raises:
-        ValueError: when training begins, if the sizes do not fit the number of devices.
+        ValueError: when training begins, if the sizes do not fit the number of devices, or if nothing fills weights on
+            the meta device.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
                 self.root_device,
                 exchanges_gradients=self._exchanges_gradients,
             )
-            materialize(module, self.root_device)
+            materialize(module, self.root_device, loads_state=trainer.ckpt_path is not None)
         self.model = module
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
