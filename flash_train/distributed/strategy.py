@@ -28,11 +28,18 @@ from torch.optim import Optimizer
 
 from flash_train.attention.parallel import Method
 from flash_train.distributed.background import BackgroundWriter, write_with
-from flash_train.distributed.checkpoint import Place, is_sharded_checkpoint, load_sharded, save_sharded
+from flash_train.distributed.checkpoint import (
+    Place,
+    is_sharded_checkpoint,
+    load_sharded,
+    read_values,
+    save_sharded,
+)
 from flash_train.distributed.dims import ParallelDims
 from flash_train.distributed.launcher import WatchedLauncher, end_with_parent
 from flash_train.distributed.leave import leave_groups
 from flash_train.distributed.mesh import CONTEXT, rows_mesh, weights_mesh
+from flash_train.distributed.same_weights import check_same_weights
 from flash_train.distributed.sharding import is_sharded, load_state, materialize, shard_module, state_like, state_zeros
 from flash_train.distributed.watch import RankWatch
 
@@ -274,6 +281,8 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if is_sharded_checkpoint(path):
+            for optimizer, state in zip(self.optimizers, read_values(path).get("optimizer_states", ()), strict=False):
+                check_same_weights(optimizer, state)  # the weights decide where the state is read to
             return load_sharded(path, self._destinations())
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
@@ -300,6 +309,7 @@ class ShardedStrategy(_Ranks, ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            check_same_weights(optimizer, state)
             parameters, device = _parameters(optimizer), _state_device(optimizer)
             values = {
                 index: {name: state_like(value, parameters[index], device) for name, value in entries.items()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flash_train.checks import above, at_least, check, check_name, within
+from flash_train.distributed.same_weights import check_same_weights
 from flash_train.distributed.sharding import local, shard_group
 from flash_train.optim import MASTERS, MOMENTS, AdamW, without_codes
 from flash_train.optim.adamw import has_kernel
@@ -105,7 +106,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW for `model`: ours on a GPU and for bf16 weights, else PyTorch's AdamW, fused if the device has it."""
+    """Build AdamW for `model`: ours on a GPU and for bf16 weights, else PyTorch's AdamW, fused if the device has it.
+
+    It refuses to load the state of other weights (`flash_train.distributed.same_weights`).
+    """
     groups = parameter_groups(model, config.weight_decay)
     if not groups:
         raise ValueError(f"{type(model).__name__} has no weight to train: requires_grad is False everywhere")
@@ -116,11 +120,12 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     if has_bf16 or config.moments is not None or config.in_backward or has_kernel(parameters):
-        return AdamW(
-            groups, **settings, master=config.master or "exact", moments=config.moments, offload=config.offload
-        )
+        own = AdamW(groups, **settings, master=config.master or "exact", moments=config.moments, offload=config.offload)
+        own.register_load_state_dict_pre_hook(check_same_weights)
+        return own
     fused = {parameter.device.type for parameter in parameters} <= set(FUSED_DEVICES)
     optimizer = torch.optim.AdamW(groups, fused=fused, **settings)
+    optimizer.register_load_state_dict_pre_hook(check_same_weights)
     optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: without_codes(state_dict))
     # A fused step that supports AMP scaling divides by the loss scale itself, after clipping. With False, GradScaler
     # unscales before clipping, as for any other optimizer, and Lightning does not refuse to clip.
