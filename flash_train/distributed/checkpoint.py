@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,8 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup 
             raise _cause(error) from None
 
         def save_values() -> None:
-            torch.save(values, staged / VALUES)
+            with open(staged / VALUES, "wb") as file:
+                write_archive(values, file)
             sync_file(staged / VALUES)
 
         _on_first_rank(save_values, group)
@@ -134,6 +135,17 @@ def make_way_for_file(path: Path) -> None:
         remove_checkpoint(path)
 
 
+def write_archive(values: Mapping[str, Any], file: IO[bytes]) -> None:
+    """Write as `torch.save` does; if the system refuses, as on a full disk, raise its OSError."""
+    writer = _Writer(file)
+    try:
+        torch.save(values, writer)  # type: ignore[arg-type]
+    except RuntimeError:
+        if writer.error is None:
+            raise
+        raise writer.error from None
+
+
 def _take_sharded(tree: Any, place: Place, tensors: dict[str, Tensor]) -> Any:
     """Copy nested dictionaries and lists without their `DTensor`s, which go to `tensors`."""
     if isinstance(tree, Mapping):
@@ -194,6 +206,24 @@ def _cause(error: CheckpointException) -> BaseException:
             cause.add_note(f"Rank {rank} raised this while it wrote its part of a checkpoint:\n{where}".rstrip())
             return cause
     return error
+
+
+class _Writer:
+    """A file for `torch.save` that remembers the system's error: `torch.save` may raise a RuntimeError instead."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 class _Reader(FileSystemReader):

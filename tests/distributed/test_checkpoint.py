@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -190,6 +191,18 @@ def test_nothing_is_left_of_a_checkpoint_that_failed(alone, tmp_path, monkeypatc
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space left on device"):
         sharded.save_sharded(small(), tmp_path / "x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_the_systems_error_is_not_hidden_by_torch(alone, tmp_path):
+    """While closing the archive of plain values, torch raises its own error instead."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sharded.save_sharded({**small(), "large": torch.ones(100_000)}, tmp_path / "x.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 

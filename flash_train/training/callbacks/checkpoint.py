@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -20,6 +20,7 @@ from flash_train.distributed.checkpoint import (
     make_way_for_file,
     read_values,
     remove_checkpoint,
+    write_archive,
 )
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
@@ -288,36 +289,8 @@ class AtomicCheckpointIO(CheckpointIO):
         remove_checkpoint(Path(path))
 
 
-class _Writer:
-    """A file for `torch.save` that remembers the system's error: `torch.save` may raise a RuntimeError instead."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def _write(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     with replacing(path) as temporary:
         with open(temporary, "wb") as file:
-            _save(checkpoint, file)
+            write_archive(checkpoint, file)
         make_way_for_file(Path(path))
-
-
-def _save(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
-    writer = _Writer(file)
-    try:
-        torch.save(checkpoint, writer)  # type: ignore[arg-type]
-    except RuntimeError:
-        if writer.error is None:
-            raise
-        raise writer.error from None

@@ -14,7 +14,7 @@ from flash_train.training.callbacks import checkpoint as module
 from flash_train.training.callbacks.checkpoint import checkpoints_by_step
 from tests.support.training.tiny_run import TinyData, tiny_module, tiny_trainer
 
-plain_save = module._save
+plain_save = module.write_archive
 
 
 class HeldBack(pl.Callback):
@@ -22,7 +22,7 @@ class HeldBack(pl.Callback):
 
     def __init__(self, patch, step, more=1):
         self.step, self.more, self.go_on = step, more, threading.Event()
-        patch.setattr(module, "_save", self.save)
+        patch.setattr(module, "write_archive", self.save)
 
     def save(self, checkpoint, file):
         assert threading.current_thread() is not threading.main_thread()
@@ -79,7 +79,7 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_is_tried_again(tmp_path, mo
         plain_save(checkpoint, file)
 
     tried = []
-    monkeypatch.setattr(module, "_save", full)
+    monkeypatch.setattr(module, "write_archive", full)
     names = fit(tmp_path, async_checkpoints=True, keep_checkpoints=1)
     assert tried == [4, 6] and names == ["step-000006.ckpt"]
     said = [line for line in capsys.readouterr().err.splitlines() if "not written" in line]
@@ -94,7 +94,7 @@ def test_another_error_ends_the_run(tmp_path, monkeypatch):
     def broken(checkpoint, file):
         raise KeyError("a mistake in the writer")
 
-    monkeypatch.setattr(module, "_save", broken)
+    monkeypatch.setattr(module, "write_archive", broken)
     with pytest.raises(KeyError, match="a mistake in the writer"):
         fit(tmp_path, async_checkpoints=True)
 

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from flash_train.distributed.checkpoint import write_archive
 from flash_train.training import AtomicCheckpointIO, CausalLMModule, StepCheckpoint, newest_checkpoint
-from flash_train.training.callbacks.checkpoint import _save
 from tests.support.training.tiny_run import TinyData, packed_row, tiny_module, tiny_trainer
 
 
@@ -111,7 +111,7 @@ def test_system_error_is_not_hidden_by_torch(tmp_path):
     with pytest.raises(RuntimeError, match="unexpected pos"), Small(tmp_path / "theirs", "w") as file:
         torch.save(tensors, file)
     with pytest.raises(OSError, match="No space left on device"), Small(tmp_path / "ours", "w") as file:
-        _save(tensors, file)
+        write_archive(tensors, file)
 
 
 def test_checkpoint_is_written_after_a_disk_was_full(tmp_path, monkeypatch, capsys):
