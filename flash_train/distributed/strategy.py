@@ -42,6 +42,7 @@ from flash_train.distributed.mesh import CONTEXT, rows_mesh, weights_mesh
 from flash_train.distributed.same_weights import check_same_weights
 from flash_train.distributed.sharding import is_sharded, load_state, materialize, shard_module, state_like, state_zeros
 from flash_train.distributed.watch import RankWatch
+from flash_train.output import LOGGER
 
 # `RankWatch` ends a run that hangs and names the rank that is missing. Collectives time out this much later.
 TIMEOUT_MARGIN = timedelta(minutes=1)
@@ -111,6 +112,8 @@ class _Ranks(ParallelStrategy):
         if self.watch is not None:
             self.watch.report_failure(exception, on_all_ranks=_is_on_all_ranks(exception))
             exception.add_note(f"This was rank {self.global_rank} of {self.world_size}.")
+            if isinstance(exception, SystemExit):  # Python prints no traceback for it
+                LOGGER.error("rank %s called sys.exit(%r); all ranks end", self.global_rank, exception.code)
         elif isinstance(self.launcher, WatchedLauncher):
             self.launcher.kill_children()
 

@@ -68,8 +68,9 @@ def test_the_run_continues_on_any_number_of_ranks(killed, unbroken, corpus, tmp_
         ("1 5 memory", 4, "flash-train: out of GPU memory on rank 1 at seq_len=64"),
         ("0 5 memory", 4, "flash-train: out of GPU memory on rank 0 at seq_len=64"),
         ("1 5 nan", 1, "flash-train: the training loss is nan at step 5 on rank 1: lower optimizer.lr"),
+        ("1 5 exit", 1, "flash-train: rank 1 called sys.exit(3); all ranks end"),
     ],
-    ids=["kill 0", "memory 1", "memory 0", "loss 1"],
+    ids=["kill 0", "memory 1", "memory 0", "loss 1", "exit 1"],
 )
 def test_one_line_names_the_rank(corpus, tmp_path, launcher, fault, code, message):
     options = ("--nproc-per-node", "2", "--master-port", str(free_port())) if launcher == "torchrun" else ()

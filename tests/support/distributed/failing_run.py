@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def fail(kind: str) -> None:
             time.sleep(3600)
         case "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        case "exit":
+            sys.exit(3)
         case "error":
             raise KeyError("a mistake in one rank's data")
 
