@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,16 +95,16 @@ def materialize(module: nn.Module, device: torch.device, *, loads_state: bool = 
     if not empty:
         return
     initialize: Any = getattr(module, "initialize_weights", None)
-    fills: list[Any] = []
+    fills: list[tuple[nn.Module | None, Any]] = []
     unfilled = set(empty)
     if initialize is not None:
-        fills, unfilled = [initialize], set()
+        fills, unfilled = [(None, initialize)], set()
     else:
         for prefix, part in module.named_modules():
             own = {name for name in empty if not prefix or name.startswith(f"{prefix}.")}
             fill = getattr(part, "reset_parameters", None)
             if own and fill is not None:
-                fills.append(fill)
+                fills.append((part, fill))
                 unfilled -= own
     if loads_state:
         unfilled -= module.state_dict().keys()
@@ -114,8 +115,27 @@ def materialize(module: nn.Module, device: torch.device, *, loads_state: bool = 
         )
     module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     with WholeDraws():
-        for fill in fills:
-            fill()
+        for filled, fill in fills:
+            with nullcontext() if filled is None else _whole_weights(filled):
+                fill()
+
+
+@contextmanager
+def _whole_weights(part: nn.Module) -> Iterator[None]:
+    """Give a module whole tensors in the place of its own sharded weights, and then the weights their new values.
+
+    A part of a sharded weight, as the row ``weight[padding_idx]``, is a copy: nothing that is written to it stays.
+    """
+    own: dict[str, Any] = {
+        name: weight for name, weight in part.named_parameters(recurse=False) if isinstance(weight, DTensor)
+    }
+    for name, weight in own.items():
+        part.register_parameter(name, nn.Parameter(weight.detach().full_tensor(), weight.requires_grad))
+    yield
+    for name, weight in own.items():
+        whole = part.get_parameter(name).detach()
+        part.register_parameter(name, weight)
+        weight.detach().copy_(shard_like(whole, weight))
 
 
 class WholeDraws(TorchFunctionMode):

@@ -1,12 +1,21 @@
-"""Weights on the meta device are allocated and filled, and no others."""
+"""Weights on the meta device are allocated and filled, and no others.
+
+python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.test_sharding
+"""
 
 import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from flash_train.distributed.leave import leave_groups
 from flash_train.distributed.sharding import materialize
+from tests.support.processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -70,3 +79,34 @@ def test_a_module_that_fills_its_parts_is_asked_alone():
         module = Whole()
     materialize(module, CPU)
     assert all(bool((weight == 5.0).all()) for weight in module.parameters())
+
+
+def test_a_part_of_a_sharded_weight_can_be_filled():
+    """`nn.Embedding` zeroes the row of its padding."""
+    assert run_ranks("tests.distributed.test_sharding", 2).splitlines() == ["as on one device"]
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    def make():
+        return nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Linear(3, 3))
+
+    with torch.device("meta"):
+        module = make()
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    torch.manual_seed(0)
+    materialize(module, CPU)
+    torch.manual_seed(0)
+    right = make()
+    assert not right[0].weight[1].any()
+    for found, weight in zip(module.parameters(), right.parameters(), strict=True):
+        assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), weight), (found.full_tensor(), weight)
+    if dist.get_rank() == 0:
+        print("as on one device")
+    leave_groups()
+
+
+if __name__ == "__main__":
+    main()
