@@ -25,6 +25,7 @@ from flash_train.distributed.checkpoint import (
 from flash_train.files import remove_temporary, replacing
 from flash_train.output import say
 from flash_train.training.callbacks.base import StepCallback, is_trial, will_stop
+from flash_train.training.callbacks.nonfinite import NonFiniteLossError
 
 NAME = re.compile(r"step-\d{6,}\.ckpt")
 # An entry of a checkpoint: the number of its branch (see `newest_checkpoint`)
@@ -176,7 +177,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         is_whole = trainer.training and not self._in_batch and trainer.global_step not in (0, self._saved_step)
-        if isinstance(exception, Exception) and is_whole and trainer.world_size == 1:
+        is_useful = isinstance(exception, Exception) and not isinstance(exception, NonFiniteLossError)
+        if is_useful and is_whole and trainer.world_size == 1:
             self.save(trainer)
             self._await_written(trainer)
 

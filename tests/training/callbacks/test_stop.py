@@ -241,6 +241,27 @@ def test_nan_loss_names_its_step(tmp_path):
     assert "at step 3" in summary["error"]
 
 
+class ReadsLater(NonFiniteLoss):
+    """As on a GPU: a step is read at the end of the next one, or when a checkpoint is saved."""
+
+    def on_step_end(self, trainer, pl_module):
+        self.reads = 0
+        super().on_step_end(trainer, pl_module)
+
+    def _read(self, trainer):
+        self.reads += 1
+        if self.reads != 2:  # on a CPU the second one comes at the end of the step itself
+            super()._read(trainer)
+
+
+def test_nan_that_is_found_while_saving_leaves_no_checkpoint(tmp_path):
+    checkpoints = StepCheckpoint(tmp_path, every=1, keep=1)
+    trainer = plain_trainer(tmp_path, ReadsLater(), checkpoints, Hook(2, poison(float("nan"))))
+    with pytest.raises(NonFiniteLossError, match="the training loss is nan at step 3:"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002.ckpt"]
+
+
 def test_a_nan_that_an_earlier_fit_did_not_read_is_forgotten(tmp_path):
     """On a GPU a step is read at the end of the next one, which may fail before."""
     callback = NonFiniteLoss()
