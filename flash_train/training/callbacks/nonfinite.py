@@ -7,13 +7,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from flash_train.distributed.peers import name_ranks
-from flash_train.training.callbacks.base import HostCopy, StepCallback, require
+from flash_train.training.callbacks.base import HostCopy, StepCallback, require, will_stop
 
 
 class NonFiniteLossError(RuntimeError):
-    """A training step's loss or gradient norm is nan or inf, on all ranks; the message names the step.
+    """A training step's loss or gradient norm, or the last validation's loss, is nan or inf, on all ranks.
 
-    If only some ranks' part of the loss is nan or inf, the message names these ranks.
+    The message names the step, and the ranks if only some ranks' part of the loss is nan or inf.
     """
 
     on_all_ranks = True
@@ -21,6 +21,9 @@ class NonFiniteLossError(RuntimeError):
 
 class NonFiniteLoss(StepCallback):
     """Raises `NonFiniteLossError` for the first step whose loss or gradient norm is nan or inf.
+
+    The update of the last step can ruin the weights, too, and no later step's loss would tell. So the error is also
+    raised if the validation after it has a loss that is nan or inf.
 
     Both numbers are copied to the host while the next step is being queued, and read when the next step ends. So the
     device never idles, the message names the right step, and a checkpoint is written only after its step was read.
@@ -49,6 +52,15 @@ class NonFiniteLoss(StepCallback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict) -> None:
         self._read(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        step, metrics = trainer.global_step, getattr(pl_module, "validation", {})  # the same on all ranks
+        is_last = trainer.state.fn == "fit" and (will_stop(trainer) or step == trainer.max_steps)
+        if is_last and not math.isfinite(loss := metrics.get("val/loss", 0.0)):
+            self._read(trainer)  # this step's own loss tells more
+            raise NonFiniteLossError(
+                f"the validation loss is {loss} after step {step}, the last one: lower optimizer.lr or inspect the data"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._read(trainer)

@@ -262,6 +262,21 @@ def test_nan_that_is_found_while_saving_leaves_no_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002.ckpt"]
 
 
+@pytest.mark.parametrize("stop", [{"max_steps": 3}, {"max_steps": 9, "stop_after": 3}])
+def test_weights_that_the_last_step_ruins_fail_the_run(stop, tmp_path):
+    """No later step's loss would tell."""
+
+    def ruin(trainer, pl_module):  # before the validation of the last step
+        if trainer.global_step == 3:
+            poison(float("nan"))(trainer, pl_module)
+
+    hook = pl.callbacks.LambdaCallback(on_validation_start=ruin)
+    trainer = tiny_trainer(tmp_path, accumulate=1, val_every=1, callbacks=[hook], **stop)
+    with pytest.raises(NonFiniteLossError, match="the validation loss is nan after step 3, the last one: lower opt"):
+        trainer.fit(tiny_module(), datamodule=TinyData())
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
 def test_a_nan_that_an_earlier_fit_did_not_read_is_forgotten(tmp_path):
     """On a GPU a step is read at the end of the next one, which may fail before."""
     callback = NonFiniteLoss()
