@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from flash_train.distributed.dims import data_share
 from flash_train.precision import lightning_compute_dtype
 from flash_train.records import device_name, memory_use, peak_flops, reset_peak_memory
-from flash_train.training.callbacks.base import HostCopy, StepCallback, find_callback, require
+from flash_train.training.callbacks.base import HostCopy, StepCallback, find_callback, require, will_stop
 from flash_train.training.callbacks.clock import ActionTimer, Timestamp, TrainingClock
 from flash_train.training.callbacks.step_times import StepTimes
 from flash_train.training.step_log import is_logged, log_at_step
@@ -42,7 +42,7 @@ class _Measurement(NamedTuple):
 
 
 class Throughput(StepCallback):
-    """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at `max_steps`, and logs them.
+    """Measures speed and memory every `trainer.log_every_n_steps` optimizer steps and at the last one, and logs them.
 
     `row` holds the newest measurement with full precision, and `listeners` are called with each and its step. A row
     has the metrics `train/`, `time/`, `throughput/`, `data/` and `memory/` of `flash_train.records.run_files.METRICS`.
@@ -110,17 +110,29 @@ class Throughput(StepCallback):
     def on_step_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._steps += 1
         self._finish(trainer)
-        step, result = trainer.global_step, pl_module.last_step
-        if not is_logged(trainer, step):
+        if not is_logged(trainer, trainer.global_step):
             return
+        self._measure(trainer, pl_module)
+        later = pl_module.last_step.loss.device.type == "cuda" and self._step_times is None
+        if not later or self._clock.is_paused:
+            self._finish(trainer)
+
+    def _measure(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note what the row of the step that was queued last is made of."""
+        result = pl_module.last_step
         values = torch.stack([result.loss, result.gradient_norm.to(result.loss.dtype)])
-        later = values.device.type == "cuda" and self._step_times is None and not self._clock.is_paused
         self._pending = _Measurement(
-            step, HostCopy(values), self._clock.mark(), result.learning_rate, self._steps, self._micro_batches,
-            self._tokens, self._flops, self._timer.seconds, self._imbalance(trainer), pl_module.device,
+            trainer.global_step, HostCopy(values), self._clock.mark(), result.learning_rate, self._steps,
+            self._micro_batches, self._tokens, self._flops, self._timer.seconds, self._imbalance(trainer),
+            pl_module.device,
         )  # fmt: skip
         self._flops = 0
-        if not later:
+
+    def _finish_last(self, trainer: Trainer, pl_module: Any) -> None:
+        """Make the row of the last step: no interval announces the end of the last epoch, a stop or a signal."""
+        self._finish(trainer)
+        if self._steps > self._previous_row[0]:
+            self._measure(trainer, pl_module)
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -162,7 +174,7 @@ class Throughput(StepCallback):
         self.pause(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._finish(trainer)
+        self._finish_last(trainer, pl_module)
         self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -176,6 +188,8 @@ class Throughput(StepCallback):
         """Stop the clock until the next training batch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or self._clock.is_paused:
             return
+        if will_stop(trainer):
+            self._finish_last(trainer, pl_module)
         self._finish(trainer)
         self._clock.pause()
         self._fetch_seconds_at_pause = self._timer.seconds

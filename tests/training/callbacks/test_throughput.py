@@ -1,12 +1,14 @@
 """Throughput: rates, MFU, and which time does not count as training time."""
 
+import os
+import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from flash_train.training import AtomicCheckpointIO, RunRecord, StepCheckpoint, Throughput
+from flash_train.training import AtomicCheckpointIO, RunRecord, SaveOnSignal, StepCheckpoint, StopAfter, Throughput
 from flash_train.training.callbacks.clock import TrainingClock
 from tests.support.training.tiny_run import Hook, RowSharing, TinyData, plain_trainer, read_metrics, tiny_module
 
@@ -28,6 +30,28 @@ def test_throughput_counts_exactly(tmp_path):
         assert row["throughput/mfu"] == ""
         assert float(row["memory/process_peak_gib"]) > 0.05
     assert float(rows[-1]["train/loss"]) == module.last_step.loss.item()  # all digits
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [
+        (lambda: [], {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3}),
+        (lambda: [StopAfter(3)], {"max_steps": 9}),
+        (lambda: [SaveOnSignal(), Hook(2, lambda *_: os.kill(os.getpid(), signal.SIGTERM))], {"max_steps": 9}),
+    ],
+    ids=["epochs", "stop", "signal"],
+)
+def test_the_last_step_is_logged_however_training_ends(end, options, checkpoints, tmp_path):
+    saver = [StepCheckpoint(tmp_path / "c", keep=1)] if checkpoints else []
+    module, throughput = tiny_module(), Throughput()
+    trainer = plain_trainer(tmp_path, throughput, *end(), RunRecord(tmp_path), *saver, log_every_n_steps=2, **options)
+    trainer.fit(module, datamodule=TinyData())
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == ["2", "3"]
+    assert float(rows[-1]["train/loss"]) == module.last_step.loss.item()
+    tokens = throughput.row["throughput/tokens_per_second"] * throughput.row["time/step_seconds"]
+    assert tokens == pytest.approx(32, rel=1e-6)
 
 
 def test_mfu_is_flops_over_time_and_peak(tmp_path, monkeypatch):
