@@ -122,7 +122,7 @@ def profile_memory(config: DictConfig) -> None:
     from flash_train.cli.run.build import build
     from flash_train.cli.run.failures import known_failures
     from flash_train.cli.run.memory_files import only_measure, write_memory
-    from flash_train.cli.run.report import announce, finish
+    from flash_train.cli.run.report import announce, finish, unused_settings
     from flash_train.training.callbacks import MemorySnapshot, RecordedStep
 
     quieten_lightning()
@@ -131,7 +131,8 @@ def profile_memory(config: DictConfig) -> None:
     with locked(run_dir), known_failures(config) as watched:
         step, plan, _ = plan_run(config)
         run = build(config, run_dir, plan, step)
-        announce(run.attention, run.data.info, run.notes | {"validation": None})  # there is none
+        notes = run.notes | unused_settings(config) | {"validation": None}  # there is none
+        announce(run.attention, run.data.info, notes)
         only_measure(run.trainer, MemorySnapshot(recorded.append, steps=(config.max_steps,)))
         watched.begin(step, run, run_dir)
         run.trainer.fit(run.module, datamodule=run.data)

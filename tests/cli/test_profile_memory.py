@@ -36,7 +36,7 @@ def run(monkeypatch, *arguments):
 
 @pytest.mark.parametrize("memory", ["none", "checkpoint"])
 def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
-    run(monkeypatch, *tiny, "seq_len=256", f"memory={memory}")
+    run(monkeypatch, *tiny, "seq_len=256", f"memory={memory}", "memory.keep=0.4")  # of one block, 0.4 is none
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} >= {"memory.json", "memory.md", "memory.html", "memory.png"}
     found = json.loads((folder / "memory.json").read_text())
@@ -46,6 +46,7 @@ def test_all_files(monkeypatch, capsys, tiny, tmp_path, memory):
     assert list(found["phases"]) == ["forward", "backward", "step"] and list(found["blocks"]) == ["blocks.0"]
     out = capsys.readouterr().out
     assert "MiB measured" in out and "\nvalidation:" not in out  # the run validates nothing
+    assert ("\nmemory.keep: 0.4 has no effect with memory=none" in out) == (memory == "none")
     page = (folder / "memory.html").read_text()
     assert "data:image/png;base64," in page and not re.search(r"(src|href)=.?http", page)
     assert not list(folder.rglob("*.ckpt"))
