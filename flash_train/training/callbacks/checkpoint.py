@@ -122,8 +122,8 @@ class StepCheckpoint(StepCallback, Checkpoint):
     Args:
         folder: created if it doesn't exist.
         every: optimizer steps between two checkpoints; None saves only when training stops.
-        keep: how many checkpoints to keep, the newest up to the current step; None keeps all. Checkpoints of later
-            steps are never removed.
+        keep: how many checkpoints to keep, the newest up to the current step; None keeps all. Those that could not be
+            read when training began do not count. Checkpoints of later steps are never removed.
         asynchronous: write while training continues. Needs `AtomicCheckpointIO` or `ShardedStrategy`.
 
     Attributes:
@@ -147,6 +147,7 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self._saved_step = 0
         self._in_batch = False
         self._branch = 0
+        self._damaged: set[Path] = set()  # those that could not be read when training began
         self._writer = BackgroundWriter() if asynchronous else None
         self._writing: Path | None = None  # the checkpoint that the thread writes
         self._not_removed: set[Path] = set()  # each is reported once
@@ -163,8 +164,9 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self._saved_step, self._in_batch = trainer.global_step, False
         if trainer.is_global_zero and not is_trial(trainer):
             remove_temporary(self.folder, ["step-"])  # from a run that was killed while it wrote
-            later = [path for path in checkpoints_by_step(self.folder) if step_of(path) > trainer.global_step]
-            branches = [order[0] for path in later if (order := branch_and_step(path)) is not None]
+            found = {path: branch_and_step(path) for path in checkpoints_by_step(self.folder)}
+            self._damaged = {path for path, order in found.items() if order is None}
+            branches = [order[0] for path, order in found.items() if order and step_of(path) > trainer.global_step]
             if branches:
                 self._branch = max(self._branch, max(branches) + 1)
 
@@ -253,9 +255,11 @@ class StepCheckpoint(StepCallback, Checkpoint):
             self.best_model_path = str(path)
 
     def _remove_old(self, step: int) -> None:
+        self._damaged.discard(self.path(step))
         if self.keep is not None:
             candidates = [other for other in checkpoints_by_step(self.folder) if step_of(other) <= step]
-            for old in candidates[: -self.keep]:
+            kept = [other for other in candidates if other not in self._damaged][-self.keep :]
+            for old in candidates[: candidates.index(kept[0])]:
                 try:
                     remove_checkpoint(old)
                 except OSError as error:

@@ -68,6 +68,24 @@ def test_a_checkpoint_of_a_later_step_is_never_removed(tmp_path):
     assert newest_checkpoint(folder).name == "step-000002.ckpt"
 
 
+def test_a_damaged_checkpoint_does_not_count_among_those_to_keep(tmp_path):
+    """It goes once enough good ones are newer, or is written again."""
+    folder = tmp_path / "checkpoints"
+    tiny_trainer(tmp_path, max_steps=9, checkpoint_every=2, stop_after=4).fit(tiny_module(), datamodule=TinyData())
+    assert names(folder) == ["step-000002.ckpt", "step-000004.ckpt"]
+    (folder / "step-000004.ckpt").write_bytes(b"half of a file")
+
+    def resume(steps, **options):
+        trainer = tiny_trainer(tmp_path, max_steps=9, stop_after=steps, **options)
+        trainer.fit(tiny_module(), datamodule=TinyData(), ckpt_path=newest_checkpoint(folder))
+        return names(folder)
+
+    assert resume(3) == ["step-000002.ckpt", "step-000004.ckpt", "step-000005.ckpt"]
+    assert resume(1) == ["step-000005.ckpt", "step-000006.ckpt"]
+    (folder / "step-000006.ckpt").write_bytes(b"half of a file")
+    assert resume(2, checkpoint_every=1) == ["step-000006.ckpt", "step-000007.ckpt"]
+
+
 def test_damaged_checkpoints_are_skipped(tmp_path):
     """Files cut off anywhere, and changed bytes where PyTorch reads; PyTorch raises many types of errors for them."""
     draw, saver = random.Random(0), AtomicCheckpointIO()
