@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -142,7 +143,10 @@ def save_pretrained(
     files = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
     for file, shard in zip(files, shards, strict=True):
         with replacing(folder / file) as temporary:
-            save_file(shard, temporary, metadata={"format": "pt"})
+            try:
+                save_file(shard, temporary, metadata={"format": "pt"})
+            except SafetensorError as error:  # its name for what the system refuses, such as writing to a full disk
+                raise OSError(f"{folder / file} not written: {error}") from error
     if len(shards) > 1:
         total = sum(t.nbytes for t in tensors.values())
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}

@@ -118,6 +118,20 @@ def test_saved_model_keeps_its_dtype(tmp_path):
     assert {t.dtype for t in load_pretrained(tmp_path)[1].values()} == {torch.bfloat16}
 
 
+def test_a_full_disk_is_a_system_error(tmp_path):
+    """`safetensors` has an error class of its own for it."""
+    resource = pytest.importorskip("resource")  # Windows has none
+    model = tiny_model(width=64)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors not written: .*File too large"):
+            save_pretrained(model, model.config, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("writer", ["ours", "theirs"])
 def test_sharded_weights_are_read(tmp_path, writer):
     if writer == "ours":
