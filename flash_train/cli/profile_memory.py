@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.environment import is_first_process, prepare_environment, quieten_lightning
-from flash_train.cli.config.errors import UsageError, one_line_errors
+from flash_train.cli.config.errors import UsageError, blame, one_line_errors
 from flash_train.cli.config.overrides import CommandLine, read
 from flash_train.cli.config.paths import require_no_run
 from flash_train.cli.launch.interrupt import resumable
@@ -139,7 +139,8 @@ def profile_memory(config: DictConfig) -> None:
         if not recorded and run.trainer.is_global_zero:
             raise UsageError(f"stopped before step {config.max_steps}, the one to record: nothing is written")
         if recorded:
-            write_memory(config, run, recorded[-1], run_dir)
+            with blame(f"run_dir={run_dir}"):
+                write_memory(config, run, recorded[-1], run_dir)
     finish(run.logger)
 
 

@@ -1,5 +1,6 @@
 """Memory: the profile of a step, and the check before a run begins."""
 
+import errno
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from flash_train.cli import profile_memory
+from flash_train.cli import profile_memory, train
 from flash_train.cli.config.errors import UsageError
 from flash_train.cli.memory import check as command
 from flash_train.cli.run import memory_files
@@ -81,6 +82,27 @@ def test_snapshot_is_written_atomically(monkeypatch, tiny, tmp_path):
     run(monkeypatch, *tiny)
     assert "snapshot.pickle" in moved
     assert pickle.loads((tmp_path / "run" / "snapshot.pickle").read_bytes()) == {"segments": []}
+
+
+def full_disk(*arguments, **keywords):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_profile_that_cannot_be_written_is_one_line(monkeypatch, capsys, tiny, tmp_path):
+    monkeypatch.setattr(memory_files, "plot_memory", full_disk)
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, *tiny)
+    assert stop.value.code == 1
+    assert f"flash-train: run_dir={tmp_path / 'run'}: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(monkeypatch, capsys, tiny, tmp_path):
+    monkeypatch.setattr(memory_files, "plot_memory", full_disk)
+    monkeypatch.setattr("sys.argv", ["flash-train", *tiny, "max_steps=2", "callbacks.memory_snapshot.every=2"])
+    train.main()
+    folder = tmp_path / "run" / "memory" / "step-000002"
+    assert f"{folder} not written (No space left on device); the run continues" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.slow

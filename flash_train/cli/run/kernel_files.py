@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from flash_train.cli.components.loggers import log_artifact
 from flash_train.cli.run.build import Run
-from flash_train.cli.run.memory_files import settings
+from flash_train.cli.run.memory_files import settings, unwritten_is_said
 from flash_train.files import write_bytes, write_json, write_text
 from flash_train.profiling.step_kernels import markdown, report, summary
 from flash_train.records import device_name, versions
@@ -19,7 +19,9 @@ def profile_every(steps: int, config: DictConfig, run: Run, run_dir: Path) -> No
     """Profile one step out of `steps`, and write the report on each to its own folder."""
 
     def write(profiled: ProfiledStep) -> None:
-        write_kernels(config, run, profiled, run_dir / "kernels" / f"step-{profiled.step:06}")
+        folder = run_dir / "kernels" / f"step-{profiled.step:06}"
+        with unwritten_is_said(folder):
+            write_kernels(config, run, profiled, folder)
 
     run.trainer.callbacks.append(KernelTimes(write, every=steps))  # type: ignore[attr-defined]
 

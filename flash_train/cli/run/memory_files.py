@@ -1,6 +1,8 @@
 """Recorded steps of a run: which steps are recorded, and the report on the memory of each."""
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from flash_train.cli.memory.parallel_choice import of_plan
 from flash_train.cli.run.build import Run
 from flash_train.files import write_bytes
 from flash_train.model.recompute import MEMORY_MODES
+from flash_train.output import say
 from flash_train.profiling.memory.plot import plot_memory
 from flash_train.profiling.memory.prediction import predict
 from flash_train.profiling.memory.report import report, summary, write_report
@@ -25,9 +28,20 @@ def record_every(steps: int, config: DictConfig, run: Run, run_dir: Path) -> Non
     """Record one step out of `steps`, and write the report on each to its own folder."""
 
     def write(recorded: RecordedStep) -> None:
-        write_memory(config, run, recorded, run_dir / "memory" / f"step-{recorded.step:06}")
+        folder = run_dir / "memory" / f"step-{recorded.step:06}"
+        with unwritten_is_said(folder):
+            write_memory(config, run, recorded, folder)
 
     run.trainer.callbacks.append(MemorySnapshot(write, every=steps))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def unwritten_is_said(folder: Path) -> Iterator[None]:
+    """Print a line if the files of a report cannot be written, as on a full disk: the run continues without them."""
+    try:
+        yield
+    except OSError as error:
+        say(f"{folder} not written ({error.strerror or error}); the run continues")
 
 
 def only_measure(trainer: Trainer, callback: Callback) -> None:
