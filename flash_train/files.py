@@ -1,5 +1,6 @@
 """Writes files and folders whole or not at all."""
 
+import errno
 import json
 import math
 import os
@@ -18,8 +19,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     When the block ends without an error, the file is synced to the disk and replaces `path` in one move. Otherwise it
     is removed and `path` stays as it was. The temporary name is unique, since other processes may write the same path.
+
+    Raises:
+        FileExistsError: `path` is a device or a pipe, such as /dev/null, which a file would replace for everyone.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "is a device or a pipe, and must be a file or new", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:

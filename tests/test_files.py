@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from flash_train.files import remove_temporary, replacing
+from flash_train.files import remove_temporary, replacing, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -16,6 +16,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         temporary.write_text("tw")
         raise ValueError("half")
     assert path.read_text() == "one" and [file.name for file in path.parent.iterdir()] == ["x.txt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_devices_and_pipes_are_not_replaced(tmp_path):
+    """In a container the user is often root, who can replace /dev/null by a file."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="a device or a pipe, and must be a file or new"):
+        write_text(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
 
 
 def test_two_writers_of_one_file_use_different_temporary_files(tmp_path):
