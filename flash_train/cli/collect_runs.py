@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
         records = collect_all(options.runs, options.commit, known.get("records", []))
     with blame(f"--out {options.out}"):
         write_json(options.out, {"records": records})
-    print(f"wrote {len(records)} records to {options.out}")
+    print(f"wrote {len(records)} record{'' if len(records) == 1 else 's'} to {options.out}")
     return 0
 
 

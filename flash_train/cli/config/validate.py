@@ -37,8 +37,12 @@ ATTENTION_DROPOUT = Allowed(
     "0 or in (1/512, 511/512], as attention dropout comes in steps of 1/256",
 )
 
+FOLDER = Allowed(lambda value: value != "", "the name of a folder; . is the present one")
+
 # The library has these choices too, but importing it takes seconds, and a mistake should be reported at once.
 RULES = {
+    "run_dir": FOLDER,
+    "data.cache_dir": FOLDER,
     "seq_len": at_least(2),
     "max_steps": at_least(1),
     "stop_after": at_least(1),

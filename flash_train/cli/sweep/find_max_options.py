@@ -73,7 +73,7 @@ def _checked(key: str, value: object) -> object:
         return value
     if key == "find_max.limit":
         if not isinstance(value, int) or isinstance(value, bool) or value < UNIT or value % UNIT:
-            raise UsageError(f"find_max.limit={value}: must be a multiple of {UNIT}, from {UNIT} on")
+            raise UsageError(f"find_max.limit={value}: must be a multiple of {UNIT}, and {UNIT} or more")
         return value
     allowed = MEMORY if key.endswith("memory") else ATTENTIONS
     if not isinstance(value, list) or not value or not set(map(str, value)) <= set(allowed):

@@ -16,7 +16,7 @@ from flash_train.cli.config.compose import compose_config
 from flash_train.cli.config.errors import UnavailableError, UsageError, did_you_mean
 from flash_train.cli.config.overrides import CommandLine, parse, quote
 from flash_train.cli.config.paths import require_no_run, require_usable
-from flash_train.cli.config.validate import require_files, validate
+from flash_train.cli.config.validate import FOLDER, require_files, validate
 from flash_train.cli.run.prepare import with_pretrained_shape
 from flash_train.cli.sweep.trial import Trial
 
@@ -96,6 +96,8 @@ def plan(line: CommandLine) -> Sweep:
         raise UsageError(f"{line.flags[0]}: an ablation takes no such flag; allowed: --help, --config-dir")
     sweep_overrides, own = _split(line)
     config = compose_config(sweep_overrides, line.config_dir, "ablate")
+    if not FOLDER.contains(config.run_dir):
+        raise UsageError(f"run_dir={config.run_dir}: must be {FOLDER.words}")
     run_dir = Path(config.run_dir)
     require_usable("run_dir", run_dir)
     require_no_run(run_dir)

@@ -196,6 +196,8 @@ WHEN_BUILT = [
     (["resume={tmp}/done/step-000005.ckpt"], ["max_steps=3", "step 5"]),
     (["run_dir={tmp}/blank.txt/run"], ["run_dir={tmp}/blank.txt/run", "is a file"]),
     (["run_dir={tmp}/blank.txt"], ["run_dir={tmp}/blank.txt", "is a file"]),
+    *(([*flags, "run_dir="], ["run_dir=: must be the name of a folder"]) for flags in ([], SWEEP)),
+    (["data.cache_dir="], ["data.cache_dir=: must be the name of a folder"]),
     *(([*flags, "run_dir={tmp}/dangling/run"], ["cannot be created", "allowed: a folder"]) for flags in ([], SWEEP)),
     *(([*flags, f"run_dir={TOO_LONG}"], [f"run_dir={TOO_LONG}: ", "name too long"]) for flags in ([], SWEEP)),
     (["run_dir={tmp}/full"], ["run_dir={tmp}/full", "resume=last"]),

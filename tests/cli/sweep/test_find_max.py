@@ -52,7 +52,7 @@ def test_defaults_depend_on_the_device(device, expected):
     [
         (["find_max=maybe"], "find_max=maybe: must be true or false"),
         (["find_max.limit=10"], "find_max.limit=10: must be a multiple of 64"),
-        (["find_max.limit=0"], "find_max.limit=0: must be a multiple of 64, from 64 on"),
+        (["find_max.limit=0"], "find_max.limit=0: must be a multiple of 64, and 64 or more"),
         (["find_max.limit=600"], "find_max.limit=600: must be a multiple of 64"),
         (["find_max.limit=128"], "find_max.limit belongs to the search for the longest row; add find_max=true"),
         (["find_max.memory=checkpoint"], "must be a list of none, selective, checkpoint"),
