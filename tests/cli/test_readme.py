@@ -33,18 +33,14 @@ def results(tmp_path):
 def test_training(results):
     records = [RUN, {**RUN, "attention": "sdpa", "mfu": None}]
     filled = fill(marked("training", "old\n"), results("training", records))
-    before = "\nThese runs were measured before `trainer.cuda_graph` existed. "
-    before += "Without a graph a step of 4,096 tokens is launch-bound.\n"
     assert filled == marked(
         "training",
         "| attention | seq_len | tokens/s | MFU | peak GiB | loss (mean of last 10) |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: |\n"
         "| flash | 16,384 | 12,346 | 51.2% | 32.0 | 1.235 |\n"
         "| sdpa | 16,384 | 12,346 | – | 32.0 | 1.235 |\n"
-        f"{before}\n{source_line('training', records)}",
+        f"\n{source_line('training', records)}",
     )
-    records = [RUN, {**RUN, "cuda_graph": "auto"}]
-    assert before not in fill(marked("training"), results("training", records))
 
 
 def test_training_and_its_peer(results):

@@ -152,9 +152,10 @@ def test_other_errors_keep_their_type(config):
     assert caught.value.status == 1
 
 
-def test_a_last_step_that_diverges_leaves_a_run_without_a_text(tiny, in_this_process, tmp_path):
+def test_a_last_step_that_diverges_fails_the_run(tiny, in_this_process, tmp_path):
     """The loss of that step was finite. Sampling from NaN ended the run in a stack trace."""
     diverging = ("optimizer.lr=1e38", "optimizer.gradient_clip=null", "optimizer.warmup_steps=0", "max_steps=1")
     code, errors = in_this_process(main)(*tiny, *diverging, "callbacks.sample.tokens=4")
-    assert code == 0, errors
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert code == 1
+    assert len(errors) == 1 and "the validation loss is nan after step 1, the last one: lower optimizer.lr" in errors[0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
