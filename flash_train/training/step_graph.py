@@ -26,8 +26,6 @@ from flash_train.training.batch import Batch
 #: micro-batches that run without a graph: they compile and choose kernels, and allocate the optimizer's state
 WARM_UP = 2
 
-CHANGED = "accumulate_grad_batches, the mode of a module or the memory of a weight has changed since the capture"
-
 Sums = tuple[Tensor, Tensor]  # of the losses in nats, and the number of labelled tokens
 Replay = Callable[[], Any]
 #: returns what runs a function again, and the tensors that each run writes
@@ -84,6 +82,7 @@ class StepGraph:
         self._loss, self._by_lengths, self._required = loss, by_lengths, required
         self._settings, self._captured_settings = settings, None
         self._all = list(parameters)
+        self._addresses: list[int] = []  # of the weights, at the capture
         self._learn = [parameter.requires_grad for parameter in parameters]
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._capture = capture or CudaCapture()
@@ -106,10 +105,13 @@ class StepGraph:
             self._end(RuntimeError("weights were frozen or unfrozen since training began"))
             return None
         if self._batch is None:
-            self._captured_settings = self._settings()
+            self._captured_settings, self._addresses = self._settings(), self._present_addresses()
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
         elif self._settings() != self._captured_settings:
-            self._end(RuntimeError(CHANGED))
+            self._end(RuntimeError("accumulate_grad_batches or the mode of a module has changed since the capture"))
+            return None
+        elif self._present_addresses() != self._addresses:
+            self._end(RuntimeError("a weight has got other memory since the capture"))
             return None
         elif not self._serves(batch, self._batch):
             return None
@@ -140,6 +142,9 @@ class StepGraph:
             raise error
         self.release()
         LOGGER.warning("trainer.cuda_graph=auto: runs without a CUDA graph (%s)", str(error).partition("\n")[0])
+
+    def _present_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._all]
 
     def _serves(self, batch: Batch, captured: Batch) -> bool:
         same_lengths = not self._by_lengths or batch.get("lengths") == captured.get("lengths")

@@ -164,9 +164,11 @@ class StepCheckpoint(StepCallback, Checkpoint):
         self._saved_step, self._in_batch = trainer.global_step, False
         if trainer.is_global_zero and not is_trial(trainer):
             remove_temporary(self.folder, ["step-"])  # from a run that was killed while it wrote
-            found = {path: branch_and_step(path) for path in checkpoints_by_step(self.folder)}
+            now, paths = trainer.global_step, checkpoints_by_step(self.folder)
+            # Reading takes time, so earlier ones are read only if some of them are to be removed
+            found = {path: branch_and_step(path) for path in paths if self.keep is not None or step_of(path) > now}
             self._damaged = {path for path, order in found.items() if order is None}
-            branches = [order[0] for path, order in found.items() if order and step_of(path) > trainer.global_step]
+            branches = [order[0] for path, order in found.items() if order and step_of(path) > now]
             if branches:
                 self._branch = max(self._branch, max(branches) + 1)
 

@@ -1,7 +1,6 @@
 """Runs the micro-batches of a training by CUDA graphs, where they can be captured."""
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -111,14 +110,9 @@ class CudaGraph(Callback):
             pl_module.step_graph = None
 
 
-def captured_settings(trainer: Trainer, pl_module: Any) -> tuple[int, list[bool], list[int]]:
-    """Return what a graph takes as it is at its capture.
-
-    These are the micro-batches in a step, the mode of each module, and the address of each weight and buffer.
-    """
-    tensors = chain(pl_module.parameters(), pl_module.buffers())
-    modes = [module.training for module in pl_module.modules()]
-    return trainer.accumulate_grad_batches, modes, [tensor.data_ptr() for tensor in tensors]
+def captured_settings(trainer: Trainer, pl_module: Any) -> tuple[int, list[bool]]:
+    """Return what a graph takes as it is at its capture: micro-batches in a step, and the mode of each module."""
+    return trainer.accumulate_grad_batches, [module.training for module in pl_module.modules()]
 
 
 def _reads_lengths(model: Transformer, device: torch.device) -> bool:
